@@ -1,0 +1,57 @@
+"""dtransformer: Keras models of Transformers, trained on many devices."""
+
+import os
+
+# Keras reads its backend when it is first imported; this library needs TensorFlow's.
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"dtransformer needs Keras' TensorFlow backend, and Keras uses {keras.backend.backend()!r}: "
+        "set KERAS_BACKEND=tensorflow"
+    )
+
+from dtransformer.parallel.config import (
+    EmbeddingOpParallelConfig,
+    MoEConfig,
+    MoEParallelConfig,
+    OpParallelConfig,
+    TransformerOpParallelConfig,
+    TransformerRecomputeConfig,
+    get_parallel_config,
+    parallel_config,
+    set_parallel_config,
+)
+from dtransformer.parallel.runtime import (
+    init,
+    is_chief,
+    local_rank,
+    rank,
+    set_seed,
+    shutdown,
+    size,
+)
+from dtransformer.version import __version__
+
+__all__ = [
+    "EmbeddingOpParallelConfig",
+    "MoEConfig",
+    "MoEParallelConfig",
+    "OpParallelConfig",
+    "TransformerOpParallelConfig",
+    "TransformerRecomputeConfig",
+    "__version__",
+    "get_parallel_config",
+    "init",
+    "is_chief",
+    "local_rank",
+    "parallel_config",
+    "rank",
+    "set_parallel_config",
+    "set_seed",
+    "shutdown",
+    "size",
+]
