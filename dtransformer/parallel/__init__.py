@@ -1,0 +1,1 @@
+"""How work is divided: configs, the grid of ranks, the job, layouts."""
