@@ -1,0 +1,38 @@
+"""The layers, one a file. Ordinary Keras layers where there is no mesh."""
+
+from dtransformer.layers.attention import AttentionMask, MultiHeadAttention
+from dtransformer.layers.base import Layer
+from dtransformer.layers.block import BlockStack, TransformerBlock, spread_evenly
+from dtransformer.layers.decoder import TransformerDecoder, TransformerDecoderLayer
+from dtransformer.layers.dropout import Dropout, dropout_seed
+from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
+from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
+from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.linear import Linear
+from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.transformer import Transformer
+
+__all__ = [
+    "AttentionMask",
+    "BlockStack",
+    "CrossEntropyLoss",
+    "Dropout",
+    "FeedForward",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "MultiHeadAttention",
+    "PositionEmbedding",
+    "RMSNorm",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "VocabEmbedding",
+    "VocabHead",
+    "dropout_seed",
+    "spread_evenly",
+]

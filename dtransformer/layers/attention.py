@@ -1,0 +1,259 @@
+"""Multi-head attention, with a cache for decoding one token at a time."""
+
+import tensorflow as tf
+
+from dtransformer.layers.base import (
+    FlattenedInitializer,
+    Layer,
+    check_divisible,
+    check_rate,
+    check_size,
+    matmul,
+    register,
+    static_or_dynamic_shape,
+)
+from dtransformer.layers.dropout import Dropout
+from dtransformer.parallel.layout import constrain
+
+
+@register
+class AttentionMask(Layer):
+    """Turn an input mask into a causal attention mask.
+
+    Call arguments:
+        input_mask: tensor [b, s] of 0 and 1; 1 where there is a token.
+
+    Output shape:
+        [b, s, s]: 1 where position i may attend to position j ≤ i and both are
+        tokens, that is the lower triangle of m·mᵀ.
+
+    Example:
+
+    >>> AttentionMask()(tf.constant([[1, 1, 0]])).numpy().tolist()
+    [[[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]
+    """
+
+    def call(self, input_mask):
+        mask = tf.cast(input_mask, self.compute_dtype)
+        mask = mask[:, :, None] * mask[:, None, :]
+        length = static_or_dynamic_shape(mask)[1]
+        positions = tf.range(length)
+        return tf.where(positions[:, None] >= positions[None, :], mask, tf.zeros_like(mask))
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape, input_shape[-1])
+
+
+@register
+class MultiHeadAttention(Layer):
+    """Attend from queries to keys and values, in several heads.
+
+    The projections of queries, keys and values are column parallel (whole heads on
+    each rank), the output's is row parallel, and its bias is added after the
+    reduction. Scores are scaled before the product, so that 16-bit types do not
+    overflow. A position that is masked has a probability of exactly 0, and a query
+    that may attend nowhere gets a context of 0.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need", §3.2; Shoeybi et
+    al., 2019, "Megatron-LM", §3.
+
+    Args:
+        hidden_size: size h of queries, keys, values and the output.
+        num_heads: number n of heads; divides h.
+        hidden_dropout_rate: dropout of the output, in [0, 1).
+        attention_dropout_rate: dropout of the probabilities, in [0, 1).
+        softmax_compute_type: type that the softmax is computed in.
+        kernel_initializer: a Keras initializer, or its name.
+
+    Call arguments:
+        query: tensor [b, s, h].
+        key: tensor [b, t, h].
+        value: tensor [b, t, h].
+        attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
+            [b, n, s, t]; 1 where a query may attend.
+        cache: what earlier calls computed. From `init_cache`, for attention of a
+            sequence to itself: the keys and values of the s new positions are put
+            in at `cache["index"]`, and queries attend to positions up to their own.
+            From `project_memory`, for attention to a memory: `key` and `value` are
+            not read and may be None.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, s, h]; with a cache, a pair of this and the cache for the next call.
+
+    Raises:
+        ValueError: num_heads does not divide hidden_size, or model_parallel does
+            not divide both.
+
+    Example:
+
+    >>> x = tf.zeros((2, 5, 16))
+    >>> MultiHeadAttention(16, 4)(x, x, x).shape
+    TensorShape([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        hidden_size,
+        num_heads,
+        hidden_dropout_rate=0.1,
+        attention_dropout_rate=0.1,
+        softmax_compute_type="float32",
+        kernel_initializer="glorot_uniform",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.num_heads = check_size("num_heads", num_heads)
+        if hidden_size % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
+        check_divisible(num_heads=num_heads, hidden_size=hidden_size)
+        self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
+        self.attention_dropout_rate = check_rate("attention_dropout_rate", attention_dropout_rate)
+        self.softmax_compute_type = softmax_compute_type
+        self.kernel_initializer = kernel_initializer
+        self.head_dim = hidden_size // num_heads
+        policy = self.dtype_policy
+        self.attention_dropout = Dropout(
+            attention_dropout_rate, dtype=policy, name="attention_dropout"
+        )
+        self.hidden_dropout = Dropout(hidden_dropout_rate, dtype=policy, name="hidden_dropout")
+
+    def build(self, query_shape, key_shape=None, value_shape=None):
+        h, n, d = self.hidden_size, self.num_heads, self.head_dim
+        for part in ("query", "key", "value"):
+            kernel = self.add_weight(
+                (h, n, d),
+                FlattenedInitializer(self.kernel_initializer),
+                axes=("embed", "heads", "head_dim"),
+                name=f"{part}_kernel",
+            )
+            bias = self.add_weight(
+                (n, d), "zeros", axes=("heads", "head_dim"), name=f"{part}_bias"
+            )
+            setattr(self, f"{part}_kernel", kernel)
+            setattr(self, f"{part}_bias", bias)
+        self.output_kernel = self.add_weight(
+            (n, d, h),
+            FlattenedInitializer(self.kernel_initializer, num_inputs=2),
+            axes=("heads", "head_dim", "embed"),
+            name="output_kernel",
+        )
+        self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
+        self.attention_dropout.build((None, n, None, None))
+        self.hidden_dropout.build(query_shape)
+        self.built = True
+
+    def call(self, query, key, value, attention_mask=None, cache=None, training=False):
+        q = self._heads(query, self.query_kernel, self.query_bias)
+        q = q * tf.cast(self.head_dim**-0.5, q.dtype)
+        if cache is None:
+            k = self._heads(key, self.key_kernel, self.key_bias)
+            v = self._heads(value, self.value_kernel, self.value_bias)
+        else:
+            if "index" in cache:
+                cache, attention_mask = self._extend(cache, key, value, attention_mask)
+            k, v = cache["key"], cache["value"]
+        context = self._attend(q, k, v, attention_mask, training)
+        # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
+        context = tf.transpose(context, [0, 2, 1, 3])
+        output = constrain(
+            matmul(context, self.output_kernel, num_inputs=2), ("batch", "length", "embed")
+        )
+        output = self.hidden_dropout(output + self.output_bias, training=training)
+        return output if cache is None else (output, cache)
+
+    def _heads(self, x, kernel, bias):
+        """[batch, length, embed] -> [batch, heads, length, head_dim]"""
+        x = constrain(matmul(x, kernel), ("batch", None, "heads", "head_dim"))
+        return tf.transpose(x + tf.cast(bias, x.dtype), [0, 2, 1, 3])
+
+    def _attend(self, q, k, v, mask, training):
+        # [batch, heads, length, memory_length]
+        scores = tf.matmul(q, k, transpose_b=True)
+        scores = constrain(scores, ("batch", "heads", None, "memory_length"))
+        scores = tf.cast(scores, self.softmax_compute_type)
+        any_allowed = None
+        if mask is not None:
+            allowed = self._expand(mask)
+            any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
+            scores = tf.where(allowed, scores, tf.constant(scores.dtype.min, scores.dtype))
+        probabilities = tf.cast(tf.nn.softmax(scores), v.dtype)
+        probabilities = self.attention_dropout(probabilities, training=training)
+        context = tf.matmul(probabilities, v)
+        if any_allowed is not None:
+            context *= tf.cast(any_allowed, context.dtype)
+        return constrain(context, ("batch", "heads", None, "head_dim"))
+
+    @staticmethod
+    def _expand(mask):
+        """Return the mask as bool [b, n or 1, s or 1, t]."""
+        mask = tf.cast(mask, "bool")
+        if len(mask.shape) == 2:
+            return mask[:, None, None, :]
+        return mask[:, None, :, :] if len(mask.shape) == 3 else mask
+
+    def _extend(self, cache, key, value, mask):
+        """Put the new positions in; return the cache and a mask of what may be seen."""
+        k = self._heads(key, self.key_kernel, self.key_bias)
+        v = self._heads(value, self.value_kernel, self.value_bias)
+        index, capacity = cache["index"], static_or_dynamic_shape(cache["key"])[2]
+        new = static_or_dynamic_shape(k)[2]
+        # A shift by a gather and a choice, as every device and compiler has them.
+        positions = tf.range(capacity)
+        source = tf.clip_by_value(positions - index, 0, new - 1)
+        is_new = ((positions >= index) & (positions < index + new))[None, None, :, None]
+        cache = {
+            "key": tf.where(is_new, tf.gather(k, source, axis=2), cache["key"]),
+            "value": tf.where(is_new, tf.gather(v, source, axis=2), cache["value"]),
+            "index": index + new,
+        }
+        seen = positions[None, :] <= (index + tf.range(new))[:, None]
+        seen = seen[None, None, :, :]
+        return cache, seen if mask is None else seen & self._expand(mask)
+
+    def init_cache(self, batch_size, max_length):
+        """Return an empty cache for attention of a sequence to itself.
+
+        Args:
+            batch_size: number b of sequences.
+            max_length: number of positions the cache can hold.
+
+        Returns:
+            A dict of `"key"` and `"value"` [b, n, max_length, d] and `"index"`, the
+            number of positions filled (int32 scalar).
+        """
+        shape = [batch_size, self.num_heads, max_length, self.head_dim]
+        empty = constrain(
+            tf.zeros(shape, self.compute_dtype), ("batch", "heads", "memory_length", "head_dim")
+        )
+        return {"key": empty, "value": empty, "index": tf.constant(0)}
+
+    def project_memory(self, memory):
+        """Return the cache for attention to a memory that stays the same.
+
+        Args:
+            memory: tensor [b, t, h].
+
+        Returns:
+            A dict of `"key"` and `"value"` [b, n, t, d].
+        """
+        memory = tf.cast(memory, self.compute_dtype)
+        return {
+            "key": self._heads(memory, self.key_kernel, self.key_bias),
+            "value": self._heads(memory, self.value_kernel, self.value_bias),
+        }
+
+    def compute_output_shape(self, query_shape, *args, **kwargs):
+        return query_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_heads,
+            "hidden_dropout_rate": self.hidden_dropout_rate,
+            "attention_dropout_rate": self.attention_dropout_rate,
+            "softmax_compute_type": self.softmax_compute_type,
+            "kernel_initializer": self.kernel_initializer,
+        }

@@ -1,0 +1,157 @@
+"""The base of every layer: weights with logical axes and reproducible values."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.name_scope import current_path
+
+from dtransformer.parallel import runtime
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.layout import check_axes
+
+
+register = keras.saving.register_keras_serializable("dtransformer")
+
+
+class Layer(keras.layers.Layer):
+    """A Keras layer whose weights name their dimensions.
+
+    `add_weight` takes the logical name of every dimension, from which the rules of
+    `dtransformer.parallel.layout` derive how it is cut. A random initializer
+    without a seed of its own gets one that depends on the job's seed and on the
+    weight's path only.
+    """
+
+    def add_weight(self, shape, initializer="glorot_uniform", *, axes, name, **kwargs):
+        """Add a weight.
+
+        Args:
+            shape: tuple of ints.
+            initializer: a Keras initializer, or its name.
+            axes: tuple with the logical name, or None, of every dimension.
+            name: str, unique in the layer.
+            **kwargs: as `keras.layers.Layer.add_weight` has them.
+
+        Returns:
+            A `keras.Variable` with the attribute `logical_axes`.
+
+        Raises:
+            ValueError: `axes` does not fit `shape`, or holds an unknown name.
+        """
+        check_axes(axes, len(shape), f"the weight {self.path}/{name}")
+        with keras.name_scope(self.name, caller=self):
+            path = f"{current_path()}/{name}"
+        initializer = seeded(keras.initializers.get(initializer), path)
+        weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
+        weight.logical_axes = axes
+        return weight
+
+
+class WrappedInitializer(keras.initializers.Initializer):
+    """An initializer that shapes what another one draws."""
+
+    def __init__(self, initializer):
+        self.initializer = keras.initializers.get(initializer)
+
+    def around(self, initializer):
+        """Return the same around another initializer."""
+        return type(self)(**{**self.get_config(), "initializer": initializer})
+
+    def get_config(self):
+        return {"initializer": self.initializer}
+
+
+@register
+class FlattenedInitializer(WrappedInitializer):
+    """Draw a weight of several dimensions as the matrix that it multiplies as.
+
+    Keras takes a weight of three dimensions for a convolution's; the attention
+    kernels [h,n,d] and [n,d,h] are matrices of h × n·d.
+
+    Args:
+        initializer: a Keras initializer, or its name.
+        num_inputs: how many leading dimensions are summed over.
+    """
+
+    def __init__(self, initializer, num_inputs=1):
+        super().__init__(initializer)
+        self.num_inputs = num_inputs
+
+    def __call__(self, shape, dtype=None):
+        inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
+        matrix = self.initializer((int(np.prod(inputs)), int(np.prod(outputs))), dtype=dtype)
+        return tf.reshape(matrix, shape)
+
+    def get_config(self):
+        return {**super().get_config(), "num_inputs": self.num_inputs}
+
+
+def seeded(initializer, path):
+    """Return `initializer` with a seed derived from the job's seed and `path`."""
+    if isinstance(initializer, WrappedInitializer):
+        return initializer.around(seeded(initializer.initializer, path))
+    if not isinstance(initializer, keras.initializers.Initializer):
+        return initializer
+    config = initializer.get_config()
+    if config.get("seed", 0) is not None:
+        return initializer  # not random, or with a seed of its own
+    return type(initializer).from_config({**config, "seed": runtime.derived_seed(path)})
+
+
+def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
+    """Multiply the last dimensions of `x` with the first ones of `kernel`.
+
+    Args:
+        x: tensor [..., *inputs].
+        kernel: tensor [*inputs, *outputs], or [outputs, inputs] with
+            `transpose_kernel`.
+        num_inputs: number of dimensions that are summed over.
+        transpose_kernel: whether the kernel's two dimensions are swapped.
+
+    Returns:
+        A tensor [..., *outputs].
+    """
+    kernel = tf.cast(kernel, x.dtype)
+    outputs = [kernel.shape[0]] if transpose_kernel else kernel.shape[num_inputs:].as_list()
+    inner = kernel.shape[1] if transpose_kernel else int(np.prod(kernel.shape[:num_inputs]))
+    if not transpose_kernel:
+        kernel = tf.reshape(kernel, [inner, int(np.prod(outputs))])
+    batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
+    y = tf.matmul(tf.reshape(x, [-1, inner]), kernel, transpose_b=transpose_kernel)
+    return tf.reshape(y, [*batch, *outputs])
+
+
+def static_or_dynamic_shape(x):
+    """Return the dimensions of `x`: ints where they are known, scalars elsewhere."""
+    dynamic = tf.shape(x)
+    return [dynamic[i] if size is None else size for i, size in enumerate(x.shape)]
+
+
+def check_rate(name, rate):
+    """Check a dropout rate: a number in [0, 1)."""
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise TypeError(f"{name} must be a number in [0, 1), got {rate!r} ({type(rate).__name__})")
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {rate}")
+    return float(rate)
+
+
+def check_size(name, size):
+    """Check a size: an int of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+    return size
+
+
+def check_divisible(**sizes):
+    """Check that model_parallel divides each size.
+
+    Raises:
+        ValueError: it does not divide one of them; names all the numbers.
+    """
+    model_parallel = get_parallel_config().model_parallel
+    if any(size % model_parallel for size in sizes.values()):
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"model_parallel={model_parallel} must divide each of {given}")

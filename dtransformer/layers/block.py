@@ -1,0 +1,152 @@
+"""What the blocks of a network have in common, and how they are spread over stages."""
+
+from dtransformer.layers.base import Layer
+from dtransformer.layers.norm import LayerNorm
+from dtransformer.parallel.config import get_parallel_config
+
+
+class TransformerBlock(Layer):
+    """A layer that is one of a stack of equal ones.
+
+    Attributes:
+        pipeline_stage: the stage that computes the block.
+        comm_fusion: the group that the block's gradients are reduced with, or None.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.pipeline_stage = 0
+        self.comm_fusion = None
+
+    def set_comm_fusion(self, group):
+        """Reduce the block's gradients together with the group's others."""
+        self.comm_fusion = group
+
+
+class BlockStack(Layer):
+    """A stack of blocks of the class `layer_class`.
+
+    A norm at the end follows blocks that normalize first.
+
+    Args:
+        num_layers: number of blocks.
+        hidden_size, num_heads, ffn_hidden_size: as the blocks'.
+        lambda_func: places each block; `spread_evenly` by default.
+        offset: number of blocks of the network before this stack.
+        network_layers: number of blocks of the whole network.
+        **layer_arguments: other arguments of the blocks.
+    """
+
+    layer_class = None
+
+    def __init__(
+        self,
+        num_layers,
+        hidden_size,
+        num_heads,
+        ffn_hidden_size,
+        lambda_func=None,
+        offset=0,
+        network_layers=None,
+        **layer_arguments,
+    ):
+        own = {key: layer_arguments.pop(key) for key in ("name", "dtype", "trainable") if key in layer_arguments}
+        super().__init__(**own)
+        self.arguments = {
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            "offset": offset,
+            "network_layers": network_layers,
+            **layer_arguments,
+        }
+        self.blocks = [
+            self.layer_class(
+                hidden_size,
+                num_heads,
+                ffn_hidden_size,
+                dtype=self.dtype_policy,
+                name=f"block_{number}",
+                **layer_arguments,
+            )
+            for number in range(num_layers)
+        ]
+        place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
+        self.final_norm = None
+        if num_layers and not layer_arguments.get("post_layernorm_residual", False):
+            compute_type = layer_arguments.get("layernorm_compute_type", "float32")
+            self.final_norm = LayerNorm(
+                compute_type=compute_type, dtype=self.dtype_policy, name="final_norm"
+            )
+
+    def build(self, input_shape, *args):
+        for part in [*self.blocks, self.final_norm]:
+            if part is not None and not part.built:
+                part.build(input_shape)
+        self.built = True
+
+    def compute_output_shape(self, input_shape, *args, **kwargs):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), **self.arguments}
+
+
+def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
+    """Let `lambda_func` place every block, and check where it put them.
+
+    Raises:
+        ValueError: there are more stages than blocks, a stage is out of range, or
+            stages go backwards.
+    """
+    config = get_parallel_config()
+    layers = network_layers or offset + len(blocks)
+    if config.pipeline_stage > layers:
+        raise ValueError(
+            f"pipeline_stage={config.pipeline_stage} is more than the network's {layers} blocks"
+        )
+    for number, block in enumerate(blocks):
+        lambda_func(
+            network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
+        )
+    check_stages(blocks, config.pipeline_stage)
+
+
+def spread_evenly(network, layer_id, offset, parallel_config, layers):
+    """Spread blocks evenly over the stages: the default `lambda_func`.
+
+    Args:
+        network: the block.
+        layer_id: its number in its stack.
+        offset: number of blocks of the network before the stack.
+        parallel_config: the `TransformerOpParallelConfig`.
+        layers: number of blocks of the whole network.
+    """
+    number = layer_id + offset
+    stages, groups = parallel_config.pipeline_stage, parallel_config.gradient_aggregation_group
+    per_stage = max(layers // stages, 1)
+    network.pipeline_stage = min(number // per_stage, stages - 1)
+    network.set_comm_fusion(number // max(layers // groups, 1) + 1)
+
+
+def check_stages(blocks, num_stages):
+    """Check that stages are in range and never go backwards along the network.
+
+    Raises:
+        ValueError: names the block and its stage.
+    """
+    previous = 0
+    for number, block in enumerate(blocks):
+        stage = block.pipeline_stage
+        if not 0 <= stage < num_stages:
+            raise ValueError(
+                f"block {number} ({block.name}) is put on stage {stage}, but there are "
+                f"{num_stages} stages"
+            )
+        if stage < previous:
+            raise ValueError(
+                f"block {number} ({block.name}) is put on stage {stage}, after a block on stage "
+                f"{previous}: stages may not go backwards along the network"
+            )
+        previous = stage

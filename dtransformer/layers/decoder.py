@@ -1,0 +1,148 @@
+"""The Transformer's decoder: its layer and the stack."""
+
+import tensorflow as tf
+
+from dtransformer.layers.base import register
+from dtransformer.layers.block import BlockStack
+from dtransformer.layers.encoder import TransformerEncoderLayer
+
+
+@register
+class TransformerDecoderLayer(TransformerEncoderLayer):
+    """Attention of a sequence to itself, to a memory, then a feed-forward layer.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need", §3.1.
+
+    Args:
+        hidden_size: size h of the input, the memory and the output.
+        num_heads: number of attention heads.
+        ffn_hidden_size: inner size of the feed-forward layer.
+        attention_dropout_rate: dropout of attention probabilities, in [0, 1).
+        hidden_dropout_rate: dropout of each part's output, in [0, 1).
+        hidden_act: a Keras activation's name, or a callable.
+        post_layernorm_residual: whether to normalize after the residual.
+        layernorm_compute_type: type that norms are computed in.
+        softmax_compute_type: type that the softmax is computed in.
+
+    Call arguments:
+        inputs: tensor [b, t, h].
+        decoder_mask: what each position may attend to in the sequence: [b, t, t] of
+            0 and 1; None for everything. Causal masks come from `AttentionMask`.
+        encoder_output: the memory, tensor [b, s, h]; not read where there is a cache.
+        memory_mask: what each position may attend to in the memory: [b, s],
+            [b, 1, s] or [b, t, s] of 0 and 1; None for everything.
+        cache: what earlier calls computed, from `init_cache`.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, h]; with a cache, a pair of this and the cache for the next call.
+    """
+
+    def add_parts(self):
+        self.self_attention_norm = self.make_norm("self_attention_norm")
+        self.self_attention = self.make_attention("self_attention")
+        self.cross_attention_norm = self.make_norm("cross_attention_norm")
+        self.cross_attention = self.make_attention("cross_attention")
+        self.feed_forward_norm = self.make_norm("feed_forward_norm")
+        self.feed_forward = self.make_feed_forward("feed_forward")
+
+    def call(
+        self,
+        inputs,
+        decoder_mask=None,
+        encoder_output=None,
+        memory_mask=None,
+        cache=None,
+        training=False,
+    ):
+        new_cache = {}
+
+        def attend(name, attention, x, memory, mask):
+            if cache is None:
+                return attention(x, memory, memory, mask, training=training)
+            output, new_cache[name] = attention(
+                x, memory, memory, mask, cache=cache[name], training=training
+            )
+            return output
+
+        x = self.residual(
+            self.self_attention_norm,
+            lambda x: attend("self", self.self_attention, x, x, decoder_mask),
+            inputs,
+        )
+        x = self.residual(
+            self.cross_attention_norm,
+            lambda x: attend("memory", self.cross_attention, x, encoder_output, memory_mask),
+            x,
+        )
+        x = self.residual(
+            self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
+        )
+        return x if cache is None else (x, new_cache)
+
+    def init_cache(self, encoder_output, max_length):
+        """Return the cache for decoding up to `max_length` positions of a memory."""
+        batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]
+        return {
+            "self": self.self_attention.init_cache(batch_size, max_length),
+            "memory": self.cross_attention.project_memory(encoder_output),
+        }
+
+
+@register
+class TransformerDecoder(BlockStack):
+    """A stack of `TransformerDecoderLayer`s.
+
+    Args:
+        num_layers: number of blocks.
+        hidden_size, num_heads, ffn_hidden_size: as the layer's.
+        lambda_func: places each block; by default they are spread evenly over the
+            pipeline's stages. Called as `lambda_func(network=, layer_id=, offset=,
+            parallel_config=, layers=)`.
+        offset: number of blocks of the network before this stack.
+        network_layers: number of blocks of the whole network.
+        **layer_arguments: other arguments of `TransformerDecoderLayer`.
+
+    Call arguments:
+        inputs: tensor [b, t, h].
+        decoder_mask, encoder_output, memory_mask: as the layer's.
+        cache: what earlier calls computed, from `init_cache`.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, h]; with a cache, a pair of this and the cache for the next call.
+    """
+
+    layer_class = TransformerDecoderLayer
+
+    def call(
+        self,
+        inputs,
+        decoder_mask=None,
+        encoder_output=None,
+        memory_mask=None,
+        cache=None,
+        training=False,
+    ):
+        new_cache = []
+        for number, block in enumerate(self.blocks):
+            arguments = (inputs, decoder_mask, encoder_output, memory_mask)
+            if cache is None:
+                inputs = block(*arguments, training=training)
+            else:
+                inputs, extended = block(*arguments, cache=cache[number], training=training)
+                new_cache.append(extended)
+        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
+        return outputs if cache is None else (outputs, new_cache)
+
+    def init_cache(self, encoder_output, max_length):
+        """Return the cache for decoding one position after the other.
+
+        Args:
+            encoder_output: the memory, tensor [b, s, h].
+            max_length: number of positions that the cache can hold.
+
+        Returns:
+            A list with the cache of every block.
+        """
+        return [block.init_cache(encoder_output, max_length) for block in self.blocks]

@@ -1,0 +1,76 @@
+"""Dropout without state: masks are a function of a seed, the layer and the rank."""
+
+import contextlib
+import zlib
+
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, check_rate, register
+
+_seed = None
+
+
+@contextlib.contextmanager
+def dropout_seed(seed):
+    """Derive every dropout mask inside the `with` block from `seed`.
+
+    A training step opens it with a seed made of the job's seed, the step, the
+    micro-batch and the data shard; computing a block again inside it gives the same
+    masks again.
+
+    Args:
+        seed: int32 tensor [2].
+    """
+    global _seed
+    outer, _seed = _seed, seed
+    try:
+        yield
+    finally:
+        _seed = outer
+
+
+@register
+class Dropout(Layer):
+    """Set a random part of the inputs to zero and scale the others up.
+
+    Inside `dropout_seed` the mask depends on that seed and on the layer's path
+    only; outside of it, it is drawn from TensorFlow's global generator.
+
+    Reference: Srivastava et al., 2014, "Dropout: a simple way to prevent neural
+    networks from overfitting".
+
+    Args:
+        rate: the part that is set to zero, in [0, 1).
+
+    Call arguments:
+        inputs: tensor of any shape.
+        training: whether to drop anything at all.
+
+    Example:
+
+    >>> Dropout(0.5)(tf.ones((2, 3)), training=False).shape
+    TensorShape([2, 3])
+    """
+
+    def __init__(self, rate, **kwargs):
+        super().__init__(**kwargs)
+        self.rate = check_rate("rate", rate)
+        self.supports_masking = True
+
+    def call(self, inputs, training=False):
+        if not training or self.rate == 0:
+            return inputs
+        if _seed is None:
+            seed = tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
+        else:
+            number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
+            seed = tf.bitwise.bitwise_xor(_seed, [number, 0])
+        return tf.nn.experimental.stateless_dropout(
+            inputs, self.rate, seed, rng_alg="philox"
+        )
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), "rate": self.rate}

@@ -1,0 +1,161 @@
+"""The Transformer's encoder: its layer and the stack."""
+
+from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.base import register
+from dtransformer.layers.block import BlockStack, TransformerBlock
+from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.norm import LayerNorm
+
+
+@register
+class TransformerEncoderLayer(TransformerBlock):
+    """Attention of a sequence to itself, then a feed-forward layer.
+
+    Each is surrounded by a residual connection. By default the input of each is
+    normalized (pre-layer-norm: Xiong et al., 2020, arXiv 2002.04745); with
+    `post_layernorm_residual=True` the sum is, as in Vaswani et al., 2017, §3.1.
+
+    Args:
+        hidden_size: size h of the input and the output.
+        num_heads: number of attention heads.
+        ffn_hidden_size: inner size of the feed-forward layer.
+        attention_dropout_rate: dropout of attention probabilities, in [0, 1).
+        hidden_dropout_rate: dropout of each part's output, in [0, 1).
+        hidden_act: a Keras activation's name, or a callable.
+        post_layernorm_residual: whether to normalize after the residual.
+        layernorm_compute_type: type that norms are computed in.
+        softmax_compute_type: type that the softmax is computed in.
+
+    Call arguments:
+        inputs: tensor [b, s, h].
+        attention_mask: what each position may attend to: [b, s], [b, 1, s] or [b, s, s] of 0
+            and 1; None for everything.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, s, h]
+    """
+
+    def __init__(
+        self,
+        hidden_size,
+        num_heads,
+        ffn_hidden_size,
+        attention_dropout_rate=0.1,
+        hidden_dropout_rate=0.1,
+        hidden_act="gelu",
+        post_layernorm_residual=False,
+        layernorm_compute_type="float32",
+        softmax_compute_type="float32",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.arguments = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            "attention_dropout_rate": attention_dropout_rate,
+            "hidden_dropout_rate": hidden_dropout_rate,
+            "hidden_act": hidden_act,
+            "post_layernorm_residual": post_layernorm_residual,
+            "layernorm_compute_type": layernorm_compute_type,
+            "softmax_compute_type": softmax_compute_type,
+        }
+        self.post_layernorm_residual = post_layernorm_residual
+        self.add_parts()
+
+    def add_parts(self):
+        """Make the parts: attention and the feed-forward layer, and their norms."""
+        self.attention_norm = self.make_norm("attention_norm")
+        self.attention = self.make_attention("attention")
+        self.feed_forward_norm = self.make_norm("feed_forward_norm")
+        self.feed_forward = self.make_feed_forward("feed_forward")
+
+    def make_norm(self, name):
+        compute_type = self.arguments["layernorm_compute_type"]
+        return LayerNorm(compute_type=compute_type, dtype=self.dtype_policy, name=name)
+
+    def make_attention(self, name):
+        return MultiHeadAttention(
+            self.arguments["hidden_size"],
+            self.arguments["num_heads"],
+            hidden_dropout_rate=self.arguments["hidden_dropout_rate"],
+            attention_dropout_rate=self.arguments["attention_dropout_rate"],
+            softmax_compute_type=self.arguments["softmax_compute_type"],
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def make_feed_forward(self, name):
+        return FeedForward(
+            self.arguments["hidden_size"],
+            self.arguments["ffn_hidden_size"],
+            dropout_rate=self.arguments["hidden_dropout_rate"],
+            hidden_act=self.arguments["hidden_act"],
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def residual(self, norm, part, inputs):
+        """Apply `part` with its norm and the residual connection around both."""
+        if self.post_layernorm_residual:
+            return norm(inputs + part(inputs))
+        return inputs + part(norm(inputs))
+
+    def build(self, input_shape, *args):
+        for part in self._flatten_layers(include_self=False, recursive=False):
+            if not part.built:
+                part.build(input_shape)
+        self.built = True
+
+    def call(self, inputs, attention_mask=None, training=False):
+        x = self.residual(
+            self.attention_norm,
+            lambda x: self.attention(x, x, x, attention_mask, training=training),
+            inputs,
+        )
+        return self.residual(
+            self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
+        )
+
+    def compute_output_shape(self, input_shape, *args, **kwargs):
+        return input_shape
+
+    def get_config(self):
+        return {**super().get_config(), **self.arguments}
+
+
+@register
+class TransformerEncoder(BlockStack):
+    """A stack of `TransformerEncoderLayer`s.
+
+    Args:
+        num_layers: number of blocks; may be 0.
+        hidden_size, num_heads, ffn_hidden_size: as the layer's.
+        lambda_func: places each block; by default they are spread evenly over the
+            pipeline's stages. Called as `lambda_func(network=, layer_id=, offset=,
+            parallel_config=, layers=)`.
+        offset: number of blocks of the network before this stack.
+        network_layers: number of blocks of the whole network.
+        **layer_arguments: other arguments of `TransformerEncoderLayer`.
+
+    Call arguments:
+        inputs: tensor [b, s, h].
+        attention_mask: as the layer's.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, s, h]
+
+    Example:
+
+    >>> TransformerEncoder(2, 16, 4, 32)(tf.zeros((2, 5, 16))).shape
+    TensorShape([2, 5, 16])
+    """
+
+    layer_class = TransformerEncoderLayer
+
+    def call(self, inputs, attention_mask=None, training=False):
+        for block in self.blocks:
+            inputs = block(inputs, attention_mask, training=training)
+        return inputs if self.final_norm is None else self.final_norm(inputs)

@@ -1,0 +1,125 @@
+"""The feed-forward layer of a Transformer block."""
+
+import keras
+
+from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, matmul, register
+from dtransformer.layers.dropout import Dropout
+from dtransformer.parallel.layout import constrain
+
+
+def get_activation(identifier):
+    """Return an activation by its Keras name, or the callable itself.
+
+    Raises:
+        ValueError: the name is unknown; lists what exists.
+    """
+    if callable(identifier):
+        return identifier
+    names = sorted(
+        name
+        for name, value in vars(keras.activations).items()
+        if callable(value) and name not in ("get", "serialize", "deserialize")
+    )
+    if identifier not in names:
+        raise ValueError(f"hidden_act {identifier!r} is unknown; there are {', '.join(names)}")
+    return keras.activations.get(identifier)
+
+
+@register
+class FeedForward(Layer):
+    """Two dense layers with an activation between them.
+
+    The mapping is column parallel and the projection row parallel; the
+    projection's bias is added after the reduction.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need", §3.3; Shoeybi et
+    al., 2019, "Megatron-LM", §3.
+
+    Args:
+        hidden_size: size h of the input and the output.
+        ffn_hidden_size: size f between the two.
+        dropout_rate: dropout of the output, in [0, 1).
+        hidden_act: a Keras activation's name, or a callable.
+        expert_num: number of experts; only 1 is supported.
+        kernel_initializer: a Keras initializer, or its name.
+
+    Input shape:
+        [b, s, h]
+
+    Output shape:
+        [b, s, h]
+
+    Example:
+
+    >>> FeedForward(8, 32)(tf.zeros((2, 3, 8))).shape
+    TensorShape([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size,
+        ffn_hidden_size,
+        dropout_rate=0.1,
+        hidden_act="gelu",
+        expert_num=1,
+        kernel_initializer="glorot_uniform",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        self.hidden_act = hidden_act
+        self.activation = get_activation(hidden_act)
+        if check_size("expert_num", expert_num) != 1:
+            raise NotImplementedError(f"expert_num={expert_num}: only one expert is supported")
+        self.expert_num = expert_num
+        self.kernel_initializer = kernel_initializer
+        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
+
+    def build(self, input_shape):
+        h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
+        self.mapping_kernel = self.add_weight(
+            (h, f), initializer, axes=("embed", "mlp"), name="mapping_kernel"
+        )
+        self.mapping_bias = self.add_weight((f,), "zeros", axes=("mlp",), name="mapping_bias")
+        self.projection_kernel = self.add_weight(
+            (f, h), initializer, axes=("mlp", "embed"), name="projection_kernel"
+        )
+        self.projection_bias = self.add_weight(
+            (h,), "zeros", axes=("embed",), name="projection_bias"
+        )
+        self.dropout.build(input_shape)
+        self.built = True
+
+    def call(self, inputs, training=False):
+        # [batch, length, embed] -> [batch, length, mlp]
+        x = constrain(matmul(inputs, self.mapping_kernel), ("batch", None, "mlp"))
+        x = self.activation(x + self.mapping_bias)
+        # [batch, length, mlp] -> [batch, length, embed]
+        x = constrain(matmul(x, self.projection_kernel), ("batch", "length", "embed"))
+        return self.dropout(x + self.projection_bias, training=training)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "dropout_rate": self.dropout_rate,
+            "hidden_act": self.hidden_act
+            if isinstance(self.hidden_act, str)
+            else keras.saving.serialize_keras_object(self.hidden_act),
+            "expert_num": self.expert_num,
+            "kernel_initializer": self.kernel_initializer,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        if isinstance(config["hidden_act"], dict):
+            hidden_act = keras.saving.deserialize_keras_object(config["hidden_act"])
+            config = {**config, "hidden_act": hidden_act}
+        return super().from_config(config)

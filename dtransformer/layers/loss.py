@@ -1,0 +1,133 @@
+"""Cross entropy over a vocabulary: the mean over the tokens that count."""
+
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, check_rate, register
+
+
+@register
+class CrossEntropyLoss(Layer):
+    """The mean negative log-likelihood of the labels, over the tokens that count.
+
+    With label smoothing ε the target distribution gives 1−ε to the label and ε
+    evenly to the V entries (Szegedy et al., 2016, arXiv 1512.00567, §7). Computed in
+    float32 at least.
+
+    Args:
+        label_smoothing: ε, in [0, 1).
+        ignore_id: a label that never counts, such as the padding's.
+        vocab_size: the number V of entries, where logits may be wider because they
+            are padded; their width by default.
+
+    Call arguments:
+        logits: tensor [N, V] or [b, s, V].
+        labels: int tensor [N] or [b, s].
+        mask: tensor of the labels' shape, the weight of each; None for 1.
+
+    Returns:
+        A scalar: Σ nll·mask / Σ mask; 0 where nothing counts.
+
+    Raises:
+        ValueError: labels or the mask do not have the logits' leading dimensions.
+
+    Example:
+
+    >>> loss = CrossEntropyLoss(ignore_id=0)
+    >>> float(loss(tf.zeros((2, 4)), tf.constant([1, 0]))) == float(tf.math.log(4.0))
+    True
+    """
+
+    def __init__(self, label_smoothing=0.0, ignore_id=None, vocab_size=None, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.label_smoothing = check_rate("label_smoothing", label_smoothing)
+        self.ignore_id = ignore_id
+        self.vocab_size = vocab_size
+
+    def call(self, logits, labels, mask=None):
+        values, weights = self.per_token(logits, labels, mask)
+        return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
+
+    def per_token(self, logits, labels, mask=None):
+        """Return the loss of each token and its weight, both float32 of the labels' shape."""
+        self._check_shapes(logits, labels, mask)
+        weights = self.token_weights(labels, mask)
+        if self.ignore_id is not None:  # which may be no entry of the vocabulary
+            labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
+        values = token_nll(
+            tf.reshape(logits, [-1, logits.shape[-1]]),
+            tf.reshape(tf.cast(labels, "int32"), [-1]),
+            self.label_smoothing,
+            self.vocab_size or logits.shape[-1],
+        )
+        return tf.reshape(values, tf.shape(labels)), tf.cast(weights, values.dtype)
+
+    def token_weights(self, labels, mask=None):
+        """Return the weight of each token, float32 of the labels' shape."""
+        weights = tf.ones_like(labels, "float32") if mask is None else tf.cast(mask, "float32")
+        if self.ignore_id is not None:
+            weights = tf.where(labels == self.ignore_id, tf.zeros_like(weights), weights)
+        return weights
+
+    def _check_shapes(self, logits, labels, mask):
+        for name, tensor in (("labels", labels), ("mask", mask)):
+            if tensor is not None and not logits.shape[:-1].is_compatible_with(tensor.shape):
+                raise ValueError(
+                    f"{name} of shape {tensor.shape} do not fit logits of shape {logits.shape}: "
+                    f"expected {logits.shape[:-1]}"
+                )
+
+    def compute_output_shape(self, *args, **kwargs):
+        return ()
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "label_smoothing": self.label_smoothing,
+            "ignore_id": self.ignore_id,
+            "vocab_size": self.vocab_size,
+        }
+
+
+def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
+    """Return the negative log-likelihood of each label.
+
+    The gradient is written by hand: the softmax is kept once, in the logits' place,
+    instead of through each step of its computation.
+
+    Args:
+        logits: tensor [N, V'].
+        labels: int32 tensor [N].
+        label_smoothing: ε, in [0, 1).
+        vocab_size: V ≤ V'; columns from V on never count.
+
+    Returns:
+        A float32 tensor [N] (float64 for float64 logits).
+    """
+    width = logits.shape[-1]
+    vocab_size = vocab_size or width
+    on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
+
+    @tf.custom_gradient
+    def nll(logits):
+        x = tf.cast(logits, "float64" if logits.dtype == "float64" else "float32")
+        if vocab_size < width:
+            x = tf.where(tf.range(width) < vocab_size, x, x.dtype.min)
+        x -= tf.reduce_max(x, axis=-1, keepdims=True)
+        exponentials = tf.exp(x)
+        total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
+        target = on * tf.gather(x, labels, batch_dims=1)
+        if label_smoothing:
+            target += off * tf.reduce_sum(x[:, :vocab_size], axis=-1)
+
+        def gradient(upstream):
+            dx = exponentials * (upstream[:, None] / total)
+            if label_smoothing:
+                smooth = tf.where(tf.range(width) < vocab_size, off, 0.0)
+                dx -= upstream[:, None] * tf.cast(smooth, dx.dtype)
+            rows = tf.range(tf.shape(labels)[0])
+            dx = tf.tensor_scatter_nd_sub(dx, tf.stack([rows, labels], 1), on * upstream)
+            return tf.cast(dx, logits.dtype)
+
+        return tf.squeeze(tf.math.log(total), -1) - target, gradient
+
+    return nll(logits)

@@ -1,0 +1,111 @@
+"""An encoder and a decoder."""
+
+from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.block import check_stages
+from dtransformer.layers.decoder import TransformerDecoder
+from dtransformer.layers.encoder import TransformerEncoder
+from dtransformer.parallel.config import get_parallel_config
+
+
+@register
+class Transformer(Layer):
+    """An encoder stack and a decoder stack.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need".
+
+    Args:
+        encoder_layers: number of the encoder's blocks; 0 for a decoder whose memory
+            is `encoder_inputs` itself.
+        decoder_layers: number of the decoder's blocks.
+        hidden_size: size h of the inputs and the output.
+        num_heads: number of attention heads.
+        ffn_hidden_size: inner size of the feed-forward layers.
+        lambda_func: places each block on a pipeline stage; by default blocks are
+            spread evenly, the decoder's after the encoder's.
+        **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
+
+    Call arguments:
+        encoder_inputs: tensor [b, s, h].
+        encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, or None.
+        decoder_inputs: tensor [b, t, h].
+        decoder_mask: [b, t, t] of 0 and 1, or None.
+        memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, or None.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, h]
+
+    Example:
+
+    >>> x = tf.zeros((2, 5, 16))
+    >>> Transformer(1, 1, 16, 4, 32)(x, None, x, None, None).shape
+    TensorShape([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        encoder_layers,
+        decoder_layers,
+        hidden_size,
+        num_heads,
+        ffn_hidden_size,
+        lambda_func=None,
+        name=None,
+        dtype=None,
+        trainable=True,
+        **layer_arguments,
+    ):
+        super().__init__(name=name, dtype=dtype, trainable=trainable)
+        self.arguments = {
+            "encoder_layers": encoder_layers,
+            "decoder_layers": check_size("decoder_layers", decoder_layers),
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            **layer_arguments,
+        }
+        common = {
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            "lambda_func": lambda_func,
+            "network_layers": encoder_layers + decoder_layers,
+            "dtype": self.dtype_policy,
+            **layer_arguments,
+        }
+        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **common)
+        self.decoder = TransformerDecoder(
+            decoder_layers, name="decoder", offset=encoder_layers, **common
+        )
+        blocks = [*self.encoder.blocks, *self.decoder.blocks]
+        check_stages(blocks, get_parallel_config().pipeline_stage)
+
+    def build(self, encoder_inputs_shape, *args):
+        self.encoder.build(encoder_inputs_shape)
+        self.decoder.build(encoder_inputs_shape)
+        self.built = True
+
+    def call(
+        self,
+        encoder_inputs,
+        encoder_mask,
+        decoder_inputs,
+        decoder_mask,
+        memory_mask=None,
+        training=False,
+    ):
+        memory = self.encoder(encoder_inputs, encoder_mask, training=training)
+        return self.decoder(decoder_inputs, decoder_mask, memory, memory_mask, training=training)
+
+    def compute_output_shape(
+        self,
+        encoder_inputs_shape,
+        encoder_mask_shape=None,
+        decoder_inputs_shape=None,
+        *args,
+        **kwargs,
+    ):
+        return decoder_inputs_shape or encoder_inputs_shape
+
+    def get_config(self):
+        return {**super().get_config(), **self.arguments}

@@ -1,0 +1,199 @@
+"""MultiHeadAttention and AttentionMask against the reference; masks are exact."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import AttentionMask, MultiHeadAttention
+from tests.layers import reference, reference_blocks
+from tests.layers import reference_weights as weights_of
+from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
+from tests.tolerances import LAYERS, assert_all_close
+
+# batch, queries, keys, hidden, heads
+SHAPES = [(2, 5, 7, 12, 3), (1, 1, 1, 4, 1), (3, 4, 9, 15, 5), (2, 3, 2, 6, 6)]
+
+
+def masks_of(rng, batch, queries, keys):
+    return {
+        "none": None,
+        "padding": weights_of.padding_mask(rng, batch, keys),
+        "one row": weights_of.padding_mask(rng, batch, keys)[:, None, :],
+        "full": weights_of.attention_mask(rng, batch, queries, keys),
+        "nothing": np.zeros((batch, keys), np.int32),
+    }
+
+
+def make_layer(hidden, heads):
+    return MultiHeadAttention(
+        hidden, heads, hidden_dropout_rate=0.0, attention_dropout_rate=0.0
+    )
+
+
+def qkv(rng, batch, queries, keys, hidden):
+    """Three inputs of their own, so that no gradient goes to the wrong one."""
+    lengths = (queries, keys, keys)
+    return [weights_of.numbers(rng, batch, length, hidden) for length in lengths]
+
+
+@each_policy
+@pytest.mark.parametrize("mask", ["none", "padding", "one row", "full", "nothing"])
+@pytest.mark.parametrize("batch, queries, keys, hidden, heads", SHAPES)
+def test_matches_the_reference(policy, mask, batch, queries, keys, hidden, heads):
+    rng = np.random.default_rng(0)
+    mask = masks_of(rng, batch, queries, keys)[mask]
+    compare(
+        policy,
+        partial(make_layer, hidden, heads),
+        partial(reference_blocks.attention, mask=mask),
+        qkv(rng, batch, queries, keys, hidden),
+        weights_of.attention(rng, hidden, heads),
+        call=lambda layer, q, k, v: layer(q, k, v, mask, training=True),
+    )
+
+
+@each_policy
+def test_inference_has_no_dropout(policy):
+    rng = np.random.default_rng(1)
+    compare(
+        policy,
+        lambda: MultiHeadAttention(12, 3, 0.5, 0.5),
+        reference_blocks.attention,
+        qkv(rng, 2, 5, 7, 12),
+        weights_of.attention(rng, 12, 3),
+        call=lambda layer, q, k, v: layer(q, k, v, training=False),
+    )
+
+
+def with_weights(policy, rng, hidden, heads, **weights):
+    """A layer with random weights, or with those given by name."""
+    with dtype_policy(policy):
+        layer = make_layer(hidden, heads)
+    x = tf.zeros((1, 1, hidden))
+    layer(x, x, x)
+    assign(layer, {**weights_of.attention(rng, hidden, heads), **weights})
+    return layer
+
+
+@each_policy
+def test_masks_of_every_type_mean_the_same(policy):
+    rng = np.random.default_rng(2)
+    layer = with_weights(policy, rng, 12, 3)
+    q, k, v = qkv(rng, 2, 5, 7, 12)
+    mask = weights_of.attention_mask(rng, 2, 5, 7)
+    outputs = [
+        layer(q, k, v, tf.cast(mask, dtype)).numpy()
+        for dtype in ("int32", "bool", "float32", "float16", "bfloat16", "int64", "uint8")
+    ]
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])
+
+
+@each_policy
+def test_masked_positions_have_a_probability_of_exactly_0(policy):
+    """Whatever stands there, great or small, changes no bit and gets no gradient."""
+    rng = np.random.default_rng(3)
+    layer = with_weights(policy, rng, 12, 3)
+    q, k, v = qkv(rng, 2, 5, 7, 12)
+    mask = np.array([[1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]])
+    hidden = (mask == 0)[:, :, None]
+    outputs = []
+    for other in (0.0, 300.0, -300.0):
+        key = tf.constant(np.where(hidden, other, k), tf.float32)
+        value = tf.constant(np.where(hidden, other, v), tf.float32)
+        with tf.GradientTape() as tape:
+            tape.watch([key, value])
+            output = layer(q, key, value, mask)
+        for gradient in tape.gradient(output, [key, value]):
+            np.testing.assert_array_equal(gradient.numpy()[mask == 0], 0.0)
+            assert np.isfinite(gradient.numpy()).all()
+        outputs.append(output.numpy())
+    np.testing.assert_array_equal(outputs[1], outputs[0])
+    np.testing.assert_array_equal(outputs[2], outputs[0])
+
+
+@each_policy
+def test_queries_that_see_nothing_give_the_output_bias(policy):
+    rng = np.random.default_rng(4)
+    layer = with_weights(policy, rng, 12, 3)
+    tensors = [tf.constant(x, tf.float32) for x in qkv(rng, 2, 5, 7, 12)]
+    mask = weights_of.attention_mask(rng, 2, 5, 7)
+    mask[1, 2] = 0
+    empty = mask.sum(-1) == 0
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        output = layer(*tensors, mask)
+    bias = np.broadcast_to(layer.output_bias.numpy(), (empty.sum(), 12))
+    np.testing.assert_array_equal(output.numpy()[empty].astype(np.float32), bias)
+    query_gradient, *others = tape.gradient(output, tensors)
+    np.testing.assert_array_equal(query_gradient.numpy()[empty], 0.0)
+    assert all(np.isfinite(gradient.numpy()).all() for gradient in others)
+
+
+@each_policy
+def test_scores_beyond_the_16_bit_range_are_scaled_before_the_product(policy):
+    """q.k is 64 * 40^2 = 102,400, no float16; scaled by 1/8 it is 12,800."""
+    identity = np.eye(64).reshape(64, 1, 64)
+    zeros = np.zeros((1, 64))
+    layer = with_weights(
+        policy,
+        np.random.default_rng(5),
+        64,
+        1,
+        query_kernel=identity,
+        key_kernel=identity,
+        value_kernel=identity,
+        output_kernel=np.eye(64)[None],
+        query_bias=zeros,
+        key_bias=zeros,
+        value_bias=zeros,
+        output_bias=zeros[0],
+    )
+    query = np.full((1, 1, 64), 40.0)
+    key = np.stack([np.full(64, -40.0), np.full(64, 40.0)])[None]
+    value = np.stack([np.full(64, 3.0), np.full(64, 5.0)])[None]
+    np.testing.assert_array_equal(layer(query, key, value).numpy(), 5.0)
+    np.testing.assert_array_equal(layer(-query, key, value).numpy(), 3.0)
+
+
+@each_policy
+def test_the_softmax_of_many_equal_scores_sums_to_1(policy):
+    """A bfloat16 sum of ones stops at 256: the softmax is computed in float32."""
+    rng = np.random.default_rng(6)
+    layer = with_weights(
+        policy, rng, 4, 1, value_kernel=np.zeros((4, 1, 4)), value_bias=np.ones((1, 4))
+    )
+    x = np.ones((1, 3000, 4))
+    output = layer(x[:, :1], x, x)
+    kernel, bias = layer.output_kernel.numpy(), layer.output_bias.numpy()
+    expected = (kernel.sum((0, 1)) + bias)[None, None]
+    assert_all_close({"output": output}, {"output": expected}, LAYERS[policy])
+
+
+def test_dynamic_shapes_in_one_compiled_function():
+    rng = np.random.default_rng(7)
+    weights = weights_of.attention(rng, 12, 3)
+    layer = with_weights("float32", rng, 12, 3, **weights)
+    inputs = tf.TensorSpec([None, None, 12])
+    compiled = tf.function(
+        lambda q, k, v, mask: layer(q, k, v, mask),
+        input_signature=[inputs, inputs, inputs, tf.TensorSpec([None, None, None], tf.int32)],
+    )
+    for batch, queries, keys in ((2, 5, 7), (1, 3, 2)):
+        arrays = qkv(rng, batch, queries, keys, 12)
+        mask = weights_of.attention_mask(rng, batch, queries, keys)
+        actual = compiled(*[tf.constant(x, tf.float32) for x in arrays], mask)
+        expected, _ = reference_blocks.attention(*arrays, weights, mask)
+        assert_all_close({"output": actual}, {"output": expected}, LAYERS["float32"])
+
+
+@each_policy
+@pytest.mark.parametrize("dtype", ["int32", "bool", "float32"])
+def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
+    padding = np.array([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    with dtype_policy(policy):
+        layer = AttentionMask()
+    mask = tf.cast(layer(tf.cast(padding, dtype)), tf.int32).numpy()
+    np.testing.assert_array_equal(mask, reference.causal_mask(padding))

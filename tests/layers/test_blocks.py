@@ -1,0 +1,294 @@
+"""Encoder and decoder layers, their stacks and the Transformer against the reference."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from tests.layers import reference, reference_blocks
+from tests.layers import reference_weights as weights_of
+from tests.layers.reference_compare import POLICIES, assign, compare, dtype_policy, each_policy
+from tests.tolerances import BLOCKS, assert_all_close
+
+NO_DROPOUT = dict(attention_dropout_rate=0.0, hidden_dropout_rate=0.0)
+# batch, target length, source length, hidden, heads, inner
+SHAPES = [(2, 5, 7, 12, 3, 10), (1, 1, 1, 4, 1, 3), (3, 6, 4, 15, 5, 17)]
+each_shape = pytest.mark.parametrize("shape", SHAPES)
+each_arrangement = pytest.mark.parametrize("post", [False, True], ids=["pre", "post"])
+# Near 0, rounding to 16 bits flips relu's derivative between 0 and 1: the error of
+# such an entry has no bound. test_feed_forward.py has relu from exact inputs.
+each_activation = pytest.mark.parametrize(
+    "policy, hidden_act", [*((policy, "gelu") for policy in POLICIES), ("float32", "relu")]
+)
+
+
+def decoder_masks(rng, batch, target, source):
+    """Causal with padding, so that padded queries see nothing; and padded memory.
+
+    In the last sentence of several no query sees any of the memory.
+    """
+    causal = reference.causal_mask(weights_of.padding_mask(rng, batch, target))
+    memory = weights_of.padding_mask(rng, batch, source)
+    if batch > 1:
+        memory[-1] = 0
+    return causal, memory
+
+
+@each_activation
+@each_arrangement
+@each_shape
+def test_encoder_layer(policy, post, hidden_act, shape):
+    rng = np.random.default_rng(0)
+    batch, _, length, *sizes = shape
+    for mask in (
+        None,
+        weights_of.padding_mask(rng, batch, length),
+        weights_of.attention_mask(rng, batch, length, length),
+    ):
+        masks = () if mask is None else (mask,)
+        options = dict(post_layernorm_residual=post, hidden_act=hidden_act)
+        compare(
+            policy,
+            lambda: TransformerEncoderLayer(*sizes, **NO_DROPOUT, **options),
+            partial(reference_blocks.encoder_layer, mask=mask, **options),
+            [weights_of.numbers(rng, batch, length, sizes[0])],
+            weights_of.encoder_layer(rng, *sizes),
+            call=lambda layer, x: layer(x, *masks, training=True),
+            tolerance=BLOCKS,
+        )
+
+
+@each_activation
+@each_arrangement
+@each_shape
+def test_decoder_layer(policy, post, hidden_act, shape):
+    rng = np.random.default_rng(1)
+    batch, target, source, *sizes = shape
+    causal, padding = decoder_masks(rng, batch, target, source)
+    full = weights_of.attention_mask(rng, batch, target, source)
+    for causal, memory_mask in ((None, None), (causal, padding), (causal, full)):
+        options = dict(post_layernorm_residual=post, hidden_act=hidden_act)
+        masks = dict(decoder_mask=causal, memory_mask=memory_mask)
+        compare(
+            policy,
+            lambda: TransformerDecoderLayer(*sizes, **NO_DROPOUT, **options),
+            partial(reference_blocks.decoder_layer, **masks, **options),
+            [
+                weights_of.numbers(rng, batch, target, sizes[0]),
+                weights_of.numbers(rng, batch, source, sizes[0]),
+            ],
+            weights_of.decoder_layer(rng, *sizes),
+            call=lambda layer, x, memory: layer(x, causal, memory, memory_mask, training=True),
+            tolerance=BLOCKS,
+        )
+
+
+@each_policy
+@each_arrangement
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_encoder(policy, post, num_layers):
+    rng = np.random.default_rng(2)
+    mask = weights_of.padding_mask(rng, 2, 7)
+    compare(
+        policy,
+        lambda: TransformerEncoder(
+            num_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
+        ),
+        partial(reference_blocks.encoder, mask=mask, post_layernorm_residual=post),
+        [weights_of.numbers(rng, 2, 7, 12)],
+        weights_of.stack(rng, weights_of.encoder_layer, num_layers, 12, 3, 10, not post),
+        call=lambda layer, x: layer(x, mask, training=True),
+        tolerance=BLOCKS,
+    )
+
+
+@each_policy
+@each_arrangement
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_decoder(policy, post, num_layers):
+    rng = np.random.default_rng(3)
+    causal, memory_mask = decoder_masks(rng, 2, 5, 7)
+    masks = dict(decoder_mask=causal, memory_mask=memory_mask)
+    compare(
+        policy,
+        lambda: TransformerDecoder(
+            num_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
+        ),
+        partial(reference_blocks.decoder, post_layernorm_residual=post, **masks),
+        [weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)],
+        weights_of.stack(rng, weights_of.decoder_layer, num_layers, 12, 3, 10, not post),
+        call=lambda layer, x, memory: layer(x, causal, memory, memory_mask, training=True),
+        tolerance=BLOCKS,
+    )
+
+
+def transformer(source, target, weights, mask, causal, post):
+    """Encoder and decoder; without encoder layers the decoder reads the source itself."""
+    memory, encoder_backward = source, None
+    if weights.get("encoder"):
+        memory, encoder_backward = reference_blocks.encoder(
+            source, weights["encoder"], mask, post
+        )
+    output, decoder_backward = reference_blocks.decoder(
+        target, memory, weights["decoder"], causal, mask, post
+    )
+
+    def backward(grad):
+        (grad_target, grad_source), grads = decoder_backward(grad)
+        grads = {"decoder": grads}
+        if encoder_backward:
+            (grad_source,), grads["encoder"] = encoder_backward(grad_source)
+        return (grad_source, grad_target), grads
+
+    return output, backward
+
+
+@each_policy
+@each_arrangement
+@pytest.mark.parametrize("encoder_layers, decoder_layers", [(2, 1), (0, 2)])
+def test_transformer(policy, post, encoder_layers, decoder_layers):
+    rng = np.random.default_rng(4)
+    causal = reference.causal_mask(weights_of.padding_mask(rng, 2, 5))
+    mask = weights_of.padding_mask(rng, 2, 7)
+    sizes = (12, 3, 10, not post)
+    weights = {
+        "decoder": weights_of.stack(rng, weights_of.decoder_layer, decoder_layers, *sizes)
+    }
+    if encoder_layers:
+        weights["encoder"] = weights_of.stack(
+            rng, weights_of.encoder_layer, encoder_layers, *sizes
+        )
+    compare(
+        policy,
+        lambda: Transformer(
+            encoder_layers, decoder_layers, 12, 3, 10, post_layernorm_residual=post, **NO_DROPOUT
+        ),
+        partial(transformer, mask=mask, causal=causal, post=post),
+        [weights_of.numbers(rng, 2, 7, 12), weights_of.numbers(rng, 2, 5, 12)],
+        weights,
+        call=lambda layer, source, target: layer(
+            source, mask, target, causal, mask, training=True
+        ),
+        tolerance=BLOCKS,
+    )
+
+
+@pytest.mark.parametrize("mask", [None, "given as None"])
+def test_no_mask_at_all(mask):
+    """The stacks and the Transformer work without a mask, left out or given as None."""
+    rng = np.random.default_rng(8)
+    given = () if mask is None else (None,)
+    sizes = (2, 12, 3, 10)
+    compare(
+        "float32",
+        lambda: TransformerEncoder(*sizes, **NO_DROPOUT),
+        reference_blocks.encoder,
+        [weights_of.numbers(rng, 2, 7, 12)],
+        weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
+        call=lambda layer, x: layer(x, *given),
+        tolerance=BLOCKS,
+    )
+    compare(
+        "float32",
+        lambda: Transformer(2, *sizes, **NO_DROPOUT),
+        partial(transformer, mask=None, causal=None, post=False),
+        [weights_of.numbers(rng, 2, 7, 12), weights_of.numbers(rng, 2, 5, 12)],
+        {
+            "encoder": weights_of.stack(rng, weights_of.encoder_layer, *sizes, final_norm=True),
+            "decoder": weights_of.stack(rng, weights_of.decoder_layer, *sizes, final_norm=True),
+        },
+        call=lambda layer, source, target: layer(source, None, target, None, *given),
+        tolerance=BLOCKS,
+    )
+
+
+@each_policy
+def test_the_dtype_argument_reaches_every_part(policy):
+    layer = Transformer(1, 1, 12, 3, 10, dtype=policy)
+    x = tf.ones((2, 4, 12))
+    assert layer(x, tf.ones((2, 4)), x, None).dtype == layer.compute_dtype
+    parts = layer._flatten_layers()
+    assert {part.dtype_policy.name for part in parts} == {policy}
+    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
+
+
+@each_policy
+def test_inference_has_no_dropout(policy):
+    rng = np.random.default_rng(5)
+    compare(
+        policy,
+        lambda: TransformerDecoder(2, 12, 3, 10, hidden_dropout_rate=0.5),
+        reference_blocks.decoder,
+        [weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)],
+        weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, final_norm=True),
+        call=lambda layer, x, memory: layer(x, None, memory, None, training=False),
+        tolerance=BLOCKS,
+    )
+
+
+@each_policy
+@each_arrangement
+def test_decoding_step_by_step_with_a_cache(policy, post):
+    """Each position's output is what the whole sequence gives it at once."""
+    rng = np.random.default_rng(6)
+    weights = weights_of.stack(rng, weights_of.decoder_layer, 2, 12, 3, 10, not post)
+    x, memory = weights_of.numbers(rng, 2, 6, 12), weights_of.numbers(rng, 2, 7, 12)
+    memory_mask = weights_of.padding_mask(rng, 2, 7)
+    with dtype_policy(policy):
+        layer = TransformerDecoder(2, 12, 3, 10, post_layernorm_residual=post)
+    layer(x, None, memory, None)
+    assign(layer, weights)
+    cache, outputs = layer.init_cache(tf.constant(memory, tf.float32), max_length=8), []
+    for start, stop in ((0, 1), (1, 2), (2, 5), (5, 6)):
+        output, cache = layer(x[:, start:stop], None, None, memory_mask, cache=cache)
+        outputs.append(output)
+    causal = reference.causal_mask(np.ones((2, 6)))
+    expected, _ = reference_blocks.decoder(x, memory, weights, causal, memory_mask, post)
+    assert_all_close({"output": tf.concat(outputs, 1)}, {"output": expected}, BLOCKS[policy])
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_compiled_with_gradients(jit_compile):
+    """The same numbers under tf.function: any shape without XLA, a fixed one with it."""
+    rng = np.random.default_rng(7)
+    weights = weights_of.stack(rng, weights_of.decoder_layer, 1, 12, 3, 10, final_norm=True)
+    x, memory = weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)
+    causal, memory_mask = decoder_masks(rng, 2, 5, 7)
+    layer = TransformerDecoder(1, 12, 3, 10, **NO_DROPOUT)
+    layer(x, None, memory, None)
+    variables = assign(layer, weights)
+    size = lambda n: n if jit_compile else None
+    specs = [
+        tf.TensorSpec([size(2), size(5), 12]),
+        tf.TensorSpec([size(2), size(7), 12]),
+        tf.TensorSpec([size(2), size(5), size(5)], tf.int32),
+        tf.TensorSpec([size(2), size(7)], tf.int32),
+    ]
+
+    @tf.function(input_signature=specs, jit_compile=jit_compile)
+    def step(x, memory, causal, memory_mask):
+        with tf.GradientTape() as tape:
+            tape.watch([x, memory])
+            output = layer(x, causal, memory, memory_mask, training=True)
+            # The sum of squares has the output as its gradient, halved.
+            loss = 0.5 * tf.reduce_sum(tf.square(output))
+        sources = {"input 0": x, "input 1": memory}
+        sources.update((name, variable.value) for name, variable in variables.items())
+        return output, tape.gradient(loss, sources)
+
+    inputs = [tf.constant(x, tf.float32), tf.constant(memory, tf.float32), causal, memory_mask]
+    output, gradients = step(*inputs)
+    expected, backward = reference_blocks.decoder(x, memory, weights, causal, memory_mask)
+    input_gradients, weight_gradients = backward(expected)
+    wanted = {f"input {i}": g for i, g in enumerate(input_gradients)}
+    wanted.update(weights_of.leaves(weight_gradients))
+    assert_all_close({"output": output}, {"output": expected}, BLOCKS["float32"])
+    assert_all_close(gradients, wanted, BLOCKS["float32"])

@@ -1,0 +1,198 @@
+"""Embeddings, positions and the head against the reference; padded vocabularies."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import TransformerOpParallelConfig, parallel_config
+from dtransformer.layers import CrossEntropyLoss, PositionEmbedding, VocabEmbedding, VocabHead
+from tests.layers import reference
+from tests.layers import reference_weights as weights_of
+from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
+from tests.tolerances import LAYERS, assert_all_close
+
+VOCAB, PADDED, HIDDEN = 10, 12, 6
+
+
+def table_of(rng, rows=VOCAB):
+    return {"table": weights_of.numbers(rng, rows, HIDDEN)}
+
+
+@each_policy
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1), (3, 40)])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_look_up_and_gradient_of_repeated_ids(policy, shape, dtype):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB, shape).astype(dtype)
+    layer = compare(
+        policy,
+        lambda: VocabEmbedding(VOCAB, HIDDEN),
+        reference.embedding,
+        [ids],
+        table_of(rng),
+        call=lambda layer, ids: layer(ids)[0],
+    )
+    embeddings, table = layer(ids)
+    np.testing.assert_array_equal(tf.cast(table, tf.float32), layer.table.numpy())
+    np.testing.assert_array_equal(
+        tf.cast(embeddings, tf.float32), layer.table.numpy()[ids]
+    )
+
+
+@each_policy
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_head(policy, use_bias):
+    rng = np.random.default_rng(1)
+    compare(
+        policy,
+        lambda: VocabHead(VOCAB, use_bias=use_bias),
+        reference.linear,
+        [weights_of.numbers(rng, 2, 5, HIDDEN)],
+        weights_of.linear(rng, HIDDEN, VOCAB, use_bias),
+        call=lambda layer, x: layer(x),
+    )
+
+
+def tied_loss(ids, weights, labels):
+    """Embeddings of ids, their products with the table as logits, cross entropy."""
+    table = weights["table"]
+    embeddings, embedding_backward = reference.embedding(ids, weights)
+    logits, head_backward = reference.linear(embeddings, {"kernel": table.T})
+    loss, loss_backward = reference.cross_entropy(logits, labels)
+
+    def backward(grad):
+        (grad_logits,), _ = loss_backward(grad)
+        (grad_embeddings,), head_grads = head_backward(grad_logits)
+        _, grads = embedding_backward(grad_embeddings)
+        return (), {"table": grads["table"] + head_grads["kernel"].T}
+
+    return loss, backward
+
+
+def run_tied(policy, weights, ids, labels):
+    """The same with the layers: loss, logits and the gradient of the table."""
+    with dtype_policy(policy):
+        embed, head = VocabEmbedding(VOCAB, HIDDEN), VocabHead(VOCAB, tied=True)
+    embed(ids)
+    variables = assign(embed, weights)
+    with tf.GradientTape() as tape:
+        logits = head(*embed(ids))
+        loss = CrossEntropyLoss(vocab_size=VOCAB)(logits, labels)
+    gradient = tape.gradient(loss, variables["table"].value)
+    return loss, logits, tf.convert_to_tensor(gradient)
+
+
+@each_policy
+def test_a_tied_table_gets_both_gradients(policy):
+    rng = np.random.default_rng(2)
+    ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
+    weights = table_of(rng)
+    loss, _, gradient = run_tied(policy, weights, ids, labels)
+    expected, backward = tied_loss(ids, weights, labels)
+    assert_all_close({"loss": loss}, {"loss": expected}, LAYERS[policy])
+    assert_all_close({"table": gradient}, backward(1.0)[1], LAYERS[policy])
+
+
+@each_policy
+def test_rows_past_a_padded_vocabulary_never_matter(policy):
+    """Ten entries over four ranks are twelve rows; whatever the last two hold."""
+    rng = np.random.default_rng(3)
+    ids, labels = rng.integers(0, VOCAB, (2, 3, 5))
+    true = table_of(rng)
+    expected, backward = tied_loss(ids, true, labels)
+    with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
+        seen = []
+        for other in (0.0, 1000.0, -1000.0):
+            rows = np.full((PADDED - VOCAB, HIDDEN), other)
+            weights = {"table": np.concatenate([true["table"], rows])}
+            seen.append(run_tied(policy, weights, ids, labels))
+    for loss, logits, gradient in seen:
+        assert logits.shape[-1] == PADDED
+        assert (tf.argmax(tf.cast(logits, tf.float32), -1) < VOCAB).numpy().all()
+        probabilities = tf.nn.softmax(tf.cast(logits, tf.float32)).numpy()
+        np.testing.assert_array_equal(probabilities[..., VOCAB:], 0.0)
+        assert_all_close({"loss": loss}, {"loss": expected}, LAYERS[policy])
+        assert_all_close({"table": gradient[:VOCAB]}, backward(1.0)[1], LAYERS[policy])
+        np.testing.assert_array_equal(gradient[VOCAB:], 0.0)
+        assert float(loss) == float(seen[0][0])
+        np.testing.assert_array_equal(gradient, seen[0][2])
+
+
+@each_policy
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_padded_head_of_its_own_matches_the_true_one(policy, use_bias):
+    rng = np.random.default_rng(4)
+    weights = weights_of.linear(rng, HIDDEN, PADDED, use_bias)
+    x = weights_of.numbers(rng, 2, 5, HIDDEN)
+
+    def reference_head(x, weights):
+        true = {name: value[..., :VOCAB] for name, value in weights.items()}
+        logits, backward = reference.linear(x, true)
+
+        def padded_backward(grad):
+            inputs, grads = backward(grad)
+            return inputs, {
+                name: np.pad(g, [(0, 0)] * (g.ndim - 1) + [(0, PADDED - VOCAB)])
+                for name, g in grads.items()
+            }
+
+        return logits, padded_backward
+
+    with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
+        compare(
+            policy,
+            lambda: VocabHead(VOCAB, use_bias=use_bias),
+            reference_head,
+            [x],
+            weights,
+            call=lambda layer, x: layer(x)[..., :VOCAB],
+        )
+
+
+def test_initial_rows_do_not_depend_on_the_padding():
+    tables = []
+    for model_parallel in (1, 4):
+        with parallel_config(TransformerOpParallelConfig(model_parallel=model_parallel)):
+            layer = VocabEmbedding(VOCAB, HIDDEN, name="embedding")
+            tables.append(layer(np.zeros((1, 1), np.int32))[1].numpy())
+    assert tables[0].shape == (VOCAB, HIDDEN) and tables[1].shape == (PADDED, HIDDEN)
+    np.testing.assert_array_equal(tables[1][:VOCAB], tables[0])
+
+
+@each_policy
+def test_learned_positions(policy):
+    rng = np.random.default_rng(5)
+    x = weights_of.numbers(rng, 2, 5, HIDDEN)
+
+    def positions(x, weights, start=0):
+        rows = np.broadcast_to(np.arange(start, start + x.shape[1]), x.shape[:2])
+        table, backward = reference.embedding(rows, weights)
+        return x + table, lambda grad: ((grad,), backward(grad)[1])
+
+    for start in (0, 3):
+        compare(
+            policy,
+            lambda: PositionEmbedding(VOCAB, kind="learned"),
+            lambda x, weights: positions(x, weights, start),
+            [x],
+            table_of(rng),
+            call=lambda layer, x: layer(x, start=start),
+        )
+
+
+@each_policy
+@pytest.mark.parametrize("hidden", [6, 7])
+def test_sinusoidal_positions(policy, hidden):
+    """Wavelengths from 2 pi to 10000 * 2 pi, the sines first."""
+    rng = np.random.default_rng(6)
+    x = weights_of.numbers(rng, 2, 9, hidden)
+    half = (hidden + 1) // 2
+    angles = np.arange(9)[:, None] * 10000.0 ** (-np.arange(half) / (half - 1))
+    rows = np.concatenate([np.sin(angles), np.cos(angles)], -1)[:, :hidden]
+    compare(
+        policy,
+        lambda: PositionEmbedding(9),
+        lambda x: (x + rows, lambda grad: ((grad,), {})),
+        [x],
+        call=lambda layer, x: layer(x),
+    )

@@ -1,0 +1,157 @@
+"""CrossEntropyLoss against the reference: what counts, and what never does."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from tests.layers import reference
+from tests.layers import reference_weights as weights_of
+from tests.layers.reference_compare import dtype_policy
+from tests.tolerances import LOSS, assert_all_close
+
+WIDTH, CLASSES = 13, 10
+DTYPES = tuple(LOSS)
+POLICY_OF = {"float32": "float32", "bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def compare(dtype, logits, labels, mask=None, mask_type=None, label_type="int32", **options):
+    """Loss and the logits' gradient, from logits of the type that a model gives."""
+    with dtype_policy(POLICY_OF[dtype]):
+        layer = CrossEntropyLoss(**options)
+    given = None if mask is None else tf.cast(mask, mask_type or "float32")
+    logits_given = tf.constant(logits, dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(logits_given)
+        loss = layer(logits_given, tf.constant(labels, label_type), given)
+    gradient = tape.gradient(loss, logits_given)
+    expected, backward = reference.cross_entropy(logits, labels, mask, **options)
+    (expected_gradient,), _ = backward(1.0)
+    assert loss.dtype == tf.float32 and loss.shape == ()
+    np.testing.assert_allclose(float(loss), expected, rtol=LOSS["float32"])
+    assert_all_close({"logits": gradient}, {"logits": expected_gradient}, LOSS[dtype])
+
+
+def data(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return weights_of.numbers(rng, *shape, WIDTH, scale=1.5), rng.integers(0, CLASSES, shape)
+
+
+@each_dtype
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("vocab_size", [None, CLASSES])
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (1, 1)])
+def test_matches_the_reference(dtype, label_smoothing, vocab_size, shape):
+    logits, labels = data(shape)
+    options = dict(label_smoothing=label_smoothing, vocab_size=vocab_size)
+    compare(dtype, logits, labels, **options)
+
+
+@each_dtype
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("mask_type", ["float32", "int32", "bool", "bfloat16"])
+def test_the_mean_is_over_counted_tokens(dtype, label_smoothing, mask_type):
+    logits, labels = data((4, 6))
+    mask = weights_of.padding_mask(np.random.default_rng(1), 4, 6)
+    mask[2] = 0
+    compare(dtype, logits, labels, mask, mask_type, label_smoothing=label_smoothing)
+
+
+@each_dtype
+@pytest.mark.parametrize("label_type", ["int32", "int64"])
+@pytest.mark.parametrize("ignore_id", [0, 3, -100, -1, 50_000])
+def test_an_ignored_label_never_counts(dtype, label_type, ignore_id):
+    """Padding marks such as -100 are no class, and no error either."""
+    logits, labels = data((4, 6), seed=2)
+    labels[0, 2:] = ignore_id
+    labels[3] = ignore_id
+    mask = np.ones((4, 6))
+    mask[1, :3] = 0
+    options = dict(ignore_id=ignore_id, label_smoothing=0.1, vocab_size=CLASSES)
+    compare(dtype, logits, labels, label_type=label_type, **options)
+    compare(dtype, logits, labels, mask, label_type=label_type, **options)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_float32_logits_and_masks_keep_their_precision_under_mixed_policies(policy):
+    logits, labels = data((4, 6))
+    logits = logits + 1e-4 * np.arange(WIDTH)
+    mask = np.linspace(0.1, 1.0, 24).reshape(4, 6)
+    with dtype_policy(policy):
+        layer = CrossEntropyLoss()
+    loss = layer(tf.constant(logits, tf.float32), labels, tf.constant(mask, tf.float32))
+    expected, _ = reference.cross_entropy(logits, labels, mask)
+    assert_all_close({"loss": loss}, {"loss": expected}, LOSS["float32"])
+
+
+def test_a_mask_weighs_tokens():
+    logits, labels = data((2, 3))
+    compare("float32", logits, labels, np.array([[0.5, 1.0, 0.0], [2.0, 0.25, 1.0]]))
+
+
+@each_dtype
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_padded_columns_never_count(dtype, label_smoothing):
+    """Whatever stands in them changes no bit of the loss, and gets no gradient."""
+    logits, labels = data((4, 6))
+    loss = CrossEntropyLoss(label_smoothing=label_smoothing, vocab_size=CLASSES)
+    seen = []
+    for other in (0.0, 3e4, -3e4, tf.as_dtype(dtype).min):
+        logits[..., CLASSES:] = other
+        given = tf.constant(logits, dtype)
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            value = loss(given, labels)
+        gradient = tf.cast(tape.gradient(value, given), "float32").numpy()
+        np.testing.assert_array_equal(gradient[..., CLASSES:], 0.0)
+        seen.append((float(value), gradient))
+    for value, gradient in seen[1:]:
+        assert value == seen[0][0]
+        np.testing.assert_array_equal(gradient, seen[0][1])
+
+
+@each_dtype
+@pytest.mark.parametrize("options", [dict(), dict(ignore_id=4, label_smoothing=0.1)])
+def test_nothing_counted_is_0_and_not_nan(dtype, options):
+    logits, labels = data((2, 3))
+    mask = np.zeros((2, 3))
+    if options:
+        labels[:], mask[:] = 4, 1
+    compare(dtype, logits, labels, mask, **options)
+
+
+@each_dtype
+def test_great_logits(dtype):
+    """Nearly the whole range of float16: no overflow, certain in right and wrong."""
+    logits = np.zeros((3, 4))
+    logits[:, 1] = 32768.0
+    logits[:, 2] = -32768.0
+    compare(dtype, logits, np.array([1, 0, 2]))
+
+
+@each_dtype
+def test_many_classes_are_summed_in_float32(dtype):
+    """bfloat16 knows no number near ln(3000) closer than 0.004 to it."""
+    logits = np.full((2, 3000), 0.5)
+    compare(dtype, logits, np.array([0, 2999]), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_compiled(jit_compile):
+    logits, labels = data((3, 5))
+    options = dict(label_smoothing=0.1, ignore_id=2, vocab_size=CLASSES)
+    loss = CrossEntropyLoss(**options)
+    leading = [3, 5] if jit_compile else [None, None]
+    shapes = [tf.TensorSpec([*leading, WIDTH]), tf.TensorSpec(leading, tf.int32)]
+
+    @tf.function(input_signature=shapes, jit_compile=jit_compile)
+    def step(logits, labels):
+        value = loss(logits, labels)
+        return value, tf.gradients(value, logits)[0]
+
+    value, gradient = step(tf.constant(logits, tf.float32), tf.constant(labels, tf.int32))
+    expected, backward = reference.cross_entropy(logits, labels, **options)
+    (expected_gradient,), _ = backward(1.0)
+    assert_all_close({"loss": value}, {"loss": expected}, LOSS["float32"])
+    assert_all_close({"logits": gradient}, {"logits": expected_gradient}, LOSS["float32"])

@@ -1,0 +1,64 @@
+"""LayerNorm and RMSNorm against the reference, and their numeric range."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import LayerNorm, RMSNorm
+from tests.layers import reference
+from tests.layers import reference_weights as weights_of
+from tests.layers.reference_compare import compare, dtype_policy, each_policy
+
+NORMS = [
+    pytest.param(LayerNorm, reference.layer_norm, weights_of.layer_norm, id="LayerNorm"),
+    pytest.param(RMSNorm, reference.rms_norm, weights_of.rms_norm, id="RMSNorm"),
+]
+
+
+def plain(layer, x):
+    return layer(x)
+
+
+@each_policy
+@pytest.mark.parametrize("norm, function, make_weights", NORMS)
+class TestNorms:
+    @pytest.mark.parametrize("shape", [(2, 5, 12), (1, 1, 3), (7, 33)])
+    def test_matches_the_reference(self, policy, norm, function, make_weights, shape):
+        rng = np.random.default_rng(0)
+        x = weights_of.numbers(rng, *shape)
+        compare(policy, norm, function, [x], make_weights(rng, shape[-1]), plain)
+
+    def test_small_inputs_see_the_default_epsilon(self, policy, norm, function, make_weights):
+        rng = np.random.default_rng(1)
+        x = weights_of.numbers(rng, 4, 8) / 512.0
+        compare(policy, norm, function, [x], make_weights(rng, 8), plain)
+
+    def test_another_epsilon(self, policy, norm, function, make_weights):
+        rng = np.random.default_rng(2)
+        x = weights_of.numbers(rng, 4, 8)
+        function = partial(function, epsilon=0.25)
+        make = lambda: norm(epsilon=0.25)
+        compare(policy, make, function, [x], make_weights(rng, 8), plain)
+
+    def test_a_row_of_equal_numbers_is_finite(self, policy, norm, function, make_weights):
+        rng = np.random.default_rng(3)
+        x = np.zeros((2, 8))
+        compare(policy, norm, function, [x], make_weights(rng, 8), plain)
+
+    def test_squares_beyond_the_16_bit_range(self, policy, norm, function, make_weights):
+        """60,000 is a float16, its square is not: the norm is computed in float32."""
+        rng = np.random.default_rng(4)
+        x = 16384.0 * np.sign(weights_of.numbers(rng, 4, 8) + 1 / 128)
+        x[:, 0] = 49152.0
+        compare(policy, norm, function, [x], make_weights(rng, 8), plain)
+
+
+@pytest.mark.parametrize("norm, function, make_weights", NORMS)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_weights_stay_float32_under_mixed_precision(policy, norm, function, make_weights):
+    with dtype_policy(policy):
+        layer = norm()
+    assert layer(tf.ones((2, 4))).dtype == layer.compute_dtype
+    assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
