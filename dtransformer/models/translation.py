@@ -1,0 +1,336 @@
+"""An encoder–decoder Transformer that translates."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.layers.attention import AttentionMask
+from dtransformer.layers.base import check_rate, check_size, register
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
+from dtransformer.layers.transformer import Transformer
+from dtransformer.models import generation
+
+
+@register
+class TranslationTransformer(keras.Model):
+    """Give each position of a translation the logits of its next token.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need".
+
+    Args:
+        source_vocab_size: number of entries of the source's vocabulary.
+        target_vocab_size: the target's; the source's by default.
+        hidden_size: size h of embeddings and blocks.
+        num_heads: number of attention heads.
+        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
+        encoder_layers: number of the encoder's blocks.
+        decoder_layers: number of the decoder's blocks.
+        dropout_rate: dropout of embeddings and of each part's output, in [0, 1).
+        attention_dropout_rate: dropout of attention probabilities, and
+        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
+        hidden_act: a Keras activation's name, or a callable.
+        positions: `"sinusoidal"`, or `"learned"` up to the maximal lengths.
+        max_source_length: learned positions of the source.
+        max_target_length: learned positions of the target.
+        shared_embeddings: whether source and target share one table; needs one
+            vocabulary.
+        tied_head: whether the head's kernel is the target's table.
+        head_bias: whether the head has a bias.
+        post_layernorm_residual: whether blocks normalize after the residual.
+        pad_id, start_id, end_id: ids of the padding, start and end tokens.
+        lambda_func: places each block on a pipeline stage.
+
+    Call arguments:
+        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the
+            translation so far, from the start token on; padded with `pad_id`.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, V'], V being the target's vocabulary padded to a multiple of
+        model_parallel.
+
+    Example:
+
+    >>> model = TranslationTransformer(100, hidden_size=16, num_heads=2)
+    >>> source, target = tf.ones((2, 5), "int32"), tf.ones((2, 4), "int32")
+    >>> model({"source": source, "target": target}).shape
+    TensorShape([2, 4, 100])
+    >>> model.generate(source, beam_size=4, max_length=7).shape[0]
+    2
+    """
+
+    def __init__(
+        self,
+        source_vocab_size,
+        target_vocab_size=None,
+        hidden_size=512,
+        num_heads=8,
+        ffn_hidden_size=None,
+        encoder_layers=6,
+        decoder_layers=6,
+        dropout_rate=0.1,
+        attention_dropout_rate=None,
+        embedding_dropout_rate=None,
+        hidden_act="relu",
+        positions="sinusoidal",
+        max_source_length=256,
+        max_target_length=256,
+        shared_embeddings=False,
+        tied_head=False,
+        head_bias=False,
+        post_layernorm_residual=False,
+        pad_id=0,
+        start_id=2,
+        end_id=3,
+        lambda_func=None,
+        name="translation_transformer",
+        **kwargs,
+    ):
+        super().__init__(name=name, **kwargs)
+        target_vocab_size = target_vocab_size or source_vocab_size
+        if shared_embeddings and target_vocab_size != source_vocab_size:
+            raise ValueError(
+                f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
+                f"and target_vocab_size={target_vocab_size}"
+            )
+        self.arguments = {
+            "source_vocab_size": check_size("source_vocab_size", source_vocab_size),
+            "target_vocab_size": check_size("target_vocab_size", target_vocab_size),
+            "hidden_size": check_size("hidden_size", hidden_size),
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size or 4 * hidden_size,
+            "encoder_layers": encoder_layers,
+            "decoder_layers": decoder_layers,
+            "dropout_rate": check_rate("dropout_rate", dropout_rate),
+            "attention_dropout_rate": _first_given(attention_dropout_rate, dropout_rate),
+            "embedding_dropout_rate": _first_given(embedding_dropout_rate, dropout_rate),
+            "hidden_act": hidden_act,
+            "positions": positions,
+            "max_source_length": max_source_length,
+            "max_target_length": max_target_length,
+            "shared_embeddings": shared_embeddings,
+            "tied_head": tied_head,
+            "head_bias": head_bias,
+            "post_layernorm_residual": post_layernorm_residual,
+            "pad_id": pad_id,
+            "start_id": start_id,
+            "end_id": end_id,
+        }
+        self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
+        self.vocab_size = target_vocab_size
+        self._add_layers(lambda_func)
+        self._generate_functions = {}
+
+    def _add_layers(self, lambda_func):
+        options, policy = self.arguments, self.dtype_policy
+        h, positions = options["hidden_size"], options["positions"]
+        # Unit variance after the multiplication with √h, and a sensible tied head.
+        normal = keras.initializers.RandomNormal(stddev=h**-0.5)
+        self.embedding_scale = float(h) ** 0.5
+        self.source_embedding = VocabEmbedding(
+            options["source_vocab_size"], h, normal, dtype=policy, name="source_embedding"
+        )
+        self.target_embedding = self.source_embedding
+        if not options["shared_embeddings"]:
+            self.target_embedding = VocabEmbedding(
+                self.vocab_size, h, normal, dtype=policy, name="target_embedding"
+            )
+        self.source_positions = PositionEmbedding(
+            options["max_source_length"], positions, dtype=policy, name="source_positions"
+        )
+        self.target_positions = PositionEmbedding(
+            options["max_target_length"], positions, dtype=policy, name="target_positions"
+        )
+        rate = options["embedding_dropout_rate"]
+        self.source_dropout = Dropout(rate, dtype=policy, name="source_dropout")
+        self.target_dropout = Dropout(rate, dtype=policy, name="target_dropout")
+        self.causal_mask = AttentionMask(name="causal_mask")
+        self.transformer = Transformer(
+            options["encoder_layers"],
+            options["decoder_layers"],
+            h,
+            options["num_heads"],
+            options["ffn_hidden_size"],
+            lambda_func=lambda_func,
+            attention_dropout_rate=options["attention_dropout_rate"],
+            hidden_dropout_rate=options["dropout_rate"],
+            hidden_act=options["hidden_act"],
+            post_layernorm_residual=options["post_layernorm_residual"],
+            dtype=policy,
+            name="transformer",
+        )
+        self.head = VocabHead(
+            self.vocab_size,
+            use_bias=options["head_bias"],
+            tied=options["tied_head"],
+            dtype=policy,
+            name="head",
+        )
+
+    def build(self, input_shape=None):
+        if self.built:
+            return
+        hidden = (None, None, self.arguments["hidden_size"])
+        with keras.name_scope(self.name, caller=self):
+            self.source_embedding.build((None, None))
+            if self.target_embedding is not self.source_embedding:
+                self.target_embedding.build((None, None))
+            for layer in (
+                self.source_positions,
+                self.target_positions,
+                self.source_dropout,
+                self.target_dropout,
+                self.transformer,
+                self.head,
+            ):
+                layer.build(hidden)
+        self.built = True
+
+    def call(self, inputs, training=False):
+        memory, memory_mask = self.encode(inputs["source"], training=training)
+        target = inputs["target"]
+        x, table = self._embed_target(target, training=training)
+        decoder_mask = self.causal_mask(target != self.pad_id)
+        x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
+        return self.head(x, table)
+
+    def encode(self, source, training=False):
+        """Return what the decoder attends to.
+
+        Args:
+            source: int tensor [b, s], padded with `pad_id`.
+            training: whether dropout applies.
+
+        Returns:
+            The memory [b, s, h], and its mask [b, s] (bool).
+        """
+        mask = source != self.pad_id
+        x, _ = self.source_embedding(source)
+        x = self.source_positions(x * tf.cast(self.embedding_scale, x.dtype))
+        x = self.source_dropout(x, training=training)
+        return self.transformer.encoder(x, mask, training=training), mask
+
+    def _embed_target(self, target, start=0, training=False):
+        x, table = self.target_embedding(target)
+        x = self.target_positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
+        return self.target_dropout(x, training=training), table
+
+    def init_cache(self, memory, max_length):
+        """Return the decoder's cache for translations of up to `max_length` tokens."""
+        return self.transformer.decoder.init_cache(memory, max_length)
+
+    def decode_step(self, tokens, position, cache, memory_mask):
+        """Give the logits of the token after `tokens`.
+
+        Args:
+            tokens: int tensor [b], the translations' last tokens.
+            position: int scalar, their position.
+            cache: from `init_cache`, or from the step before.
+            memory_mask: bool tensor [b, s].
+
+        Returns:
+            Logits [b, V] in float32, and the cache for the next step.
+        """
+        x, table = self._embed_target(tokens[:, None], position)
+        x, cache = self.transformer.decoder(x, None, None, memory_mask, cache=cache)
+        logits = self.head(x, table)[:, 0, : self.vocab_size]
+        return tf.cast(logits, "float32"), cache
+
+    def generate(
+        self,
+        source,
+        beam_size=1,
+        length_penalty=0.6,
+        max_length=None,
+        temperature=0.0,
+        top_k=0,
+        seed=0,
+    ):
+        """Translate, by greedy or beam search, or by sampling.
+
+        Args:
+            source: int tensor [b, s], padded with `pad_id`.
+            beam_size: number of hypotheses kept; 1 is greedy search.
+            length_penalty: exponent α of the length penalty of beam search (Wu et
+                al., 2016, arXiv 1609.08144, §7).
+            max_length: most tokens of a translation, the end token included; by
+                default 2·s + 10, or what learned positions allow.
+            temperature: above 0, draw each token from the softmax of the logits
+                divided by it.
+            top_k: draw from the k most likely tokens only; 0 for all.
+            seed: int, for drawing.
+
+        Returns:
+            An int32 tensor [b, t ≤ max_length]: the best hypotheses with their end
+            tokens, padded with `pad_id`.
+
+        Raises:
+            ValueError: an option is out of range, or beams are asked for together
+                with a temperature.
+        """
+        generation.check_options(beam_size, length_penalty, max_length, temperature, top_k)
+        self.build()
+        source = tf.convert_to_tensor(source, dtype="int32")
+        if max_length is None:
+            max_length = 2 * int(tf.shape(source)[1]) + 10
+            if self.arguments["positions"] == "learned":
+                max_length = min(max_length, self.arguments["max_target_length"])
+        options = (beam_size, length_penalty, temperature, top_k)
+        if options not in self._generate_functions:
+            # One compiled function for all batch sizes and lengths.
+            function = tf.function(
+                lambda source, max_length, seed: generation.generate(
+                    self, source, max_length, seed, *options
+                )
+            )
+            self._generate_functions[options] = function.get_concrete_function(
+                tf.TensorSpec([None, None], "int32"),
+                tf.TensorSpec([], "int32"),
+                tf.TensorSpec([2], "int32"),
+            )
+        function = self._generate_functions[options]
+        return function(source, tf.constant(max_length), tf.constant([seed, 0]))
+
+    def num_tokens(self, inputs):
+        """Return the number of source and target tokens, padding not counted.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            An int32 scalar tensor.
+        """
+        return tf.add_n([tf.math.count_nonzero(ids != self.pad_id, dtype="int32") for ids in
+                         (inputs["source"], inputs["target"])])
+
+    def flops_per_step(self, inputs):
+        """Return the floating-point operations of one training step without recompute.
+
+        Six for each position and each weight in a product, and those of the attention
+        cores; padded positions, which are computed too, count. The backward pass
+        counts twice the forward.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            A float32 scalar tensor.
+        """
+        options = self.arguments
+        h, f = options["hidden_size"], options["ffn_hidden_size"]
+        b, s = tf.unstack(tf.cast(tf.shape(inputs["source"]), "float32"))
+        t = tf.cast(tf.shape(inputs["target"])[1], "float32")
+        feed_forward, attention = 2 * h * f, 4 * h * h
+        encoder = s * (attention + feed_forward) + 2 * h * s * s
+        decoder = t * (1.5 * attention + feed_forward) + s * attention / 2 + 2 * h * t * (s + t)
+        head = t * h * self.vocab_size
+        blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
+        return 6.0 * b * (blocks + head)
+
+    def get_config(self):
+        config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
+        return {**config, **self.arguments}
+
+
+def _first_given(value, default):
+    return default if value is None else value

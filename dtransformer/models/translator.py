@@ -1,0 +1,88 @@
+"""Sentences in, translations out: a model, its tokenizer and how to search."""
+
+import numpy as np
+
+
+class Translator:
+    """Translate sentences.
+
+    Args:
+        model: a `TranslationTransformer`.
+        tokenizer: an object with `encode(sentences)`, ids as lists or a ragged tensor,
+            and `decode(ids)`; `source_tokenizer` where the source has its own.
+        source_tokenizer: the source's tokenizer; `tokenizer` by default.
+        beam_size: number of hypotheses; 1 is greedy search.
+        length_penalty: exponent of the length penalty.
+        max_length: most tokens of a translation; None for what the source suggests.
+        max_source_length: tokens of a source; what is longer is cut off.
+        batch_size: number of sentences translated at once.
+        on_truncation: called as `on_truncation(number, length, max_source_length)` for
+            every sentence that is cut off; `number` counts from 0.
+
+    Example:
+
+    >>> translate = Translator(model, tokenizer, beam_size=4)  # doctest: +SKIP
+    >>> translate(["Good morning."])  # doctest: +SKIP
+    ['Bonjour.']
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        source_tokenizer=None,
+        beam_size=4,
+        length_penalty=0.6,
+        max_length=None,
+        max_source_length=256,
+        batch_size=64,
+        on_truncation=None,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.source_tokenizer = source_tokenizer or tokenizer
+        self.search = {
+            "beam_size": beam_size,
+            "length_penalty": length_penalty,
+            "max_length": max_length,
+        }
+        self.max_source_length = max_source_length
+        self.batch_size = batch_size
+        self.on_truncation = on_truncation
+
+    def __call__(self, sentences):
+        """Translate a list of sentences; an empty sentence stays empty.
+
+        Args:
+            sentences: list of str.
+
+        Returns:
+            A list of str, in the same order.
+        """
+        sources = [self._truncate(i, ids) for i, ids in enumerate(self._encode(sentences))]
+        translations = [""] * len(sources)
+        # Sentences of about the same length go together: little padding.
+        by_length = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i]))
+        for start in range(0, len(by_length), self.batch_size):
+            batch = by_length[start : start + self.batch_size]
+            ids = self.model.generate(self._pad([sources[i] for i in batch]), **self.search)
+            for i, translation in zip(batch, self.tokenizer.decode(ids.numpy())):
+                translations[i] = translation
+        return translations
+
+    def _encode(self, sentences):
+        if not sentences:
+            return []
+        ids = self.source_tokenizer.encode(list(sentences))
+        return ids.to_list() if hasattr(ids, "to_list") else ids
+
+    def _truncate(self, number, ids):
+        if len(ids) > self.max_source_length and self.on_truncation:
+            self.on_truncation(number, len(ids), self.max_source_length)
+        return ids[: self.max_source_length]
+
+    def _pad(self, rows):
+        batch = np.full((len(rows), max(map(len, rows))), self.model.pad_id, "int32")
+        for row, ids in zip(batch, rows):
+            row[: len(ids)] = ids
+        return batch
