@@ -1,0 +1,5 @@
+"""How a step is run: the trainer, its planes, schedules and callbacks."""
+
+from dtransformer.trainers.trainer import Trainer
+
+__all__ = ["Trainer"]

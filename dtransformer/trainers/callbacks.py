@@ -1,0 +1,295 @@
+"""Callbacks for `fit`: step times, losses, a metrics file, sacreBLEU.
+
+Numbers are written by rank 0 alone. A callback that adds to the logs (`StepTimer`,
+`SacreBleu`) must be listed before those that read it, such as `MetricsFile`,
+`keras.callbacks.EarlyStopping` and `keras.callbacks.ModelCheckpoint`.
+"""
+
+import json
+import math
+import pathlib
+import time
+
+import keras
+from sacrebleu.metrics import BLEU
+
+from dtransformer.errors import InputError
+from dtransformer.parallel import runtime
+
+
+class _StepCallback(keras.callbacks.Callback):
+    """Counts the steps of a `fit`, several at a time under `steps_per_execution`."""
+
+    def __init__(self, every=1):
+        super().__init__()
+        self.every = _positive("every", every)
+
+    def on_train_begin(self, logs=None):
+        self._steps_done = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch + 1
+        self._steps_in_epoch = 0
+
+    def _advance(self, batch):
+        """Counts up to `batch`; returns the new steps and whether `every` was passed."""
+        new = batch + 1 - self._steps_in_epoch
+        due = (self._steps_done + new) // self.every > self._steps_done // self.every
+        self._steps_in_epoch += new
+        self._steps_done += new
+        return new, due
+
+
+class StepTimer(_StepCallback):
+    """Prints, at the end of every epoch, the milliseconds a step takes.
+
+    A step's time runs from its begin to its end and holds the wait for its data
+    and the transfer of its logs; what other callbacks and validation take is not
+    in it. The very first step of a `fit` compiles: it is printed for itself and
+    left out of the mean, unless it is alone in its epoch. The mean is added to the
+    epoch's logs as `step_ms`.
+
+    Example:
+
+    ```python
+    model.fit(dataset, epochs=2, callbacks=[StepTimer()])
+    # epoch: 1, step time: 21.304 ms mean, 20.117 ms last, 5312.820 ms first (compiles)
+    # epoch: 2, step time: 20.945 ms mean, 20.661 ms last
+    ```
+    """
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self._first = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        super().on_epoch_begin(epoch, logs)
+        self._total = self._last = 0.0
+        self._timed = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        elapsed = 1000.0 * (time.perf_counter() - self._started)
+        new, _ = self._advance(batch)
+        self._last = elapsed / new
+        if self._first is None:
+            self._first = self._last
+        else:
+            self._total += elapsed
+            self._timed += new
+
+    def on_epoch_end(self, epoch, logs=None):
+        if not self._steps_in_epoch:
+            return
+        mean = self._total / self._timed if self._timed else self._last
+        line = f"epoch: {epoch + 1}, step time: {mean:.3f} ms mean, {self._last:.3f} ms last"
+        if self._steps_in_epoch == self._steps_done:
+            line += f", {self._first:.3f} ms first (compiles)"
+        _say(line)
+        if logs is not None:
+            logs["step_ms"] = mean
+
+
+class LossMonitor(_StepCallback):
+    """Prints the loss of a step after every `every` steps.
+
+    It is the log `step_loss` that `Trainer` has; with another model `loss`, which
+    Keras' own training step makes the mean since the epoch's begin.
+
+    Args:
+        every: Integer, at least 1. Under `steps_per_execution` the line comes
+            after the call that passed it.
+
+    Example:
+
+    ```python
+    model.fit(dataset, epochs=2, verbose=0, callbacks=[LossMonitor(every=20)])
+    # epoch: 1 step: 20, loss is 9.1234
+    ```
+    """
+
+    def on_train_batch_end(self, batch, logs=None):
+        _, due = self._advance(batch)
+        if due and logs and "loss" in logs:
+            loss = float(logs.get("step_loss", logs["loss"]))
+            _say(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
+
+
+class MetricsFile(_StepCallback):
+    """Appends the logs to a file of JSON lines, one object a line.
+
+    An object has `kind` ("step" or "epoch"), `epoch` (from 1), `step` (updates done
+    by the optimizer since it was made, so that a resumed run goes on counting),
+    `time` (seconds since 1970) and the logs as floats. JSON has no NaN: `"NaN"`,
+    `"Infinity"` and `"-Infinity"` stand in, which Python's `float` reads. A log
+    that has one of the four names comes as `logs.<name>`.
+
+    Every line is flushed once it is written. A run that is resumed appends; a last
+    line that a kill cut short is removed first. Steps that a resumed run does
+    again are in the file twice, and the later line counts.
+
+    Args:
+        path: Path of the file; missing folders are made.
+        every: Integer, at least 1, the steps between two step lines. Epochs always
+            get a line.
+
+    Example:
+
+    ```python
+    model.fit(dataset, epochs=2, callbacks=[MetricsFile("run/metrics.jsonl", every=10)])
+    # {"kind": "step", "epoch": 1, "step": 10, "time": 1760000000.0, "loss": 9.12}
+    ```
+    """
+
+    def __init__(self, path, every=1):
+        super().__init__(every)
+        self.path = pathlib.Path(path)
+        self._file = None
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self._close()
+        if runtime.is_chief():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_unfinished_line(self.path)
+            self._file = open(self.path, "a", encoding="utf-8")
+
+    def on_train_batch_end(self, batch, logs=None):
+        _, due = self._advance(batch)
+        if due:
+            self._write("step", logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._write("epoch", logs)
+
+    def on_train_end(self, logs=None):
+        self._close()
+
+    def _write(self, kind, logs):
+        if self._file is None:
+            return
+        record = {
+            "kind": kind,
+            "epoch": self._epoch,
+            "step": self._updates_done(),
+            "time": time.time(),
+        }
+        reserved = tuple(record)
+        for name, value in (logs or {}).items():
+            record[f"logs.{name}" if name in reserved else name] = _json_value(value)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _updates_done(self):
+        optimizer = getattr(self.model, "optimizer", None)
+        return self._steps_done if optimizer is None else int(optimizer.iterations)
+
+    def _close(self):
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class SacreBleu(keras.callbacks.Callback):
+    """Translates a development set at the end of epochs and logs `val_bleu`.
+
+    The score is sacreBLEU's corpus BLEU with its default settings, on detokenized
+    text. `translate` runs on every rank, as it may hold collectives, and every
+    rank's logs get the score, so that callbacks which stop or save by it decide
+    alike; rank 0 alone prints it.
+
+    Reference: Post, 2018, "A Call for Clarity in Reporting BLEU Scores".
+
+    Args:
+        source_sentences: List of strings.
+        references: List of strings, the translation of each source sentence; or a
+            list of such lists, where there are several translations of each.
+        translate: Function of a list of strings that returns as many, translated.
+        every: Integer, at least 1: the epochs 1 * every, 2 * every … are scored.
+            The logs of others have no `val_bleu`.
+
+    Attributes:
+        score: Float from 0 to 100, the last score, or None.
+        signature: String, sacreBLEU's description of how it was computed, or None.
+
+    Example:
+
+    ```python
+    bleu = SacreBleu(sources, references, translate=translator)
+    best = keras.callbacks.ModelCheckpoint(
+        "best.weights.h5", monitor="val_bleu", mode="max", save_best_only=True,
+        save_weights_only=True,
+    )
+    model.fit(dataset, epochs=5, callbacks=[bleu, best])
+    # epoch: 1, BLEU = 23.45 (nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0)
+    ```
+    """
+
+    def __init__(self, source_sentences, references, translate, every=1):
+        super().__init__()
+        self.source_sentences = list(source_sentences)
+        references = list(references)
+        one_each = not references or isinstance(references[0], str)
+        self.references = [references] if one_each else [list(r) for r in references]
+        sizes = [len(reference) for reference in self.references]
+        if not self.source_sentences or set(sizes) != {len(self.source_sentences)}:
+            raise InputError(
+                "source_sentences must not be empty and every list of references must be as "
+                f"long, received {len(self.source_sentences)} sentences and references of "
+                f"length {', '.join(map(str, sizes))}"
+            )
+        if not callable(translate):
+            raise InputError(f"translate must be a function, received {translate!r}")
+        self.translate = translate
+        self.every = _positive("every", every)
+        self.score = None
+        self.signature = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        if (epoch + 1) % self.every:
+            return
+        translations = list(self.translate(list(self.source_sentences)))
+        if len(translations) != len(self.source_sentences):
+            raise ValueError(
+                f"translate must return one string a sentence: it was given "
+                f"{len(self.source_sentences)} and returned {len(translations)}"
+            )
+        metric = BLEU()
+        self.score = metric.corpus_score(translations, self.references).score
+        self.signature = str(metric.get_signature())
+        if logs is not None:
+            logs["val_bleu"] = self.score
+        _say(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
+
+
+def _say(line):
+    if runtime.is_chief():
+        print(line, flush=True)
+
+
+def _positive(name, value):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} must be an integer, at least 1, received {value!r}")
+    return value
+
+
+def _json_value(value):
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _drop_unfinished_line(path):
+    if not path.exists():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)

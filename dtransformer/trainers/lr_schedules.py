@@ -1,0 +1,322 @@
+"""Learning-rate schedules with warm-up: functions of the step.
+
+`step` counts finished updates, as `optimizer.iterations` does: it is 0 for the
+first update. Every schedule warms up as `peak * (step + 1) / warmup_steps`, so
+that the first update already moves and the last one of the warm-up, step
+`warmup_steps - 1`, has the peak. `warmup_steps=0` starts at the peak.
+"""
+
+import difflib
+import inspect
+import math
+import numbers
+
+import keras
+from keras import ops
+
+from dtransformer.errors import InputError
+
+
+class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """What the schedules share: two arguments and the linear rise."""
+
+    def __init__(self, peak_learning_rate, warmup_steps):
+        super().__init__()
+        self.peak_learning_rate = _rate("peak_learning_rate", peak_learning_rate)
+        if self.peak_learning_rate == 0.0:
+            raise InputError(
+                f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
+            )
+        self.warmup_steps = _count("warmup_steps", warmup_steps)
+
+    def _warmup(self, step):
+        """The share of the peak: up to 1 at step `warmup_steps - 1`, then 1."""
+        return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
+
+    def get_config(self):
+        return {
+            "peak_learning_rate": self.peak_learning_rate,
+            "warmup_steps": self.warmup_steps,
+        }
+
+
+class _WarmupDecay(_WarmupSchedule):
+    """A warm-up followed by a decay that ends at `total_steps`."""
+
+    def __init__(self, peak_learning_rate, warmup_steps, total_steps, final_learning_rate=0.0):
+        super().__init__(peak_learning_rate, warmup_steps)
+        self.total_steps = _count("total_steps", total_steps)
+        self.final_learning_rate = _rate("final_learning_rate", final_learning_rate)
+        if self.total_steps <= self.warmup_steps:
+            raise InputError(
+                "total_steps counts the warm-up too and must be greater than warmup_steps, "
+                f"received total_steps={total_steps!r} and warmup_steps={warmup_steps!r}"
+            )
+        if self.final_learning_rate > self.peak_learning_rate:
+            raise InputError(
+                "final_learning_rate must not exceed peak_learning_rate, received "
+                f"final_learning_rate={final_learning_rate!r} and "
+                f"peak_learning_rate={peak_learning_rate!r}"
+            )
+
+    def _progress(self, step):
+        """The share of the decay that is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return ops.clip(done, 0.0, 1.0)
+
+    def _between(self, share):
+        """The rate at `share` of the way from the final rate up to the peak."""
+        span = self.peak_learning_rate - self.final_learning_rate
+        return self.final_learning_rate + span * share
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "total_steps": self.total_steps,
+            "final_learning_rate": self.final_learning_rate,
+        }
+
+
+@keras.saving.register_keras_serializable(package="dtransformer")
+class WarmupInverseSquareRoot(_WarmupSchedule):
+    """Linear warm-up, then a decay with the inverse square root of the step.
+
+    With n = step + 1 and w = max(warmup_steps, 1):
+
+        learning rate = peak * min(n / w, sqrt(w / n))
+
+    - step 0: `peak / w`;
+    - step `w - 1`: the peak;
+    - step `4 w - 1`: half the peak. The rate never reaches 0, so the length of
+      the training need not be known.
+
+    Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3.
+
+    Args:
+        peak_learning_rate: Float greater than 0, the highest rate.
+        warmup_steps: Integer, at least 0, the updates up to the peak.
+
+    Call arguments:
+        step: Integer or integer tensor, the number of updates done.
+
+    Returns:
+        A float32 tensor of the shape of `step`.
+
+    Example:
+
+    >>> schedule = WarmupInverseSquareRoot(peak_learning_rate=1.0, warmup_steps=4)
+    >>> [float(schedule(step)) for step in (0, 1, 3, 15, 63)]
+    [0.25, 0.5, 1.0, 0.5, 0.25]
+    """
+
+    @classmethod
+    def from_model_size(cls, hidden_size, warmup_steps):
+        """The schedule as the paper writes it: h^-0.5 * min(n^-0.5, n * w^-1.5).
+
+        The paper's base model has h = 512 and w = 4000, a peak of 0.0007.
+
+        Args:
+            hidden_size: Integer, at least 1, the model's width h.
+            warmup_steps: Integer, at least 0.
+
+        Example:
+
+        >>> schedule = WarmupInverseSquareRoot.from_model_size(512, warmup_steps=4000)
+        >>> print(f"{schedule.peak_learning_rate:.6f}")
+        0.000699
+        """
+        hidden_size = _count("hidden_size", hidden_size)
+        if hidden_size == 0:
+            raise InputError("hidden_size must be at least 1, received 0")
+        steps = max(_count("warmup_steps", warmup_steps), 1)
+        return cls((hidden_size * steps) ** -0.5, warmup_steps)
+
+    def __call__(self, step):
+        step = _as_float(step)
+        warmup_steps = max(self.warmup_steps, 1)
+        return self.peak_learning_rate * ops.minimum(
+            (step + 1.0) / warmup_steps, ops.sqrt(warmup_steps / (step + 1.0))
+        )
+
+
+@keras.saving.register_keras_serializable(package="dtransformer")
+class WarmupLinear(_WarmupDecay):
+    """Linear warm-up, then a straight line down to a final rate.
+
+    With w = warmup_steps and T = total_steps:
+
+        step < w:   peak * (step + 1) / w
+        otherwise:  final + (peak - final) * (1 - p),  p = min((step - w) / (T - w), 1)
+
+    - step 0: `peak / w`, or the peak where w is 0;
+    - steps `w - 1` and `w`: the peak;
+    - step `T - 1`, the last of T updates: still above the final rate;
+    - step T and later: the final rate.
+
+    Args:
+        peak_learning_rate: Float greater than 0, the highest rate.
+        warmup_steps: Integer, at least 0, the updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`, the updates of the
+            whole training, warm-up included.
+        final_learning_rate: Float from 0 to the peak.
+
+    Call arguments:
+        step: Integer or integer tensor, the number of updates done.
+
+    Returns:
+        A float32 tensor of the shape of `step`.
+
+    Example:
+
+    >>> schedule = WarmupLinear(peak_learning_rate=1.0, warmup_steps=2, total_steps=10)
+    >>> [float(schedule(step)) for step in (0, 1, 2, 6, 10, 99)]
+    [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    def __call__(self, step):
+        step = _as_float(step)
+        return self._warmup(step) * self._between(1.0 - self._progress(step))
+
+
+@keras.saving.register_keras_serializable(package="dtransformer")
+class WarmupCosine(_WarmupDecay):
+    """Linear warm-up, then half a cosine wave down to a final rate.
+
+    With w = warmup_steps and T = total_steps:
+
+        step < w:   peak * (step + 1) / w
+        otherwise:  final + (peak - final) * (1 + cos(pi p)) / 2,
+                    p = min((step - w) / (T - w), 1)
+
+    - step 0: `peak / w`, or the peak where w is 0;
+    - steps `w - 1` and `w`: the peak;
+    - step `(w + T) / 2`: midway between the peak and the final rate;
+    - step T and later: the final rate.
+
+    Reference: Loshchilov and Hutter, 2017, "SGDR: Stochastic Gradient Descent
+    with Warm Restarts", equation 5, without restarts.
+
+    Args:
+        peak_learning_rate: Float greater than 0, the highest rate.
+        warmup_steps: Integer, at least 0, the updates up to the peak.
+        total_steps: Integer greater than `warmup_steps`, the updates of the
+            whole training, warm-up included.
+        final_learning_rate: Float from 0 to the peak.
+
+    Call arguments:
+        step: Integer or integer tensor, the number of updates done.
+
+    Returns:
+        A float32 tensor of the shape of `step`.
+
+    Example:
+
+    >>> schedule = WarmupCosine(1.0, warmup_steps=2, total_steps=10, final_learning_rate=0.5)
+    >>> [round(float(schedule(step)), 4) for step in (0, 1, 2, 4, 6, 10, 99)]
+    [0.5, 1.0, 1.0, 0.9268, 0.75, 0.5, 0.5]
+    """
+
+    def __call__(self, step):
+        step = _as_float(step)
+        share = 0.5 * (1.0 + ops.cos(math.pi * self._progress(step)))
+        return self._warmup(step) * self._between(share)
+
+
+@keras.saving.register_keras_serializable(package="dtransformer")
+class WarmupConstant(_WarmupSchedule):
+    """Linear warm-up, then the peak for ever.
+
+        learning rate = peak * min((step + 1) / warmup_steps, 1)
+
+    - step 0: `peak / warmup_steps`, or the peak where `warmup_steps` is 0;
+    - step `warmup_steps - 1` and later: the peak.
+
+    Args:
+        peak_learning_rate: Float greater than 0, the highest rate.
+        warmup_steps: Integer, at least 0, the updates up to the peak.
+
+    Call arguments:
+        step: Integer or integer tensor, the number of updates done.
+
+    Returns:
+        A float32 tensor of the shape of `step`.
+
+    Example:
+
+    >>> schedule = WarmupConstant(peak_learning_rate=2.0, warmup_steps=4)
+    >>> [float(schedule(step)) for step in (0, 1, 3, 4, 1000)]
+    [0.5, 1.0, 2.0, 2.0, 2.0]
+    """
+
+    def __call__(self, step):
+        return self.peak_learning_rate * self._warmup(_as_float(step))
+
+
+SCHEDULES = {
+    "constant": WarmupConstant,
+    "cosine": WarmupCosine,
+    "inverse_sqrt": WarmupInverseSquareRoot,
+    "linear": WarmupLinear,
+}
+
+
+def get(name, **kwargs):
+    """Builds a schedule from the name and the arguments that a config file holds.
+
+    Args:
+        name: `"constant"`, `"cosine"`, `"inverse_sqrt"` or `"linear"`.
+        **kwargs: The arguments of that schedule.
+
+    Returns:
+        A `keras.optimizers.schedules.LearningRateSchedule`.
+
+    Raises:
+        InputError: (a `ValueError`) for an unknown name or a wrong, missing or
+            unknown argument, with what exists.
+
+    Example:
+
+    >>> schedule = get("linear", peak_learning_rate=0.5, warmup_steps=0, total_steps=10)
+    >>> float(schedule(5))
+    0.25
+    """
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise InputError(f"unknown learning-rate schedule {name!r}{_nearest(name, SCHEDULES)}")
+    parameters = inspect.signature(SCHEDULES[name]).parameters
+    for argument in kwargs:
+        if argument not in parameters:
+            raise InputError(
+                f"the learning-rate schedule {name!r} has no argument {argument!r}"
+                f"{_nearest(argument, parameters)}"
+            )
+    missing = [
+        argument
+        for argument, parameter in parameters.items()
+        if parameter.default is parameter.empty and argument not in kwargs
+    ]
+    if missing:
+        raise InputError(f"the learning-rate schedule {name!r} needs {', '.join(missing)}")
+    return SCHEDULES[name](**kwargs)
+
+
+def _nearest(name, known):
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Known: {', '.join(sorted(known))}"
+
+
+def _as_float(step):
+    return ops.cast(ops.convert_to_tensor(step), "float32")
+
+
+def _rate(name, value):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise InputError(f"{name} must be a finite number, at least 0, received {value!r}")
+    return float(value)
+
+
+def _count(name, value):
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise InputError(f"{name} must be an integer, at least 0, received {value!r}")
+    return int(value)

@@ -1,0 +1,76 @@
+"""A loss as what every layout needs of it: a value and a weight for each token."""
+
+import keras
+import tensorflow as tf
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def as_objective(loss):
+    """Return a loss with the method `per_token`.
+
+    Args:
+        loss: a `CrossEntropyLoss`, or any other object with its `per_token` and
+            `token_weights`, or a Keras loss, its name, or a function of (y_true, y_pred)
+            that returns a value for each sample or token.
+
+    Raises:
+        ValueError: the loss is none of these, or does not reduce to a mean.
+    """
+    if hasattr(loss, "per_token"):
+        return loss
+    if isinstance(loss, (dict, list, tuple)):
+        raise ValueError("the trainer takes one loss for one output; sum losses in a function")
+    return KerasObjective(keras.losses.get(loss))
+
+
+class KerasObjective:
+    """A Keras loss: the mean of its values, weighted by the sample weights.
+
+    Args:
+        loss: a `keras.losses.Loss`, or a function of (y_true, y_pred).
+    """
+
+    def __init__(self, loss):
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction not in _MEANS:
+            raise ValueError(
+                f"the loss {getattr(loss, 'name', loss)!r} has reduction={reduction!r}; the trainer "
+                f"takes the mean over the global batch, so use one of {', '.join(_MEANS)}"
+            )
+        self.function = loss.call if isinstance(loss, keras.losses.Loss) else loss
+        self.dtype = getattr(loss, "dtype", None) or keras.config.floatx()
+
+    def per_token(self, outputs, labels, sample_weight=None):
+        """Return the loss of each sample or token and its weight."""
+        mask = getattr(outputs, "_keras_mask", None)
+        if not tf.as_dtype(labels.dtype).is_integer:
+            labels = tf.cast(labels, self.dtype)
+        values = self.function(labels, tf.cast(outputs, self.dtype))
+        weights = tf.ones_like(values)
+        for weight in (sample_weight, mask):
+            if weight is not None:
+                weight = tf.cast(weight, values.dtype)
+                for _ in range(len(values.shape) - len(weight.shape)):
+                    weight = weight[..., None]
+                weights *= weight
+        return values, weights
+
+
+def hits(outputs, labels):
+    """Return 1 where the label is the most likely class, 0 elsewhere.
+
+    Args:
+        outputs: tensor [..., V].
+        labels: int tensor [...].
+
+    Returns:
+        A float32 tensor [...], or None where outputs and labels are not those of a
+        classifier.
+    """
+    is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
+    if not is_class:
+        return None
+    best = tf.reduce_max(outputs, axis=-1)
+    own = tf.gather(outputs, tf.maximum(labels, 0), batch_dims=len(labels.shape))
+    return tf.cast(own >= best, "float32")

@@ -1,0 +1,64 @@
+"""Tokens per second, FLOP/s, and their share of what the machine can do."""
+
+import time
+
+import tensorflow as tf
+
+_peak = None
+
+
+def measured_peak(size=1024, seconds=0.3):
+    """Return the FLOP/s of large square float32 products on this rank's device.
+
+    Measured once per process, by the best of several products.
+
+    Args:
+        size: rows and columns of the matrices.
+        seconds: how long to measure.
+    """
+    global _peak
+    if _peak is None:
+        matrix = tf.random.stateless_normal([size, size], [0, 0])
+        product = tf.function(lambda x: tf.matmul(x, matrix))
+        product(matrix)
+        best, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            product(matrix).numpy()
+            best = min(best, time.perf_counter() - start)
+        _peak = 2.0 * size**3 / best
+    return _peak
+
+
+class Throughput:
+    """Counts tokens and FLOP against the clock, from the second step of a run on.
+
+    The first step of a run, which compiles, does not count.
+
+    Args:
+        peak: FLOP/s that all ranks can do together.
+    """
+
+    def __init__(self, peak):
+        self.peak = peak
+        self.reset()
+
+    def reset(self):
+        """Forget what was counted."""
+        self.seconds = self.tokens = self.flops = 0.0
+
+    def add(self, seconds, tokens, flops):
+        """Count a step of all ranks."""
+        self.seconds += seconds
+        self.tokens += tokens
+        self.flops += flops
+
+    def logs(self):
+        """Return the means since the last reset, by the name they are logged under."""
+        if not self.seconds:
+            return {"tokens_per_second": 0.0}
+        logs = {"tokens_per_second": self.tokens / self.seconds}
+        if self.flops:
+            logs["gflops_per_second"] = self.flops / self.seconds / 1e9
+            logs["share_of_peak"] = self.flops / self.seconds / self.peak
+        return logs

@@ -1,0 +1,122 @@
+"""The update plane: reduce gradients over the data group, then update the weights.
+
+It knows nothing of layers. Gradients come in as sums over this rank's share of the
+batch, already divided by what the whole batch counts, so that their sum over the
+data group is the gradient of the global mean.
+"""
+
+import tensorflow as tf
+
+from dtransformer.parallel import runtime
+
+
+def fusion_groups(group_ids, num_groups):
+    """Divide gradients into the groups that are reduced together.
+
+    Args:
+        group_ids: for each gradient the group that its block asks for, or None.
+        num_groups: number of groups for the gradients that no block speaks for.
+
+    Returns:
+        A list of lists of positions, each in rising order. Gradients with the same
+        id share a group; the others are spread evenly over `num_groups` groups if
+        no block speaks at all, and share one group otherwise.
+
+    Example:
+
+    >>> fusion_groups([None, 1, 1, 2, None], num_groups=4)
+    [[0, 4], [1, 2], [3]]
+    >>> fusion_groups([None] * 5, num_groups=2)
+    [[0, 1, 2], [3, 4]]
+    """
+    if all(group is None for group in group_ids):
+        size = max(-(-len(group_ids) // num_groups), 1)
+        return [
+            list(range(start, min(start + size, len(group_ids))))
+            for start in range(0, len(group_ids), size)
+        ]
+    groups = {}
+    for position, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(position)
+    return list(groups.values())
+
+
+def reduce_sum(scalars, name):
+    """Return the sums of scalars over the data group, in one message.
+
+    Args:
+        scalars: dict of tensors of one type, all scalars or not.
+        name: name of the reduction, the same on every rank.
+    """
+    hvd = runtime.horovod()
+    if hvd is None:
+        return scalars
+    sums = hvd.grouped_allreduce(list(scalars.values()), op=hvd.Sum, name=name)
+    return dict(zip(scalars, sums))
+
+
+def scale(gradients, factor):
+    """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
+    return [
+        tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient * factor
+        for gradient in gradients
+    ]
+
+
+def reduce_gradients(gradients, groups):
+    """Return the sums of the gradients over the data group, as dense tensors.
+
+    Dense gradients are reduced group by group. The gradient of an embedding, which
+    is a set of rows, travels as rows where that is less than the whole table.
+
+    Args:
+        gradients: list of tensors and `tf.IndexedSlices`.
+        groups: lists of positions, from `fusion_groups`.
+
+    Returns:
+        A list of tensors.
+    """
+    hvd = runtime.horovod()
+    if hvd is None:
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+    reduced = list(gradients)
+    for number, group in enumerate(groups):
+        dense = [i for i in group if not isinstance(gradients[i], tf.IndexedSlices)]
+        if dense:
+            sums = hvd.grouped_allreduce(
+                [gradients[i] for i in dense], op=hvd.Sum, name=f"gradients_{number}"
+            )
+            for i, total in zip(dense, sums):
+                reduced[i] = total
+        for i in set(group) - set(dense):
+            reduced[i] = _reduce_rows(hvd, gradients[i], f"rows_{i}")
+    return reduced
+
+
+def _reduce_rows(hvd, rows, name):
+    """Reduce a gradient of rows, in the form that sends less."""
+    num_rows = tf.shape(rows.indices, out_type="int64")[0]
+    most_rows = hvd.allreduce(num_rows, op=hvd.Max, name=f"{name}_count")
+    # A ring all-reduce sends the table twice, an all-gather each rank's rows once.
+    gathered_is_less = most_rows * hvd.size() < 2 * tf.cast(rows.dense_shape[0], "int64")
+
+    def gather():
+        values = hvd.allgather(rows.values, name=f"{name}_values")
+        indices = hvd.allgather(rows.indices, name=f"{name}_indices")
+        return tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
+
+    def reduce():
+        table = tf.math.unsorted_segment_sum(rows.values, rows.indices, rows.dense_shape[0])
+        return hvd.allreduce(table, op=hvd.Sum, name=f"{name}_table")
+
+    total = tf.cond(gathered_is_less, gather, reduce)
+    total.set_shape([None, *rows.values.shape[1:]])
+    return total
+
+
+def global_norm(gradients):
+    """Return the Euclidean norm of all gradients together, a float32 scalar."""
+    squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
+    return tf.sqrt(tf.add_n(squares))

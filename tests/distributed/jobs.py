@@ -1,0 +1,138 @@
+"""Small training jobs, run alike by one process and by every rank of several."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import TranslationTransformer
+from dtransformer.parallel import runtime
+from dtransformer.trainers import Trainer
+
+VOCAB, STEPS, BATCH = 60, 20, 8
+
+
+class Record(keras.callbacks.Callback):
+    """Keeps the logs of every step."""
+
+    def on_train_begin(self, logs=None):
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append({name: float(value) for name, value in logs.items()})
+
+
+def global_batches(num_batches=STEPS, vocab_size=VOCAB, seed=0):
+    """Batches of sentences of different lengths, as lists of (source, target) rows."""
+    rng = np.random.default_rng(seed)
+
+    def sentence(longest):
+        return rng.integers(4, vocab_size, rng.integers(1, longest + 1))
+
+    return [[(sentence(9), sentence(7)) for _ in range(BATCH)] for _ in range(num_batches)]
+
+
+def pad(rows):
+    width = max(len(row) for row in rows)
+    return np.array([np.pad(row, (0, width - len(row))) for row in rows], "int32")
+
+
+def share(batches, weighted=False):
+    """This rank's rows of each batch, padded to their own longest sentence.
+
+    Weighted, sample weights tell what is padding, as a plain Keras loss needs it.
+    """
+    index, count = runtime.data_shard()
+
+    def examples():
+        for batch in batches:
+            sources, targets = zip(*batch[index::count])
+            inputs = {"source": pad(sources), "target": pad([[2, *row] for row in targets])}
+            labels = pad([[*row, 3] for row in targets])
+            yield (inputs, labels, (labels != 0).astype("float32"))[: 3 if weighted else 2]
+
+    ids = tf.TensorSpec([None, None], "int32")
+    spec = ({"source": ids, "target": ids}, ids, tf.TensorSpec([None, None]))
+    spec = spec[: 3 if weighted else 2]
+    return tf.data.Dataset.from_generator(examples, output_signature=spec)
+
+
+def translation_model(vocab_size=VOCAB, **options):
+    return TranslationTransformer(
+        vocab_size,
+        **{
+            "hidden_size": 16,
+            "num_heads": 2,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "dropout_rate": 0.0,
+            **options,
+        },
+    )
+
+
+def train(
+    model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, **compile_options
+):
+    """Train on the global batches; return what a test compares."""
+    trainer = Trainer(model)
+    trainer.compile(
+        optimizer or keras.optimizers.AdamW(3e-3),
+        loss or CrossEntropyLoss(0.1, ignore_id=0),
+        **compile_options,
+    )
+    record = Record()
+    data = share(global_batches(num_batches, model.vocab_size), weighted)
+    history = trainer.fit(data, callbacks=[record], verbose=0)
+    dev_data = share(global_batches(3, model.vocab_size, seed=1), weighted)
+    evaluation = trainer.evaluate(dev_data, return_dict=True, verbose=0)
+    return {
+        "step_losses": [logs["step_loss"] for logs in record.logs],
+        "gradient_norms": [logs["gradient_norm"] for logs in record.logs],
+        "history": {name: [float(v) for v in values] for name, values in history.history.items()},
+        "evaluation": {name: float(value) for name, value in evaluation.items()},
+        "weights": float(sum(np.abs(weight).sum() for weight in model.get_weights())),
+    }
+
+
+class Classifier(keras.Model):
+    """A model of plain Keras layers, with random weights that ranks do not agree on."""
+
+    vocab_size = VOCAB
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(VOCAB, 8)
+        self.dense = keras.layers.Dense(VOCAB)
+
+    def call(self, inputs, training=False):
+        return self.dense(self.embedding(inputs["target"]))
+
+
+def plain_keras():
+    keras.utils.set_random_seed(runtime.rank())  # rank 0's weights have to win
+    return train(
+        Classifier(),
+        keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="keras_accuracy")],
+        weighted=True,
+    )
+
+
+JOBS = {
+    "untied": lambda: train(translation_model()),
+    "tied": lambda: train(translation_model(shared_embeddings=True, tied_head=True)),
+    # Rows travel as rows where they are few, as a table where they are many.
+    "large_vocabulary": lambda: train(translation_model(vocab_size=2000)),
+    "clipped_sgd": lambda: train(
+        translation_model(), keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    ),
+    "post_layer_norm": lambda: train(
+        translation_model(post_layernorm_residual=True, positions="learned")
+    ),
+    "steps_per_execution": lambda: train(translation_model(), steps_per_execution=5),
+    "plain_keras": plain_keras,
+    "dropout": lambda: train(translation_model(dropout_rate=0.2), num_batches=3),
+    "mixed_float16": lambda: train(translation_model(dtype="mixed_float16"), num_batches=3),
+}

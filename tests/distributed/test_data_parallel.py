@@ -1,0 +1,66 @@
+"""Promise: two ranks give the numbers of one process."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.distributed.jobs import JOBS
+from tests.distributed.launch import launch, needs_horovod
+from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS
+
+EXACT_JOBS = [name for name in JOBS if name not in ("dropout", "mixed_float16")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The results of every job on two ranks: one launch for all."""
+    folder = tmp_path_factory.mktemp("ranks")
+    code, output = launch(2, ["-m", "tests.distributed.rank", folder])
+    assert code == 0, output[-8000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@needs_horovod
+@pytest.mark.parametrize("name", EXACT_JOBS)
+def test_two_ranks_give_the_losses_of_one_process(name, ranks):
+    alone = JOBS[name]()
+    for rank in ranks:
+        np.testing.assert_allclose(
+            rank[name]["step_losses"], alone["step_losses"], rtol=PARITY_LOSS
+        )
+        np.testing.assert_allclose(rank[name]["gradient_norms"], alone["gradient_norms"], rtol=1e-4)
+        for key in ("loss", "accuracy"):
+            np.testing.assert_allclose(
+                rank[name]["history"][key], alone["history"][key], rtol=PARITY_LOSS
+            )
+        for key, value in alone["evaluation"].items():
+            assert rank[name]["evaluation"][key] == pytest.approx(value, rel=PARITY_LOSS), key
+        assert rank[name]["weights"] == pytest.approx(alone["weights"], rel=PARITY_WEIGHTS)
+
+
+@needs_horovod
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_agree_to_the_last_bit(name, ranks):
+    first, second = ranks
+    assert first[name]["step_losses"] == second[name]["step_losses"]
+    assert first[name]["weights"] == second[name]["weights"]
+
+
+@needs_horovod
+@pytest.mark.parametrize("name", EXACT_JOBS)
+def test_losses_fall(name, ranks):
+    losses = ranks[0][name]["step_losses"]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@needs_horovod
+def test_16_bit_losses_are_those_of_one_process(ranks):
+    alone = JOBS["mixed_float16"]()["step_losses"]
+    np.testing.assert_allclose(ranks[0]["mixed_float16"]["step_losses"], alone, rtol=5e-3)
+
+
+@needs_horovod
+def test_losses_are_those_of_20_steps(ranks):
+    assert len(ranks[0]["untied"]["step_losses"]) == 20
+    assert len(set(ranks[0]["untied"]["step_losses"])) == 20

@@ -1,0 +1,267 @@
+"""Callbacks: what they print, write and log, seen from a real `fit`."""
+
+import json
+import math
+import re
+import time
+
+import keras
+import numpy as np
+import pytest
+import sacrebleu
+import tensorflow as tf
+
+from dtransformer.parallel import runtime
+from dtransformer.trainers.callbacks import LossMonitor, MetricsFile, SacreBleu, StepTimer
+
+STEPS = 6
+SOURCES = ["un chat dort", "le chien mange une pomme rouge"]
+REFERENCES = ["a cat is sleeping here", "the dog eats a red apple today"]
+
+
+@pytest.fixture
+def model():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def another_rank(monkeypatch):
+    """`is_chief` answers what it answers on every rank but the first."""
+    monkeypatch.setattr(runtime, "is_chief", lambda: False)
+
+
+def fit(model, *callbacks, epochs=1, **options):
+    x = np.ones((2 * STEPS, 2), np.float32)
+    options = dict(batch_size=2, epochs=epochs, verbose=0, callbacks=list(callbacks)) | options
+    return model.fit(x, x[:, :1], **options)
+
+
+def read(path):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class TestStepTimer:
+    def test_prints_and_logs_the_mean_and_the_last(self, model, capsys):
+        history = fit(model, StepTimer(), epochs=2).history
+        first, second = capsys.readouterr().out.splitlines()
+        number = r"(\d+\.\d{3}) ms"
+        line = rf"epoch: 1, step time: {number} mean, {number} last, {number} first \(compiles\)"
+        mean, _, compiling = map(float, re.fullmatch(line, first).groups())
+        assert 0.0 < mean < compiling
+        assert re.fullmatch(rf"epoch: 2, step time: {number} mean, {number} last", second)
+        assert history["step_ms"][0] == pytest.approx(mean, abs=1e-3)
+
+    def test_counts_every_step_of_one_call(self, model, capsys):
+        def slow_data():
+            for _ in range(STEPS):
+                time.sleep(0.04)
+                yield np.ones((2, 2)), np.ones((2, 1))
+
+        signature = (tf.TensorSpec((2, 2)), tf.TensorSpec((2, 1)))
+        data = tf.data.Dataset.from_generator(slow_data, output_signature=signature)
+        model.compile("sgd", "mse", steps_per_execution=3)
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[StepTimer()]).history
+        # A call takes at least 120 ms, a step a third of it.
+        assert 30.0 < history["step_ms"][1] < 110.0
+
+    def test_a_single_step_is_its_own_mean(self, model, capsys):
+        history = fit(model, StepTimer(), steps_per_epoch=1).history
+        assert history["step_ms"][0] > 0.0
+
+
+class TestLossMonitor:
+    def test_prints_the_samples_lines(self, model, capsys):
+        fit(model, LossMonitor(every=4), epochs=2)
+        lines = capsys.readouterr().out.splitlines()
+        pattern = r"epoch: (\d+) step: (\d+), loss is \d+\.\d{4}"
+        found = [re.fullmatch(pattern, line).groups() for line in lines]
+        assert found == [("1", "4"), ("2", "2"), ("2", "6")]
+
+    def test_prints_the_loss_of_the_logs(self, model, capsys):
+        monitor = LossMonitor()
+        monitor.on_train_begin()
+        monitor.on_epoch_begin(0)
+        monitor.on_train_batch_end(0, {"loss": tf.constant(9.12344)})
+        monitor.on_train_batch_end(1, {"loss": np.float32(math.nan)})
+        assert capsys.readouterr().out.splitlines() == [
+            "epoch: 1 step: 1, loss is 9.1234",
+            "epoch: 1 step: 2, loss is nan",
+        ]
+
+    def test_several_steps_a_call(self, model, capsys):
+        model.compile("sgd", "mse", steps_per_execution=3)
+        fit(model, LossMonitor(every=2))
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(",")[0] for line in lines] == ["epoch: 1 step: 3", "epoch: 1 step: 6"]
+
+
+class TestMetricsFile:
+    def test_a_line_for_every_nth_step_and_every_epoch(self, model, tmp_path):
+        path = tmp_path / "new" / "metrics.jsonl"
+        x = np.ones((2, 2), np.float32)
+        data = (x, x[:, :1])
+        history = fit(model, MetricsFile(path, every=4), epochs=2, validation_data=data).history
+        records = read(path)
+        found = [(r["kind"], r["epoch"], r["step"]) for r in records]
+        assert found == [
+            ("step", 1, 4),
+            ("epoch", 1, STEPS),
+            ("step", 2, 8),
+            ("step", 2, 12),
+            ("epoch", 2, 2 * STEPS),
+        ]
+        times = [r["time"] for r in records]
+        assert times == sorted(times) and times[0] > 1.7e9
+        epochs = [r for r in records if r["kind"] == "epoch"]
+        for name in ("loss", "val_loss"):
+            assert [r[name] for r in epochs] == history[name]
+
+    def test_every_line_is_there_at_once(self, model, tmp_path):
+        path, seen = tmp_path / "metrics.jsonl", []
+        count = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append(len(read(path)))
+        )
+        fit(model, MetricsFile(path), count)
+        assert seen == list(range(1, STEPS + 1))
+
+    def test_a_resumed_run_appends_and_goes_on_counting(self, model, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        fit(model, MetricsFile(path))
+        fit(model, MetricsFile(path), epochs=2, initial_epoch=1)
+        steps = [r for r in read(path) if r["kind"] == "step"]
+        assert [r["step"] for r in steps] == list(range(1, 2 * STEPS + 1))
+        assert [r["epoch"] for r in steps] == [1] * STEPS + [2] * STEPS
+
+    def test_a_line_cut_by_a_kill_is_removed(self, model, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
+        fit(model, MetricsFile(path, every=STEPS))
+        assert [(r["kind"], r["step"]) for r in read(path)] == [
+            ("step", 1),
+            ("step", STEPS),
+            ("epoch", STEPS),
+        ]
+
+    def test_values_that_json_lacks(self, model, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        metrics = MetricsFile(path)
+        metrics.set_model(model)
+        metrics.on_train_begin()
+        metrics.on_epoch_begin(0)
+        logs = {
+            "a": math.nan,
+            "b": np.float32(np.inf),
+            "c": tf.constant(-np.inf),
+            "d": np.int64(3),
+            "e": tf.constant(0.5, tf.bfloat16),
+            "step": 7.0,
+        }
+        metrics.on_epoch_end(0, logs)
+        metrics.on_train_end()
+        (record,) = read(path)
+        assert record["step"] == 0 and record["logs.step"] == 7.0
+        assert [record[name] for name in "abcde"] == ["NaN", "Infinity", "-Infinity", 3.0, 0.5]
+        assert math.isnan(float(record["a"])) and float(record["c"]) == -math.inf
+
+    def test_sees_what_earlier_callbacks_log(self, model, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
+        fit(model, StepTimer(), bleu, MetricsFile(path, every=100))
+        (record,) = read(path)
+        assert record["step_ms"] > 0.0 and record["val_bleu"] == pytest.approx(100.0)
+
+
+class TestSacreBleu:
+    def test_scores_and_tells_how(self, model, capsys):
+        given = []
+
+        def translate(sentences):
+            given.append(sentences)
+            return ["a cat is sleeping there", "the dog eats a red apple"]
+
+        bleu = SacreBleu(SOURCES, REFERENCES, translate)
+        history = fit(model, bleu, epochs=2).history
+        expected = sacrebleu.corpus_bleu(translate(SOURCES), [REFERENCES]).score
+        assert history["val_bleu"] == pytest.approx([expected, expected])
+        assert bleu.score == pytest.approx(expected)
+        assert "nrefs:1" in bleu.signature and "tok:13a" in bleu.signature
+        assert given[0] == SOURCES
+        line = capsys.readouterr().out.splitlines()[0]
+        assert line == f"epoch: 1, BLEU = {expected:.2f} ({bleu.signature})"
+
+    def test_several_references(self, model):
+        others = ["one cat sleeps now here", "a dog is eating the red apple"]
+        bleu = SacreBleu(SOURCES, [REFERENCES, others], lambda sentences: others)
+        fit(model, bleu)
+        assert bleu.score == pytest.approx(100.0) and "nrefs:2" in bleu.signature
+
+    def test_every_second_epoch(self, model):
+        scored = []
+
+        def translate(sentences):
+            scored.append(len(model.history.epoch) + 1)
+            return REFERENCES
+
+        fit(model, SacreBleu(SOURCES, REFERENCES, translate, every=2), epochs=5)
+        assert scored == [2, 4]
+
+    def test_early_stopping_and_checkpoints_follow_it(self, model, tmp_path):
+        outputs = iter([REFERENCES, ["", ""], ["", ""], ["", ""]])
+        bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: next(outputs))
+        stop = keras.callbacks.EarlyStopping("val_bleu", mode="max", patience=2)
+        best = keras.callbacks.ModelCheckpoint(
+            str(tmp_path / "{epoch}.weights.h5"),
+            monitor="val_bleu",
+            mode="max",
+            save_best_only=True,
+            save_weights_only=True,
+        )
+        history = fit(model, bleu, stop, best, epochs=9)
+        assert len(history.epoch) == 3
+        assert [p.name for p in tmp_path.iterdir()] == ["1.weights.h5"]
+
+    @pytest.mark.parametrize(
+        "sources, references, numbers",
+        [
+            (SOURCES, REFERENCES[:1], ("2", "1")),
+            (SOURCES, [REFERENCES, REFERENCES + ["more"]], ("2", "3")),
+            (SOURCES, [], ("2", "0")),
+            ([], [], ("0", "0")),
+        ],
+    )
+    def test_lists_that_do_not_fit(self, sources, references, numbers):
+        with pytest.raises(ValueError) as error:
+            SacreBleu(sources, references, lambda sentences: sentences)
+        assert all(number in str(error.value) for number in numbers)
+
+    def test_a_translation_too_few(self, model):
+        bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: sentences[:1])
+        with pytest.raises(ValueError, match="given 2 and returned 1"):
+            fit(model, bleu)
+
+
+def test_other_ranks_are_silent_and_still_have_the_score(
+    model, another_rank, tmp_path, capsys
+):
+    path = tmp_path / "metrics.jsonl"
+    bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
+    history = fit(model, StepTimer(), LossMonitor(), bleu, MetricsFile(path)).history
+    assert capsys.readouterr().out == ""
+    assert not path.exists()
+    assert history["val_bleu"] == pytest.approx([100.0])
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_every_is_a_positive_integer(every, tmp_path):
+    for make in (
+        lambda: LossMonitor(every=every),
+        lambda: MetricsFile(tmp_path / "metrics.jsonl", every=every),
+        lambda: SacreBleu(SOURCES, REFERENCES, len, every=every),
+    ):
+        with pytest.raises(ValueError, match=f"every.*{every!r}"):
+            make()
