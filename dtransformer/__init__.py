@@ -2,11 +2,17 @@
 
 import os
 
+from dtransformer.quiet import quiet_start
+
 # Keras reads its backend when it is first imported; this library needs TensorFlow's.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
+with quiet_start():
+    import keras
+    import tensorflow
+
+    tensorflow.config.list_physical_devices()
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(

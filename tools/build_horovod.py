@@ -65,17 +65,31 @@ def run(command, log, **kwargs):
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, **kwargs).returncode
     if code:
         tail = pathlib.Path(log).read_text(errors="replace").splitlines()[-30:]
-        sys.exit("\n".join(tail) + f"\nbuild_horovod: '{' '.join(map(str, command))}' failed (exit code {code})")
+        sys.exit(
+            "\n".join(tail)
+            + f"\nbuild_horovod: '{' '.join(map(str, command))}' failed (exit code {code})"
+        )
 
 
 def download(folder, log):
     """Download the sources into `folder` and check them; return their path."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        ":all:",
+    ]
     run([*pip, "--dest", folder, f"horovod=={VERSION}"], log)
     archive = next(pathlib.Path(folder).glob("horovod-*.tar.gz"))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != SHA256:
-        sys.exit(f"build_horovod: {archive.name} has SHA-256 {digest}, expected {SHA256}; not building it")
+        sys.exit(
+            f"build_horovod: {archive.name} has SHA-256 {digest}, expected {SHA256}; not building it"
+        )
     return archive
 
 
@@ -88,7 +102,9 @@ def unpack(archive, folder):
     lines = listing.read_text().splitlines(keepends=True)
     kept = [line for line in lines if LEFT_OUT not in line]
     if len(lines) - len(kept) != 1:
-        sys.exit(f"build_horovod: expected one line naming {LEFT_OUT} in {listing.name}, found {len(lines) - len(kept)}")
+        sys.exit(
+            f"build_horovod: expected one line naming {LEFT_OUT} in {listing.name}, found {len(lines) - len(kept)}"
+        )
     listing.write_text("".join(kept))
     return source
 
@@ -96,10 +112,19 @@ def unpack(archive, folder):
 def build(target):
     """Build the wheel and move it to the folder `target`; return its path."""
     if not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")):
-        print("build_horovod: no C++ compiler found (g++, or what CXX names). Training on one process works", file=sys.stderr)
-        print("without it; for several ranks install one (Debian: apt-get install g++) and run this again.", file=sys.stderr)
+        print(
+            "build_horovod: no C++ compiler found (g++, or what CXX names). Training on one process works",
+            file=sys.stderr,
+        )
+        print(
+            "without it; for several ranks install one (Debian: apt-get install g++) and run this again.",
+            file=sys.stderr,
+        )
         sys.exit(3)
-    print(f"Building Horovod {VERSION} for TensorFlow {importlib.metadata.version('tensorflow')} (some minutes, once) ...", flush=True)
+    print(
+        f"Building Horovod {VERSION} for TensorFlow {importlib.metadata.version('tensorflow')} (some minutes, once) ...",
+        flush=True,
+    )
     target.mkdir(parents=True, exist_ok=True)
     log = target / "build.log"
     log.unlink(missing_ok=True)
@@ -109,7 +134,17 @@ def build(target):
     environment = {**os.environ, **OPTIONS, "PATH": scripts + os.pathsep + os.environ["PATH"]}
     with tempfile.TemporaryDirectory() as folder:
         source = unpack(download(folder, log), folder)
-        wheel_command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "."]
+        wheel_command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            "dist",
+            ".",
+        ]
         run(wheel_command, log, cwd=source, env=environment)
         built = next((source / "dist").glob("horovod-*.whl"))
         partial = target / (built.name + ".partial")
@@ -119,7 +154,9 @@ def build(target):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wheel", action="store_true", help="print the wheel's path, install nothing")
+    parser.add_argument(
+        "--wheel", action="store_true", help="print the wheel's path, install nothing"
+    )
     arguments = parser.parse_args()
     folder = cache_folder()
     wheel = next(folder.glob("horovod-*.whl"), None) or build(folder)

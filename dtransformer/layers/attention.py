@@ -128,9 +128,7 @@ class MultiHeadAttention(Layer):
                 axes=("embed", "heads", "head_dim"),
                 name=f"{part}_kernel",
             )
-            bias = self.add_weight(
-                (n, d), "zeros", axes=("heads", "head_dim"), name=f"{part}_bias"
-            )
+            bias = self.add_weight((n, d), "zeros", axes=("heads", "head_dim"), name=f"{part}_bias")
             setattr(self, f"{part}_kernel", kernel)
             setattr(self, f"{part}_bias", bias)
         self.output_kernel = self.add_weight(

@@ -9,7 +9,6 @@ from dtransformer.parallel import runtime
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.layout import check_axes
 
-
 register = keras.saving.register_keras_serializable("dtransformer")
 
 

@@ -50,7 +50,11 @@ class BlockStack(Layer):
         network_layers=None,
         **layer_arguments,
     ):
-        own = {key: layer_arguments.pop(key) for key in ("name", "dtype", "trainable") if key in layer_arguments}
+        own = {
+            key: layer_arguments.pop(key)
+            for key in ("name", "dtype", "trainable")
+            if key in layer_arguments
+        }
         super().__init__(**own)
         self.arguments = {
             "num_layers": num_layers,

@@ -65,9 +65,7 @@ class Dropout(Layer):
         else:
             number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
             seed = tf.bitwise.bitwise_xor(_seed, [number, 0])
-        return tf.nn.experimental.stateless_dropout(
-            inputs, self.rate, seed, rng_alg="philox"
-        )
+        return tf.nn.experimental.stateless_dropout(inputs, self.rate, seed, rng_alg="philox")
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -27,7 +27,9 @@ class _VocabLayer(Layer):
         """Add a weight whose dimension `vocab_axis` is the padded vocabulary's."""
         padded = list(shape)
         padded[self.vocab_axis] = padded_vocab_size(self.vocab_size)
-        initializer = PaddedInitializer(initializer, shape) if padded != list(shape) else initializer
+        initializer = (
+            PaddedInitializer(initializer, shape) if padded != list(shape) else initializer
+        )
         return self.add_weight(tuple(padded), initializer, axes=axes, name=name, autocast=False)
 
     def save_own_variables(self, store):

@@ -2,7 +2,14 @@
 
 import keras
 
-from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, matmul, register
+from dtransformer.layers.base import (
+    Layer,
+    check_divisible,
+    check_rate,
+    check_size,
+    matmul,
+    register,
+)
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.layout import constrain
 

@@ -300,8 +300,12 @@ class TranslationTransformer(keras.Model):
         Returns:
             An int32 scalar tensor.
         """
-        return tf.add_n([tf.math.count_nonzero(ids != self.pad_id, dtype="int32") for ids in
-                         (inputs["source"], inputs["target"])])
+        return tf.add_n(
+            [
+                tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
+                for ids in (inputs["source"], inputs["target"])
+            ]
+        )
 
     def flops_per_step(self, inputs):
         """Return the floating-point operations of one training step without recompute.

@@ -62,7 +62,9 @@ class Translator:
         sources = [self._truncate(i, ids) for i, ids in enumerate(self._encode(sentences))]
         translations = [""] * len(sources)
         # Sentences of about the same length go together: little padding.
-        by_length = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i]))
+        by_length = sorted(
+            (i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i])
+        )
         for start in range(0, len(by_length), self.batch_size):
             batch = by_length[start : start + self.batch_size]
             ids = self.model.generate(self._pad([sources[i] for i in batch]), **self.search)

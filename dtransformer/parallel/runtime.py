@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 
 import tensorflow as tf
 
@@ -150,9 +151,16 @@ def _take_devices(local_rank, local_size):
             )
         tf.config.set_visible_devices(gpus[local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[local_rank], True)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
+        return
+    cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
+    try:
         tf.config.threading.set_intra_op_parallelism_threads(cores)
+    except RuntimeError:  # TensorFlow has started: slower, but not wrong
+        warnings.warn(
+            "dtransformer.init() comes after the first tensor, so that the ranks of this host share "
+            "its cores badly: call it first",
+            stacklevel=3,
+        )
 
 
 def shutdown():

@@ -14,6 +14,7 @@ from dtransformer.trainers import update
 from dtransformer.trainers.objective import as_objective, hits
 from dtransformer.trainers.throughput import Throughput, measured_peak
 
+
 class Trainer(keras.Model):
     """Train a Keras model on every rank of the job.
 
@@ -115,7 +116,8 @@ class Trainer(keras.Model):
         unused = [v.path for v, gradient in zip(variables, gradients) if gradient is None]
         if unused:
             raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
-        return gradients, outputs, sums
+        # Kept where metrics want them only: logits are large.
+        return gradients, outputs if self._compile_metrics is not None else None, sums
 
     def _sums(self, inputs, outputs, labels, sample_weight):
         """Return this rank's sums, float32 scalars: what the logs are made of."""
@@ -191,6 +193,8 @@ class Trainer(keras.Model):
                 tracker.update_state(mean, sample_weight=totals["count"])
                 logs[name] = tracker.result()
         if self._compile_metrics is not None:
+            if not self._compile_metrics.built:  # their states have to exist before
+                self._compile_metrics.build(labels, outputs)
             states = [variable.value for variable in self._compile_metrics.variables]
             before = [tf.identity(state) for state in states]
             self._compile_metrics.update_state(labels, outputs, sample_weight)
@@ -233,7 +237,9 @@ class Trainer(keras.Model):
         self.train_function = timed_step
         return self.train_function
 
-    def fit(self, x=None, y=None, *, verbose="auto", callbacks=None, validation_data=None, **kwargs):
+    def fit(
+        self, x=None, y=None, *, verbose="auto", callbacks=None, validation_data=None, **kwargs
+    ):
         """Train; as `keras.Model.fit`.
 
         Args:
@@ -255,6 +261,7 @@ class Trainer(keras.Model):
         if isinstance(data, tf.data.Dataset):
             kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
         self._prepare(data)
+        _check_batches(data)
         return super().fit(
             data,
             y,
@@ -266,6 +273,7 @@ class Trainer(keras.Model):
 
     def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
         """Compute loss and metrics over data; as `keras.Model.evaluate`."""
+        self._prepare(_as_data(x))
         verbose = verbose if runtime.is_chief() else 0
         return super().evaluate(_as_data(x), y, verbose=verbose, **kwargs)
 
@@ -280,8 +288,14 @@ class Trainer(keras.Model):
         vocab_size = getattr(self.network, "vocab_size", None)
         return outputs if vocab_size is None else outputs[..., :vocab_size]
 
+    def train_on_batch(self, x, *args, **kwargs):
+        """Train on one batch; as `keras.Model.train_on_batch`."""
+        self._prepare(x)
+        return super().train_on_batch(x, *args, **kwargs)
+
     def _prepare(self, data=None):
         """Build the network and the optimizer, and take rank 0's weights, once."""
+        self._assert_compile_called("fit")
         if self._ready:
             return
         if not all(layer.built for layer in self._flatten_layers()):
@@ -359,3 +373,17 @@ class _EpochSetter(keras.callbacks.Callback):
 
 def _as_data(data):
     return data.as_dataset() if hasattr(data, "as_dataset") else data
+
+
+def _check_batches(data):
+    """Compare the number of batches of all ranks: one that waits for a batch waits for ever."""
+    hvd = runtime.horovod()
+    if hvd is None or not isinstance(data, tf.data.Dataset):
+        return
+    numbers = hvd.allgather_object(int(data.cardinality()), name="number_of_batches")
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise ValueError(
+                f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
+                "same number, its own rows of each global batch"
+            )

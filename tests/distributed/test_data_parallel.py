@@ -30,7 +30,7 @@ def test_two_ranks_give_the_losses_of_one_process(name, ranks):
             rank[name]["step_losses"], alone["step_losses"], rtol=PARITY_LOSS
         )
         np.testing.assert_allclose(rank[name]["gradient_norms"], alone["gradient_norms"], rtol=1e-4)
-        for key in ("loss", "accuracy"):
+        for key in {"loss", "accuracy", "hit_rate"} & set(alone["history"]):
             np.testing.assert_allclose(
                 rank[name]["history"][key], alone["history"][key], rtol=PARITY_LOSS
             )
@@ -51,7 +51,8 @@ def test_ranks_agree_to_the_last_bit(name, ranks):
 @pytest.mark.parametrize("name", EXACT_JOBS)
 def test_losses_fall(name, ranks):
     losses = ranks[0][name]["step_losses"]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    half = len(losses) // 2  # steps_per_execution logs every fifth step only
+    assert np.mean(losses[half:]) < np.mean(losses[:half])
 
 
 @needs_horovod

@@ -1,0 +1,113 @@
+"""The command line: dtransformer prepare | train | translate | evaluate | doctor.
+
+What a user can mend is told in one line, with exit code 2. Imports that take long
+come after the arguments are parsed.
+"""
+
+import argparse
+import sys
+
+from dtransformer.errors import InputError
+from dtransformer.version import __version__
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="dtransformer", description="Train Transformers on many devices, and translate."
+    )
+    parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    prepare = commands.add_parser("prepare", help="write the files that training reads")
+    source = prepare.add_mutually_exclusive_group(required=True)
+    source.add_argument("--source", help="a folder or tar archive with WMT14's newstest2014 files")
+    source.add_argument(
+        "--download", action="store_true", help="download the official archive, and check it"
+    )
+    source.add_argument(
+        "--embedded", action="store_true", help="generate the embedded English-French corpus"
+    )
+    prepare.add_argument("--out", required=True, help="the folder to write")
+    prepare.add_argument("--seed", type=int, default=0, help="of the embedded corpus")
+    prepare.add_argument(
+        "--num-train", type=int, default=40000, help="training pairs of the embedded corpus"
+    )
+
+    train = commands.add_parser("train", help="train a translation model")
+    train.add_argument("--config", required=True, help="a YAML file")
+    train.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="replace values of the config, such as training.epochs=3",
+    )  # fmt: skip
+    train.add_argument("--run", help="the run folder; runs/NAME-OF-THE-CONFIG by default")
+    train.add_argument("--overwrite", action="store_true", help="replace a run that is there")
+
+    translate = commands.add_parser("translate", help="translate standard input, line by line")
+    evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
+    for command in (translate, evaluate):
+        command.add_argument("--run", required=True, help="a run folder")
+        command.add_argument("--beam-size", type=int, help="hypotheses; 1 is greedy search")
+    translate.add_argument("--length-penalty", type=float, help="exponent of the length penalty")
+    evaluate.add_argument("--src", required=True, help="the sentences to translate, one a line")
+    evaluate.add_argument("--ref", required=True, help="their reference translations")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    doctor = commands.add_parser("doctor", help="say what is installed and what works")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _prepare(arguments):
+    if arguments.embedded:
+        from dtransformer.datasets.embedded import write_corpus
+
+        paths = write_corpus(arguments.out, num_train=arguments.num_train, seed=arguments.seed)
+        paths = paths.values()
+    else:
+        from dtransformer.datasets import wmt14
+
+        source = wmt14.download(arguments.out) if arguments.download else arguments.source
+        paths = wmt14.prepare(source, arguments.out)
+    for path in paths:
+        print(path)
+
+
+def _run(arguments):
+    if arguments.command == "prepare":
+        return _prepare(arguments)
+    if arguments.command == "doctor":
+        from dtransformer.cli.doctor import doctor
+
+        return doctor(arguments.json)
+    if arguments.command == "train":
+        from dtransformer.cli.train import train
+
+        train(arguments.config, arguments.set, arguments.run, arguments.overwrite)
+    elif arguments.command == "translate":
+        from dtransformer.cli.translate import translate
+
+        translate(
+            arguments.run,
+            sys.stdin.buffer,
+            sys.stdout,
+            arguments.beam_size,
+            arguments.length_penalty,
+        )
+    else:
+        from dtransformer.cli.translate import evaluate
+
+        evaluate(arguments.run, arguments.src, arguments.ref, arguments.json, arguments.beam_size)
+    return 0
+
+
+def main(argv=None):
+    """Run the command line; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments) or 0
+    except InputError as error:
+        print(f"dtransformer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dtransformer: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,110 @@
+"""`dtransformer doctor`: what is installed, what works, how to mend what does not."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+_PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
+_OPTIONAL = {"matplotlib": "pictures: pip install 'dtransformer[plot]'"}
+_BUILD = "python tools/build_horovod.py"
+
+
+def examine():
+    """Return a list of checks: dicts of name, ok (True, False or None for optional),
+    found and mend.
+    """
+    return [
+        *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
+        *(_optional(name, mend) for name, mend in _OPTIONAL.items()),
+        _check(
+            "python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or later"
+        ),
+        _compiler(),
+        *_horovod(),
+        *_devices(),
+    ]
+
+
+def doctor(as_json=False):
+    """Print the checks; return 0 where training on one process works, 1 elsewhere."""
+    checks = examine()
+    if as_json:
+        print(json.dumps(checks, indent=2))
+    else:
+        width = max(len(check["name"]) for check in checks)
+        for check in checks:
+            mark = {True: "ok     ", None: "missing", False: "FAILED "}[check["ok"]]
+            print(f"{mark}  {check['name']:{width}}  {check['found']}")
+            if not check["ok"] and check["mend"]:
+                print(f"{'':9}{'':{width}}  -> {check['mend']}")
+    return 1 if any(check["ok"] is False for check in checks) else 0
+
+
+def _check(name, ok, found, mend=None):
+    return {"name": name, "ok": ok, "found": found, "mend": None if ok else mend}
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name, wanted):
+    version = _version(name)
+    ok = version is not None and version.split(".")[: wanted.count(".") + 1] == wanted.split(".")
+    return _check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
+
+
+def _optional(name, mend):
+    version = _version(name)
+    return _check(name, True if version else None, version or "not installed", mend)
+
+
+def _compiler():
+    name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    mend = "only needed to build Horovod; Debian: apt-get install g++"
+    return _check("C++ compiler", True if name else None, name or "not found", mend)
+
+
+def _horovod():
+    """Import Horovod in a process of its own: a broken build must not end this one."""
+    version = _version("horovod")
+    if version is None:
+        mend = f"needed for several ranks only: {_BUILD}"
+        return [_check("horovod", None, "not installed", mend)]
+    code = (
+        "import horovod.tensorflow as h; "
+        "print('gloo' if h.gloo_built() else '', 'mpi' if h.mpi_built() else '', "
+        "'nccl' if h.nccl_built() else '')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if result.returncode:
+        error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return [_check("horovod", False, f"{version}, cannot be imported: {error}", _BUILD)]
+    built = " ".join(result.stdout.split())
+    launcher = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
+    launcher = launcher or shutil.which("horovodrun")
+    return [
+        _check("horovod", True, f"{version}, built with {built}"),
+        _check("horovodrun", bool(launcher), launcher or "not found", _BUILD),
+    ]
+
+
+def _devices():
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    checks = [_check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory")]
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus]
+    mend = "optional: pip install 'tensorflow[and-cuda]' with an NVIDIA driver"
+    checks.append(_check("GPU", True if gpus else None, ", ".join(map(str, names)) or "none", mend))
+    result = float(tf.reduce_sum(tf.function(lambda x: x @ x)(tf.ones((2, 2)))))
+    return [*checks, _check("compiled function", result == 8, "runs", "reinstall tensorflow")]

@@ -1,0 +1,100 @@
+"""A run's folder: config.yaml, tokenizer/, model.weights.h5, metrics.jsonl."""
+
+import inspect
+import pathlib
+
+import keras
+
+from dtransformer.cli.config import load_config
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.errors import InputError
+from dtransformer.models import TranslationTransformer
+from dtransformer.trainers import lr_schedules
+
+CONFIG = "config.yaml"
+TOKENIZER = "tokenizer"
+WEIGHTS = "model.weights.h5"
+METRICS = "metrics.jsonl"
+
+
+def make_model(config, tokenizer):
+    """Return the `TranslationTransformer` of a `RunConfig`, built."""
+    options = dict(vars(config.model))
+    try:
+        model = TranslationTransformer(
+            tokenizer.vocab_size,
+            **options,
+            max_source_length=config.data.max_length,
+            max_target_length=config.data.max_length + 1,  # and the start token
+            pad_id=tokenizer.pad_id,
+            start_id=tokenizer.start_id,
+            end_id=tokenizer.end_id,
+            dtype=config.training.precision,
+        )
+        model.build()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"model: {error}") from None
+    return model
+
+
+def load_run(folder):
+    """Read a run's folder.
+
+    Returns:
+        Its `RunConfig`, model with weights, and tokenizer.
+
+    Raises:
+        InputError: the folder or a part of it is missing or damaged.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
+    for name in (CONFIG, TOKENIZER, WEIGHTS):
+        if not (folder / name).exists():
+            raise InputError(
+                f"{folder}: this run folder has no {name}; its training has not got that far: "
+                "train again, or name another run"
+            )
+    config = load_config(folder / CONFIG)
+    config.training.precision = "float32"  # for translating; weights are float32 anyway
+    tokenizer = SubwordTokenizer.load(folder / TOKENIZER)
+    model = make_model(config, tokenizer)
+    try:
+        model.load_weights(folder / WEIGHTS)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"{folder / WEIGHTS}: these weights are damaged, or of another model ({reason})"
+        ) from None
+    return config, model, tokenizer
+
+
+def optimizer_class(name):
+    """Return the Keras optimizer of a name; an InputError says what there is."""
+    try:
+        return type(keras.optimizers.get(name))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
+            "adafactor"
+        ) from None
+
+
+def make_optimizer(config, total_steps):
+    """Return the Keras optimizer of a `RunConfig`, with its schedule."""
+    options = config.training
+    kind = optimizer_class(options.optimizer)
+    schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}
+    if options.schedule in ("linear", "cosine"):
+        schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
+    keywords = {"learning_rate": lr_schedules.get(options.schedule, **schedule)}
+    if options.clip_norm:
+        keywords["global_clipnorm"] = options.clip_norm
+    if options.weight_decay:
+        keywords["weight_decay"] = options.weight_decay
+    if "beta_2" in inspect.signature(kind).parameters:
+        keywords["beta_2"] = options.beta_2
+    optimizer = kind(**keywords)
+    if options.weight_decay:
+        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    return optimizer

@@ -1,0 +1,181 @@
+"""`dtransformer train`: from a config file to a run folder."""
+
+import pathlib
+import shutil
+import sys
+import time
+
+import keras
+
+import dtransformer
+from dtransformer.cli import runs
+from dtransformer.cli.config import load_config, save_config
+from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.text import read_pairs
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.errors import InputError
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models.translator import Translator
+from dtransformer.parallel import runtime
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
+
+
+class TimeLimit(keras.callbacks.Callback):
+    """Stop training, on all ranks at the same step, when a time has passed.
+
+    Args:
+        minutes: training time, from the first step on.
+    """
+
+    def __init__(self, minutes):
+        super().__init__()
+        self.seconds = minutes * 60
+
+    def on_train_begin(self, logs=None):
+        self.end = time.monotonic() + self.seconds
+
+    def on_train_batch_end(self, batch, logs=None):
+        over = time.monotonic() > self.end
+        hvd = runtime.horovod()
+        if hvd is not None:  # rank 0's clock decides
+            over = bool(hvd.broadcast(int(over), root_rank=0, name="time_limit"))
+        if over:
+            self.model.stop_training = True
+
+
+def train(config_path, settings=(), run_folder=None, overwrite=False):
+    """Train as a config file says, and write a run folder.
+
+    Args:
+        config_path: a YAML file.
+        settings: list of "section.key=value" that replace values of the file.
+        run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
+        overwrite: whether a run folder with weights may be replaced.
+
+    Returns:
+        The path of the run folder.
+
+    Raises:
+        InputError: something in the config or the data is wrong.
+    """
+    config = load_config(config_path, settings)
+    folder = pathlib.Path(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
+    if (folder / runs.WEIGHTS).exists() and not overwrite:
+        raise InputError(
+            f"{folder}: holds a trained run already; give --overwrite, or another --run"
+        )
+    try:
+        dtransformer.init(config.parallel, seed=config.training.seed)
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"parallel: {error}") from None
+    runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
+    pairs = _read(config, "source", "target")
+    dev_pairs = _read(config, "dev_source", "dev_target")
+    tokenizer = SubwordTokenizer.train(
+        [*pairs[0], *pairs[1]],
+        config.tokenizer.vocab_size,
+        lower_case=config.tokenizer.lower_case,
+    )
+    if runtime.is_chief():
+        _start_folder(folder, config, tokenizer)
+    model = runs.make_model(config, tokenizer)
+    batches = _batches(config, tokenizer, pairs, training=True)
+    dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
+
+    trainer = Trainer(model)
+    options = config.training
+    trainer.compile(
+        runs.make_optimizer(config, options.epochs * len(batches)),
+        CrossEntropyLoss(options.label_smoothing, ignore_id=tokenizer.pad_id),
+        jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
+        steps_per_execution=options.steps_per_execution,
+    )
+    trainer.summary()
+    trainer.fit(
+        batches,
+        epochs=options.epochs,
+        validation_data=dev_batches,
+        callbacks=_callbacks(config, folder, model, tokenizer, dev_pairs),
+        verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
+    )
+    if not dev_pairs:
+        trainer.save_weights(folder / runs.WEIGHTS)
+    if runtime.is_chief():
+        print(
+            f"The run is in {folder}. Translate with: dtransformer translate --run {folder} < FILE"
+        )
+    return folder
+
+
+def _read(config, source_key, target_key):
+    """Return the lines of both languages, or None where no files are given."""
+    source, target = getattr(config.data, source_key), getattr(config.data, target_key)
+    if source is None and target is None and source_key != "source":
+        return None
+    for key, path in ((source_key, source), (target_key, target)):
+        if path is None:
+            raise InputError(f"data.{key} is not given: name a file, one sentence a line")
+    return read_pairs(source, target)
+
+
+def _start_folder(folder, config, tokenizer):
+    """Begin the run folder anew: the config as run, and the tokenizer."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (runs.WEIGHTS, runs.METRICS):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / runs.TOKENIZER, ignore_errors=True)
+        save_config(config, folder / runs.CONFIG)
+        tokenizer.save(folder / runs.TOKENIZER)
+    except OSError as error:
+        raise InputError(f"{folder}: the run folder cannot be written ({error})") from None
+
+
+def _batches(config, tokenizer, pairs, training):
+    shard, num_shards = runtime.data_shard()
+    options = config.data
+    return TranslationBatches(
+        tokenizer.encode(pairs[0]),
+        tokenizer.encode(pairs[1]),
+        batch_size=options.batch_size,
+        batch_tokens=None if options.batch_size else options.batch_tokens,
+        max_length=options.max_length,
+        num_buckets=options.num_buckets,
+        shuffle=options.shuffle and training,
+        seed=config.training.seed,
+        shard_index=shard,
+        num_shards=num_shards,
+        training=training,
+        pad_id=tokenizer.pad_id,
+        start_id=tokenizer.start_id,
+        end_id=tokenizer.end_id,
+    )
+
+
+def _callbacks(config, folder, model, tokenizer, dev_pairs):
+    options = config.training
+    callbacks = [StepTimer()]
+    if options.max_minutes:
+        callbacks.append(TimeLimit(options.max_minutes))
+    if dev_pairs:
+        weights = str(folder / runs.WEIGHTS)
+        if options.bleu_sentences:
+            translate = Translator(
+                model,
+                tokenizer,
+                beam_size=1,  # greedy: a quick look
+                max_source_length=config.data.max_length,
+            )
+            some = slice(options.bleu_sentences)
+            callbacks.append(SacreBleu(dev_pairs[0][some], dev_pairs[1][some], translate))
+        callbacks.append(
+            keras.callbacks.ModelCheckpoint(
+                weights, monitor="val_loss", save_best_only=True, save_weights_only=True
+            )
+        )
+    if runtime.is_chief():
+        callbacks.append(MetricsFile(folder / runs.METRICS))
+        if options.tensorboard:
+            callbacks.append(keras.callbacks.TensorBoard(folder / "tensorboard"))
+    return callbacks

@@ -1,0 +1,38 @@
+"""Keeps TensorFlow's start-up notes off the terminal.
+
+On a machine without a GPU, TensorFlow writes half a screen about CUDA and CPU
+instructions before its log level applies. They go to the process' standard error
+directly, so that only redirecting its file descriptor keeps them away. What was
+written comes out after all where the start fails, or where the environment sets
+TF_CPP_MIN_LOG_LEVEL to 0.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+
+
+@contextlib.contextmanager
+def quiet_start():
+    """Hold back what is written to standard error; show it if an exception passes."""
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
+        yield
+        return
+    try:
+        terminal = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(terminal, held.read())
+            raise
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)

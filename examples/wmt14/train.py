@@ -1,0 +1,123 @@
+"""Train French to English on newstest2014, the way of the published sample or a modern one.
+
+    python examples/wmt14/train.py --faithful --epochs 4
+    horovodrun -np 2 python examples/wmt14/train.py
+
+`--faithful` follows the sample's data rules: whitespace words, no start token, fixed
+lengths, no shuffling. The default has subwords, start and end tokens, masks, length
+buckets and shuffling. Everything else is the same: the division of the work is in the
+config alone.
+"""
+
+import argparse
+import sys
+
+import keras
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.datasets import wmt14
+from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.text import read_tsv
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.errors import InputError
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import TranslationTransformer
+from dtransformer.parallel.runtime import data_shard
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.callbacks import LossMonitor, StepTimer
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="data/wmt14/wmt14.fr_en.txt", help="from preprocess.py")
+    parser.add_argument("--faithful", action="store_true", help="the sample's data rules")
+    parser.add_argument("--src_len", type=int, default=10, help="words of a source (faithful)")
+    parser.add_argument("--tgt_len", type=int, default=10, help="words of a target (faithful)")
+    parser.add_argument("--vocab_size", type=int, help="20000 faithful, else 4000 subwords")
+    parser.add_argument("--d_model", type=int, default=128)
+    parser.add_argument("--encoder_layer", type=int, default=1)
+    parser.add_argument("--decoder_layer", type=int, default=1)
+    parser.add_argument("--batch_size", type=int, default=32, help="sentences of all ranks")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--mp", type=int, default=1, help="model parallel size")
+    parser.add_argument("--pipeline_stage", type=int, default=1)
+    parser.add_argument("--micro_batch_num", type=int, default=1)
+    args = parser.parse_args()
+    args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
+    return args
+
+
+def faithful_data(args):
+    """The sample's fixed-length batches in the file's order; this rank's rows of each."""
+    examples = wmt14.faithful_examples(args.data, args.src_len, args.tgt_len, args.vocab_size)
+    inputs = {"source": examples.source, "target": examples.target}
+    dataset = tf.data.Dataset.from_tensor_slices((inputs, examples.label))
+    dataset = dataset.batch(args.batch_size, drop_remainder=True)
+    if dtransformer.is_chief():
+        print(f"{len(examples.source):,} pairs, {len(dataset)} steps an epoch")
+    index, count = data_shard()
+    rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
+    special = {"pad_id": wmt14.PAD, "start_id": wmt14.PAD, "end_id": wmt14.EOT}
+    return dataset.map(rows).cache().prefetch(1), special, args.vocab_size
+
+
+def modern_data(args):
+    """Subwords, in shuffled batches of sentences of about the same length."""
+    sources, targets = read_tsv(args.data)
+    tokenizer = SubwordTokenizer.train([*sources, *targets], args.vocab_size)
+    special = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}
+    index, count = data_shard()
+    batches = TranslationBatches(
+        tokenizer.encode(sources),
+        tokenizer.encode(targets),
+        batch_size=args.batch_size,
+        max_length=128,
+        shard_index=index,
+        num_shards=count,
+        **special,
+    )
+    return batches, special, tokenizer.vocab_size
+
+
+def main():
+    args = parse_arguments()
+    dtransformer.init(
+        dtransformer.TransformerOpParallelConfig(
+            model_parallel=args.mp,
+            pipeline_stage=args.pipeline_stage,
+            micro_batch_num=args.micro_batch_num,
+        )
+    )
+    data, special, vocab_size = faithful_data(args) if args.faithful else modern_data(args)
+    model = TranslationTransformer(
+        vocab_size,
+        hidden_size=args.d_model,
+        num_heads=8,
+        ffn_hidden_size=args.d_model,
+        encoder_layers=args.encoder_layer,
+        decoder_layers=args.decoder_layer,
+        dropout_rate=0.0,
+        embedding_dropout_rate=0.1,
+        positions="learned",
+        max_source_length=args.src_len if args.faithful else 128,
+        max_target_length=args.tgt_len if args.faithful else 129,
+        post_layernorm_residual=True,
+        **special,
+    )
+    model.build()
+    optimizer = keras.optimizers.AdamW(args.lr, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
+
+    trainer = Trainer(model)
+    trainer.compile(optimizer, CrossEntropyLoss(ignore_id=special["pad_id"]))
+    trainer.summary()
+    trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=[StepTimer(), LossMonitor(every=20)])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (InputError, NotImplementedError) as error:
+        sys.exit(f"train.py: {error}")

@@ -1,0 +1,79 @@
+"""Promise: a wrong config is told in one line, with the nearest right one."""
+
+import pytest
+
+from dtransformer.cli.config import load_config, save_config
+from dtransformer.errors import InputError
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_files_and_settings_in_this_order(tmp_path):
+    path = write(tmp_path, "training:\n  epochs: 3\n  learning_rate: 1e-3\ndata:\n")
+    config = load_config(path, ["training.epochs=5", "parallel.optimizer_shard=false"])
+    assert config.training.epochs == 5
+    assert config.training.learning_rate == 1e-3  # a text, to YAML
+    assert config.model.hidden_size == load_config().model.hidden_size
+    assert config.parallel.optimizer_shard is False
+
+
+def test_a_saved_config_reads_back_the_same(tmp_path):
+    config = load_config(None, ["model.hidden_size=64", "data.source=a.txt", "search.beam_size=2"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("training:\n  epoch: 3\n", ["training.epoch", "did you mean training.epochs?"]),
+        ("trainin:\n  epochs: 3\n", ["trainin", "did you mean training?"]),
+        ("epochs: 3\n", ["epochs", "did you mean training.epochs?"]),
+        ("model:\n  hiden_size: 3\n", ["model.hiden_size", "model.hidden_size"]),
+        ("parallel:\n  data_paralel: 2\n", ["parallel.data_paralel", "parallel.data_parallel"]),
+        ("training:\n  epochs: 0\n", ["training.epochs", "at least 1", "0"]),
+        ("training:\n  epochs: two\n", ["training.epochs", "whole number", "'two'"]),
+        ("training:\n  epochs: true\n", ["training.epochs", "whole number", "True"]),
+        ("training:\n  learning_rate: fast\n", ["training.learning_rate", "number", "'fast'"]),
+        ("training:\n  schedule: steps\n", ["training.schedule", "cosine", "'steps'"]),
+        ("parallel:\n  model_parallel: 0\n", ["model_parallel", "at least 1", "0"]),
+        ("data:\n  shuffle: 7\n", ["data.shuffle", "true or false", "7"]),
+        ("training: 3\n", ["training", "3", "keys"]),
+        ("- 1\n- 2\n", ["sections", "list"]),
+        ("training: [\n", ["no YAML"]),
+    ],
+)
+def test_wrong_files(tmp_path, text, words):
+    path = write(tmp_path, text)
+    with pytest.raises(InputError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("training.epochs", ["section.key=value"]),
+        ("training.epoch=1", ["--set", "training.epochs"]),
+        ("training.epochs=[", ["no YAML"]),
+        ("search.beam_size=-1", ["search.beam_size", "at least 1", "-1"]),
+    ],
+)
+def test_wrong_settings(setting, words):
+    with pytest.raises(InputError) as caught:
+        load_config(None, [setting])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(InputError, match="nowhere.yaml"):
+        load_config("nowhere.yaml")

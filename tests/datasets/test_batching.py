@@ -1,0 +1,311 @@
+"""Batches: every pair once an epoch, ranks share one plan, epochs can be resumed."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.datasets import TranslationBatches, plan_batches, random_translation_batches
+from dtransformer.datasets.batching import length_buckets
+from dtransformer.errors import InputError
+
+PAD, START, END = 0, 2, 3
+
+
+def refused(function, *args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def some_lengths(count=1000, longest=40, seed=0):
+    return np.random.default_rng(seed).integers(1, longest + 1, count)
+
+
+def some_ids(lengths, seed=1):
+    """Ragged ids whose first token tells the sentence's number: 10 + number."""
+    row_splits = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.random.default_rng(seed).integers(4, 10, row_splits[-1], np.int32)
+    ids[row_splits[:-1]] = 10 + np.arange(len(lengths))
+    return tf.RaggedTensor.from_row_splits(ids, row_splits)
+
+
+def some_batches(count=200, **options):
+    lengths = some_lengths(count, 12), some_lengths(count, 12, seed=5)
+    options = {"batch_size": 16, "num_buckets": 3, "seed": 7, **options}
+    return TranslationBatches(*(some_ids(n) for n in lengths), **options)
+
+
+def as_lists(dataset):
+    return [tf.nest.map_structure(lambda x: x.numpy().tolist(), batch) for batch in dataset]
+
+
+# The plan.
+
+PLANS = [
+    {"batch_size": 32},
+    {"batch_size": 7, "buckets": 1},
+    {"batch_size": 1000},
+    {"batch_size": 5000},
+    {"batch_size": 64, "buckets": [5, 10, 80]},
+    {"batch_tokens": 400},
+    {"batch_tokens": 40, "buckets": 3},
+    {"batch_tokens": 100_000},
+    {"batch_tokens": 400, "shuffle": False},
+]
+
+
+@pytest.mark.parametrize("options", PLANS)
+def test_every_sentence_is_in_one_batch_that_keeps_its_limit(options):
+    lengths = some_lengths()
+    for epoch in range(3):
+        plan = plan_batches(lengths, epoch=epoch, **options)
+        assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
+        for batch in plan:
+            assert 0 < len(batch) <= options.get("batch_size", len(lengths))
+            tokens = len(batch) * lengths[batch].max()
+            assert tokens <= options.get("batch_tokens", tokens)
+
+
+@pytest.mark.parametrize("options", PLANS)
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_the_number_of_batches_is_that_of_every_epoch_and_seed(options, drop_remainder):
+    lengths = some_lengths()
+    plans = [
+        plan_batches(lengths, epoch=epoch, seed=seed, drop_remainder=drop_remainder, **options)
+        for epoch in range(5)
+        for seed in range(3)
+    ]
+    assert len({len(plan) for plan in plans}) == 1
+    sizes = {tuple(sorted(map(len, plan))) for plan in plans}
+    assert len(sizes) == 1
+
+
+def test_a_plan_depends_on_seed_and_epoch_only():
+    lengths = some_lengths()
+
+    def plan(**options):
+        return [batch.tolist() for batch in plan_batches(lengths, batch_size=32, **options)]
+
+    assert plan(seed=1, epoch=2) == plan(seed=1, epoch=2)
+    different = [plan(), plan(seed=1), plan(epoch=1), plan(shuffle=False)]
+    assert all(a != b for i, a in enumerate(different) for b in different[:i])
+    assert plan(shuffle=False, epoch=3) == plan(shuffle=False)
+
+
+@pytest.mark.parametrize(
+    "count, sizes",
+    [
+        (96, [32, 32, 32]),
+        (120, [32, 32, 32, 24]),  # the rest is half a batch or more: it stands alone
+        (100, [32, 32, 18, 18]),  # less: it shares with the batch before
+        (5, [5]),
+    ],
+)
+def test_the_rest_of_the_sentences(count, sizes):
+    options = {"batch_size": 32, "shuffle": False, "buckets": 1}
+    assert [len(batch) for batch in plan_batches(np.ones(count), **options)] == sizes
+    dropped = plan_batches(np.ones(count), drop_remainder=True, **options)
+    assert [len(batch) for batch in dropped] == [32] * (count // 32)
+
+
+def test_buckets_save_padding():
+    lengths = some_lengths(5000)
+
+    def padding(buckets):
+        plan = plan_batches(lengths, batch_size=32, buckets=buckets)
+        return sum(len(batch) * lengths[batch].max() for batch in plan) / lengths.sum() - 1
+
+    assert padding(1) > 0.8
+    assert padding(8) < 0.2
+    assert length_buckets(np.array([3, 3, 3, 9]), 4).tolist() == [3, 9]
+
+
+def test_no_plan_for_no_sentences():
+    assert plan_batches([], batch_size=4) == []
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({}, "give one"),
+        ({"batch_size": 8, "batch_tokens": 80}, "give one"),
+        ({"batch_size": 3, "min_rows": 4}, "4 data ranks"),
+        ({"batch_tokens": 159, "min_rows": 4}, "at least 160"),
+        ({"batch_size": 8, "buckets": 0}, "buckets"),
+        ({"batch_size": 8, "buckets": [20, 10, 40]}, "rise"),
+        ({"batch_size": 8, "buckets": [10, 20]}, "40 tokens"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(options, told):
+    assert told in refused(plan_batches, some_lengths(), **options)
+
+
+# The batches.
+
+
+def test_the_form_of_a_batch():
+    ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
+    batches = TranslationBatches(
+        ids, ids[::-1], batch_size=2, num_buckets=1, shuffle=False, pad_id=0, start_id=2, end_id=3
+    )
+    dataset = batches.as_dataset()
+    inputs, labels = as_lists(dataset)[0]
+    assert inputs["source"] == [[5, 6, 7], [8, PAD, PAD]]
+    assert inputs["target"] == [[START, 8, PAD, PAD], [START, 5, 6, 7]]
+    assert labels == [[8, END, PAD, PAD], [5, 6, 7, END]]
+    spec = tf.TensorSpec([None, None], tf.int32)
+    assert dataset.element_spec == ({"source": spec, "target": spec}, spec)
+    assert dataset.cardinality() == len(batches) == 1
+
+
+def test_ids_may_come_as_arrays_and_lengths_in_multiples():
+    ids = tf.ragged.constant([[5, 6, 7], [8]], tf.int32)
+    flat = ids.flat_values.numpy(), ids.row_splits.numpy()
+    options = {"batch_size": 2, "num_buckets": 1, "shuffle": False, "pad_to_multiple_of": 4}
+    inputs, labels = as_lists(TranslationBatches(flat, flat, **options).as_dataset())[0]
+    assert inputs["source"] == [[5, 6, 7, PAD], [8, PAD, PAD, PAD]]
+    assert labels == [[5, 6, 7, END], [8, END, PAD, PAD]]
+
+
+@pytest.mark.parametrize("size", [{"batch_size": 16}, {"batch_tokens": 100, "batch_size": None}])
+def test_an_epoch_holds_every_pair_once_with_its_translation(size):
+    batches = some_batches(**size)
+    dataset = batches.as_dataset()
+    seen = []
+    for inputs, labels in dataset:
+        sentences = inputs["source"][:, 0].numpy() - 10
+        assert (inputs["target"][:, 1].numpy() - 10 == sentences).all()
+        text = tf.where(labels == END, PAD, labels)
+        assert (inputs["target"][:, 1:] == text[:, :-1]).numpy().all()
+        if "batch_tokens" in size:
+            assert max(tf.size(inputs["source"]), tf.size(labels)) <= 100
+        seen += sentences.tolist()
+    assert sorted(seen) == list(range(200))
+
+
+def test_each_epoch_has_its_order_and_keras_gets_it():
+    batches = some_batches()
+    dataset = batches.as_dataset()
+    epochs = []
+    for epoch in (0, 1, 0):
+        batches.set_epoch(epoch)
+        epochs.append(as_lists(dataset))
+    assert len({len(epoch) for epoch in epochs}) == 1
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+@pytest.mark.parametrize("size", [{}, {"batch_size": None, "batch_tokens": 150}])
+def test_ranks_share_the_batches_of_one_process(num_shards, size):
+    whole = some_batches(**size)
+    shards = [some_batches(**size, shard_index=i, num_shards=num_shards) for i in range(num_shards)]
+    assert {len(shard) for shard in shards} == {len(whole)}
+    for epoch in range(2):
+        for batches in (whole, *shards):
+            batches.set_epoch(epoch)
+        for everything, *parts in zip(whole.plan(), *(shard.plan() for shard in shards)):
+            assert all(len(part) for part in parts)
+            assert sorted(np.concatenate(parts)) == sorted(everything)
+
+
+def test_a_rank_reads_the_rows_that_it_plans():
+    batches = some_batches(shard_index=1, num_shards=2)
+    for planned, (inputs, _) in zip(batches.plan(), batches.as_dataset(), strict=True):
+        assert (inputs["source"][:, 0].numpy() - 10 == planned).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_long_pairs_are_left_out_in_training_and_cut_off_elsewhere(training):
+    source = tf.ragged.constant([[4], [4] * 5, [4] * 3, [4], []], tf.int32)
+    target = tf.ragged.constant([[5], [5], [5] * 4, [], [5]], tf.int32)
+    options = {"batch_size": 9, "num_buckets": 1, "max_length": 3, "shuffle": False}
+    batches = TranslationBatches(source, target, training=training, **options)
+    inputs, labels = as_lists(batches.as_dataset())[0]
+    if training:
+        assert (batches.num_pairs, batches.num_left_out) == (1, 4)
+        assert labels == [[5, END]]
+    else:
+        assert (batches.num_pairs, batches.num_left_out) == (3, 2)
+        assert inputs["source"] == [[4, 0, 0], [4, 4, 4], [4, 4, 4]]
+        assert labels == [[5, END, 0, 0], [5, END, 0, 0], [5, 5, 5, END]]
+
+
+@pytest.mark.parametrize("done, shard", [(0, {}), (5, {"shard_index": 1, "num_shards": 2})])
+def test_a_resumed_epoch_goes_on_where_it_stopped(done, shard):
+    first = some_batches(**shard)
+    first.set_epoch(3)
+    remaining = as_lists(first.as_dataset())[done:]
+    position = first.position(done)
+
+    second = some_batches(**shard)
+    second.restore(position)
+    second.set_epoch(3)  # as Trainer.fit does when it begins with this epoch
+    dataset = second.as_dataset()
+    assert as_lists(dataset) == remaining
+    for batches in (first, second):
+        batches.set_epoch(4)  # the next epoch is a whole one
+    assert as_lists(dataset) == as_lists(first.as_dataset())
+
+
+def test_positions():
+    batches = some_batches()
+    assert batches.position() == {"epoch": 0, "batch": 0, "num_batches": len(batches), "seed": 7}
+    batches.set_epoch(2, start=3)
+    assert batches.position(2)["batch"] == 5
+    end = batches.position(len(batches) - 3)
+    assert (end["epoch"], end["batch"]) == (3, 0)
+    assert "num_batches" in refused(some_batches(batch_size=8).restore, end)
+    assert "seed" in refused(some_batches(seed=8).restore, end)
+    assert "no position" in refused(batches.set_epoch, 1, start=len(batches) + 1)
+
+
+def test_a_dataset_of_whole_epochs_does_not_resume_silently():
+    batches = some_batches()
+    dataset = batches.as_dataset()
+    batches.restore({"epoch": 0, "batch": 4})
+    with pytest.raises(tf.errors.OpError, match="after restore"):
+        as_lists(dataset)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"batch_size": None}, "give one"),
+        ({"batch_size": 16, "batch_tokens": 100}, "give one"),
+        ({"num_shards": 17}, "17 data ranks"),
+        ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
+        ({"max_length": 0}, "max_length=0"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
+        ({"count": 3, "num_shards": 4}, "make no batch"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, told):
+    assert told in refused(some_batches, **options)
+
+
+def test_sides_that_do_not_pair_up_are_refused():
+    ids = some_ids([3, 4, 5])
+    assert "3 source" in refused(TranslationBatches, ids, ids[:2], batch_size=2)
+    message = refused(TranslationBatches, ids, ids, batch_size=2, max_length=2)
+    assert "max_length=2" in message
+
+
+def test_random_batches_have_the_form_of_real_ones():
+    batches = random_translation_batches(3, 4, 7, 5, vocab_size=50, seed=1)
+    real = some_batches().as_dataset()
+    assert batches.cardinality() == 3
+    assert tf.nest.map_structure(lambda s: s.dtype, batches.element_spec) == (
+        tf.nest.map_structure(lambda s: s.dtype, real.element_spec)
+    )
+    for inputs, labels in batches:
+        assert inputs["source"].shape == (4, 7) and labels.shape == (4, 5)
+        assert (inputs["target"][:, 0] == START).numpy().all()
+        assert (labels[:, -1] == END).numpy().all()
+        assert (inputs["target"][:, 1:] == labels[:, :-1]).numpy().all()
+        assert 4 <= tf.reduce_min(inputs["source"]) <= tf.reduce_max(inputs["source"]) < 50
+    again = random_translation_batches(3, 4, 7, 5, vocab_size=50, seed=1)
+    assert as_lists(batches) == as_lists(again)
+    assert "vocab_size=4" in refused(random_translation_batches, 3, 4, 7, 5, vocab_size=4)
+    assert "least 1" in refused(random_translation_batches, 3, 4, 0, 5, vocab_size=9)

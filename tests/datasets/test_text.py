@@ -1,0 +1,123 @@
+"""Text files: pairs stay aligned whatever the text holds, faults name file and line."""
+
+import gzip
+
+import pytest
+
+from dtransformer.datasets import clean_pairs, read_lines, read_pairs, read_tsv, write_sgm
+from dtransformer.errors import InputError
+
+LINES = ["One.", "Quoi\u00a0?", "", "a\u2028b\u0085c", "last"]
+
+
+def refused(function, *args):
+    with pytest.raises(InputError) as caught:
+        function(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def text(lines, end="\n"):
+    return "".join(line + end for line in lines).encode()
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("x.txt", text(LINES)),
+        ("x.fr", text(LINES)[:-1]),  # without an end of the last line
+        ("x.txt", text(LINES, "\r\n")),
+        ("x.txt", b"\xef\xbb\xbf" + text(LINES)),  # with a byte order mark
+        ("x.txt", text(f"  {line} \t" for line in LINES)),
+        ("x.txt.gz", gzip.compress(text(LINES))),
+    ],
+)
+def test_a_sentence_is_a_line(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert read_lines(tmp_path / name) == LINES
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sgm_files_are_known_by_their_name(tmp_path, packed):
+    paths = [tmp_path / "x.en.sgm", tmp_path / "x.fr.sgm"]
+    for path in paths:
+        write_sgm(path, LINES, "en", "s")
+        if packed:
+            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    if packed:
+        paths = [path.with_name(path.name + ".gz") for path in paths]
+    assert read_lines(paths[0]) == LINES
+    assert read_pairs(*paths) == (LINES, LINES)
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("x.txt", None, ["does not exist"]),
+        ("x.txt", b"good\nbad \xff\n", ["line 2", "0xff"]),
+        ("x.gz", gzip.compress(text(LINES))[:-9], ["gzip"]),
+        ("x.gz", b"no gzip at all", ["gzip"]),
+        ("x.gz", gzip.compress(b"ok\n\xff"), ["line 2", "0xff"]),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, name, content, told):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    message = refused(read_lines, tmp_path / name)
+    assert all(word in message for word in [name, *told]), message
+
+
+@pytest.mark.parametrize(
+    "source, target, told",
+    [
+        (["a", "b", "c"], ["x", "y"], ["3", "2", "source.txt", "target.txt"]),
+        ([], [], ["source.txt", "no sentence"]),
+        (["a", "b"], ["", ""], ["target.txt", "no sentence"]),
+    ],
+)
+def test_files_that_make_no_pairs_are_refused(tmp_path, source, target, told):
+    paths = [tmp_path / "source.txt", tmp_path / "target.txt"]
+    for path, lines in zip(paths, (source, target)):
+        path.write_bytes(text(lines))
+    message = refused(read_pairs, *paths)
+    assert all(word in message for word in told), message
+
+
+def test_files_with_tabs(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_bytes(text(["a\tb", " c \t", "d\u00a0?\te"]))
+    assert read_tsv(path) == (["a", "c", "d\u00a0?"], ["b", "", "e"])
+    for lines, told in ((["a\tb", "c"], "line 2"), (["a\tb\tc"], "line 1"), ([], "no sentence")):
+        path.write_bytes(text(lines))
+        assert told in refused(read_tsv, path)
+
+
+@pytest.mark.parametrize(
+    "pair, options, reason",
+    [
+        (("a b", "c d"), {}, "kept"),
+        (("", "c"), {}, "empty"),
+        (("a", " \t "), {}, "empty"),
+        (("a b c", "d"), {"max_words": 3}, "kept"),
+        (("a b c d", "d"), {"max_words": 3}, "too_long"),
+        (("a", "b c d e"), {"max_ratio": 2}, "kept"),  # short sentences may differ by three
+        (("a", "b c d e f"), {"max_ratio": 2}, "uneven"),
+        (("a b c d e", "b"), {"max_ratio": 2}, "uneven"),
+        (("a b c d e", "b"), {"max_ratio": 5}, "kept"),
+    ],
+)
+def test_cleaning_says_why_a_pair_is_left_out(pair, options, reason):
+    sources, targets, counts = clean_pairs([pair[0]], [pair[1]], **options)
+    assert counts[reason] == 1 and sum(counts.values()) == 1
+    assert len(sources) == len(targets) == (reason == "kept")
+
+
+def test_cleaning_keeps_order_and_no_break_spaces():
+    sources = ["a  \t b", "quoi\u00a0\u00a0?", "a b"]
+    targets = [" c ", "what?", "c"]
+    kept = clean_pairs(sources, targets, distinct=True)
+    assert kept[:2] == (["a b", "quoi\u00a0\u00a0?"], ["c", "what?"])
+    assert (kept[2]["kept"], kept[2]["repeated"]) == (2, 1)
+    assert clean_pairs(sources, targets)[2]["kept"] == 3
+    assert "pairs" in refused(clean_pairs, ["a"], [])

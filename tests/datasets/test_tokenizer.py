@@ -1,0 +1,213 @@
+"""The subword tokenizer: text comes back exactly, training is exact and repeatable."""
+
+import json
+import string
+import subprocess
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.datasets import SubwordTokenizer, read_lines
+from dtransformer.errors import InputError
+
+SENTENCES = [
+    "L'été dernier, j'ai vu l'Arc-de-Triomphe à 18\u00a0h\u00a030 !",
+    "Qu'est-ce que c'est\u00a0? \u00ab\u202fRien\u202f\u00bb, dit-il…",
+    "WMT14's files hold 3,003 pairs (20 % of them long).",
+    "The children are playing in the garden; they don't see the rain.",
+    "Les enfants jouent dans le jardin ; ils ne voient pas la pluie.",
+]
+
+TRICKY = [
+    "",
+    "a",
+    "?",
+    "Quoi ?",
+    "Quoi\u00a0?",
+    "\u00a0le\u00a0",
+    "le\u00a0 jardin",
+    "L'ÉTÉ, l'été",
+    "30143, 3.14 and 18h30",
+    "▁ ▁le le▁jardin ▂ ▂1 ▁▂2",
+    "## ##le le## #",
+    "[PAD] [UNK] [START] [END]",
+    "e\u0301te\u0301",  # combining accents are composed
+    "pluie" * 400,
+    " runs \t of   white\nspace \r\n",
+    "one\u2028line\u0085still",
+]
+# Characters that the tricky sentences need beside those of SENTENCES.
+ALPHABET = " ".join([*string.ascii_letters, *string.digits, *"É▂#[]\u2028\u0085"])
+
+
+def normal(text):
+    """What may differ: NFC, and runs of white space, of which no-break spaces are none."""
+    for space in "\t\v\f\r\n":
+        text = text.replace(space, " ")
+    return " ".join(filter(None, unicodedata.normalize("NFC", text).split(" ")))
+
+
+def refused(function, *args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return SubwordTokenizer.train([*SENTENCES, ALPHABET], vocab_size=280)
+
+
+@pytest.mark.parametrize("text", [*TRICKY, *SENTENCES])
+def test_text_comes_back_exactly(tokenizer, text):
+    ids = tokenizer.encode([text])
+    assert tokenizer.unk_id not in ids.to_list()[0]
+    assert tokenizer.decode(ids) == [normal(text)]
+
+
+def test_all_characters_come_back_at_all_places(tokenizer):
+    known = sorted({c for text in [*SENTENCES, ALPHABET] for c in text} - {" "})
+    places = [p.format(c) for c in known for p in ("{}", "a{}", "{}a", "a {}", "{} a", "1{0}{0}a")]
+    assert tokenizer.decode(tokenizer.encode(places)) == [normal(text) for text in places]
+
+
+@pytest.mark.parametrize(
+    "text, comes_back",
+    [
+        ("le 猫 dort", "le ⁇ dort"),
+        ("naж jardin", "na ⁇ jardin"),  # only the character is lost, not its word
+        ("猫猫", "⁇ ⁇"),
+        ("a\0b", "a ⁇ b"),
+        ("\ufffd", "⁇"),
+    ],
+)
+def test_unknown_characters_are_marked(tokenizer, text, comes_back):
+    ids = tokenizer.encode([text])
+    assert tokenizer.unk_id in ids.to_list()[0]
+    assert tokenizer.decode(ids) == [comes_back]
+
+
+def test_the_form_of_ids(tokenizer):
+    special = (tokenizer.pad_id, tokenizer.unk_id, tokenizer.start_id, tokenizer.end_id)
+    assert special == (0, 1, 2, 3)
+    ids = tokenizer.encode(SENTENCES)
+    assert isinstance(ids, tf.RaggedTensor) and ids.dtype == tf.int32 and ids.ragged_rank == 1
+    flat, row_splits = tokenizer.encode_to_numpy(SENTENCES)
+    np.testing.assert_array_equal(flat, ids.flat_values)
+    np.testing.assert_array_equal(row_splits, ids.row_splits)
+    assert flat.min() > 3 and flat.max() < tokenizer.vocab_size
+    assert tokenizer.encode([]).shape[0] == 0
+    assert tokenizer.encode(["", " "]).to_list() == [[], []]
+
+
+def test_order_is_kept_over_many_sentences(tokenizer):
+    sentences = [f"{number} pairs" for number in range(20_000)]
+    assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
+
+
+def test_decoding_stops_at_the_end_and_takes_any_container(tokenizer):
+    first, second = tokenizer.encode(SENTENCES[3:]).to_list()
+    rows = [[2, *first, 3, 0, *second], [2, 0, *second, 3]]
+    width = max(map(len, rows))
+    dense = np.array([row + [0] * (width - len(row)) for row in rows])
+    for ids in (rows, dense, tf.constant(dense, tf.int32), tf.ragged.constant(rows)):
+        assert tokenizer.decode(ids) == SENTENCES[3:]
+    assert tokenizer.decode([]) == [] and tokenizer.decode([[]]) == [""]
+    assert "280" in refused(tokenizer.decode, [[280]]) and refused(tokenizer.decode, [[-1]])
+    assert "row" in refused(tokenizer.decode, [4, 5])
+    assert "list" in refused(tokenizer.encode, "one string")
+
+
+def test_lower_case():
+    tokenizer = SubwordTokenizer.train(SENTENCES, 130, lower_case=True)
+    assert tokenizer.decode(tokenizer.encode(["L'ÉTÉ DIT"])) == ["l'été dit"]
+    assert not any(c.isupper() for piece in tokenizer.vocabulary[4:] for c in piece)
+
+
+def test_training_is_exact_and_repeatable():
+    script = (
+        "import sys, json; from dtransformer.datasets import SubwordTokenizer;"
+        "print(json.dumps(SubwordTokenizer.train(json.loads(sys.argv[1]), 150).vocabulary))"
+    )
+    here = list(SubwordTokenizer.train(SENTENCES, 150).vocabulary)
+    assert len(here) == len(set(here)) == 150
+    # Another process has other hashes: the order of sets must not matter.
+    command = [sys.executable, "-c", script, json.dumps(SENTENCES)]
+    there = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(there.splitlines()[-1]) == here
+
+
+def test_a_size_the_text_cannot_give_is_refused_with_one_it_can():
+    message = refused(SubwordTokenizer.train, SENTENCES, 100_000)
+    largest = int(message.rsplit("at most ", 1)[1].split()[0])
+    assert SubwordTokenizer.train(SENTENCES, largest).vocab_size == largest
+    assert "too large" in refused(SubwordTokenizer.train, SENTENCES, largest + 1)
+    message = refused(SubwordTokenizer.train, SENTENCES, 50)
+    smallest = int(message.split(" pieces")[0].rsplit(" ", 1)[1])
+    assert SubwordTokenizer.train(SENTENCES, smallest).vocab_size == smallest
+    assert SubwordTokenizer.train(SENTENCES, 52, max_characters=20).vocab_size == 52
+    for empty in ([], ["", " \n"]):
+        assert "text" in refused(SubwordTokenizer.train, empty, 100)
+
+
+def test_max_sentences_spreads_over_the_text():
+    sentences = ["aaa bbb ccc"] * 50 + ["xxx yyy zzz"] * 50
+    tokenizer = SubwordTokenizer.train(iter(sentences), 24, max_sentences=10)
+    assert tokenizer.decode(tokenizer.encode(["abc xyz"])) == ["abc xyz"]
+
+
+def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    loaded = SubwordTokenizer.load(tmp_path / "run" / "tokenizer")
+    texts = [*SENTENCES, *TRICKY]
+    assert loaded.vocabulary == tokenizer.vocabulary
+    assert loaded.encode(texts).to_list() == tokenizer.encode(texts).to_list()
+
+
+def drop_line(text):
+    return text[: text.rindex("\n", 0, -1) + 1]
+
+
+@pytest.mark.parametrize(
+    "name, damage, told",
+    [
+        ("vocab.txt", None, "vocab.txt is missing"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("vocab.txt", drop_line, "279 pieces"),
+        ("vocab.txt", lambda text: drop_line(text) + "猫猫\n", "猫猫"),
+        ("vocab.txt", lambda text: drop_line(text) + "a\n", "twice"),
+        ("vocab.txt", lambda text: text.replace("[UNK]", "[OOV]", 1), "[UNK]"),
+        ("tokenizer.json", lambda text: text[:-5], "damaged"),
+        ("tokenizer.json", lambda text: "[]", "damaged"),
+        ("tokenizer.json", lambda text: text.replace("false", '"no"'), "damaged"),
+        ("tokenizer.json", lambda text: text.replace("Subword", "Other"), "format"),
+        ("tokenizer.json", lambda text: text.replace('"version": 1', '"version": 9'), "update"),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused(tokenizer, tmp_path, name, damage, told):
+    tokenizer.save(tmp_path)
+    path = tmp_path / name
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes().decode()).encode())
+    message = refused(SubwordTokenizer.load, tmp_path)
+    assert told in message and str(tmp_path) in message
+
+
+def test_real_sentences_come_back(shared_data):
+    lines = []
+    for language in ("en", "fr"):
+        lines += read_lines(shared_data / "tatoeba" / f"dev.{language}.gz")
+        name = f"newstest2014-fren-ref.{language}.sgm"
+        lines += read_lines(shared_data / "wmt14" / name)[:500]
+    tokenizer = SubwordTokenizer.train(lines, 4000)
+    ids = tokenizer.encode(lines)
+    assert tokenizer.decode(ids) == [normal(line) for line in lines]
+    pieces, words = len(ids.flat_values), sum(len(line.split()) for line in lines)
+    assert pieces < 2 * words  # pieces are subwords, not characters

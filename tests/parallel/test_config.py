@@ -1,0 +1,324 @@
+"""The configs: defaults, what they refuse and how, their views, and the global one."""
+
+import dataclasses
+
+import pytest
+
+import dtransformer
+from dtransformer import (
+    EmbeddingOpParallelConfig,
+    MoEConfig,
+    MoEParallelConfig,
+    OpParallelConfig,
+    TransformerOpParallelConfig,
+    TransformerRecomputeConfig,
+    get_parallel_config,
+    parallel_config,
+    set_parallel_config,
+)
+
+DEFAULTS = {
+    OpParallelConfig: {"data_parallel": 1, "model_parallel": 1},
+    EmbeddingOpParallelConfig: {"data_parallel": 1, "model_parallel": 1, "vocab_emb_dp": True},
+    MoEParallelConfig: {"data_parallel": 1, "model_parallel": 1, "expert_parallel": 1},
+    MoEConfig: {
+        "expert_num": 1,
+        "capacity_factor": 1.1,
+        "aux_loss_factor": 0.05,
+        "num_experts_chosen": 1,
+    },
+    TransformerRecomputeConfig: {
+        "recompute": False,
+        "mp_comm_recompute": True,
+        "parallel_optimizer_comm_recompute": False,
+        "recompute_slice_activation": False,
+        "select": (),
+    },
+    TransformerOpParallelConfig: {
+        "data_parallel": None,
+        "model_parallel": 1,
+        "pipeline_stage": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "micro_batch_num": 1,
+        "optimizer_shard": False,
+        "gradient_aggregation_group": 4,
+        "recompute": False,
+        "vocab_emb_dp": True,
+        "sequence_parallel": False,
+    },
+}
+
+# Kind of field -> values it takes, values of a wrong type, values out of range.
+KINDS = {
+    "count": ([1, 2, 1024], [1.0, "2", None, True, False, [1]], [0, -1]),
+    "count or None": ([None, 1, 8], [2.0, "2", True, False, (1,)], [0, -3]),
+    "flag": ([True, False], [0, 1, None, "yes", 1.0], []),
+    "positive": ([1, 1.5, 1e-3], [None, "1", True], [0, 0.0, -1.1, float("inf"), float("nan")]),
+    "non-negative": ([0, 0.0, 2.5], [None, "1", False], [-0.1, float("inf"), float("nan")]),
+    "level": ([False, True, 0, 1, 2, 3], [None, 1.0, "1", [1]], [-1, 4]),
+    "recompute": ([True, False, TransformerRecomputeConfig()], [None, 0, 1, "all", {}], []),
+    "parts": (
+        [(), ("attention",), ("feed_forward", "norm")],
+        ["attention", None, 1, {"norm"}, True],
+        [("attention", "head"), ("",), (1,)],
+    ),
+}
+KIND_OF = {
+    "vocab_emb_dp": "flag",
+    "sequence_parallel": "flag",
+    "mp_comm_recompute": "flag",
+    "parallel_optimizer_comm_recompute": "flag",
+    "recompute_slice_activation": "flag",
+    "capacity_factor": "positive",
+    "aux_loss_factor": "non-negative",
+    "optimizer_shard": "level",
+    "select": "parts",
+}
+
+
+def kind_of(cls, name):
+    if cls is TransformerOpParallelConfig and name == "data_parallel":
+        return "count or None"
+    if name == "recompute":
+        return "flag" if cls is TransformerRecomputeConfig else "recompute"
+    return KIND_OF.get(name, "count")
+
+
+FIELDS = [(cls, name) for cls, fields in DEFAULTS.items() for name in fields]
+each_config = pytest.mark.parametrize("cls", DEFAULTS, ids=lambda cls: cls.__name__)
+each_field = pytest.mark.parametrize(
+    "cls, name", FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS]
+)
+
+
+@each_config
+def test_defaults(cls):
+    config = cls()
+    assert dataclasses.asdict(config) == DEFAULTS[cls]
+    for name, default in DEFAULTS[cls].items():
+        assert type(getattr(config, name)) is type(default), name
+
+
+@each_field
+def test_a_field_takes_what_is_allowed(cls, name):
+    for value in KINDS[kind_of(cls, name)][0]:
+        config = cls(**{name: value})
+        assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
+        config = cls()
+        setattr(config, name, value)
+        assert getattr(config, name) == value
+
+
+@each_field
+def test_a_field_refuses_the_rest_and_keeps_its_value(cls, name):
+    allowed, wrong_type, wrong_value = KINDS[kind_of(cls, name)]
+    refused = [(value, TypeError) for value in wrong_type]
+    refused += [(value, ValueError) for value in wrong_value]
+    for value, error in refused:
+        with pytest.raises(error, match=name):
+            cls(**{name: value})
+        for old in (allowed[0], allowed[-1]):
+            config = cls(**{name: old})
+            with pytest.raises(error, match=name) as caught:
+                setattr(config, name, value)
+            came = value[-1] if name == "select" and error is ValueError else value
+            assert str(came) in str(caught.value), "the message says what came"
+            assert getattr(config, name) == old
+
+
+@pytest.mark.parametrize(
+    "cls, field, value, allowed",
+    [
+        (TransformerOpParallelConfig, "model_parallel", 0, "at least 1"),
+        (TransformerOpParallelConfig, "optimizer_shard", 4, "a level 0 to 3"),
+        (TransformerOpParallelConfig, "optimizer_shard", "no", "a level 0 to 3"),
+        (TransformerOpParallelConfig, "recompute", 1, "a TransformerRecomputeConfig"),
+        (TransformerOpParallelConfig, "vocab_emb_dp", 1, "True or False"),
+        (TransformerRecomputeConfig, "select", ("head",), "attention, feed_forward, norm"),
+        (MoEConfig, "capacity_factor", 0, "greater than 0"),
+    ],
+)
+def test_the_message_says_what_is_allowed(cls, field, value, allowed):
+    with pytest.raises((TypeError, ValueError), match=allowed):
+        cls(**{field: value})
+
+
+def test_a_list_of_parts_is_kept_as_a_tuple():
+    """So that a config cannot change behind the check's back."""
+    parts = ["attention"]
+    config = TransformerRecomputeConfig(select=parts)
+    parts.append("everything")
+    assert config.select == ("attention",)
+
+
+@pytest.mark.parametrize(
+    "typo, nearest",
+    [
+        ("data_paralel", "data_parallel"),
+        ("model_parallell", "model_parallel"),
+        ("micro_batches", "micro_batch_num"),
+        ("optimiser_shard", "optimizer_shard"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(typo, nearest):
+    config = TransformerOpParallelConfig()
+    with pytest.raises(AttributeError, match=f"{typo}.*{nearest}"):
+        setattr(config, typo, 2)
+    assert not hasattr(config, typo)
+    with pytest.raises(TypeError, match=typo):
+        TransformerOpParallelConfig(**{typo: 2})
+
+
+def test_an_unknown_field_without_a_near_one_lists_all():
+    with pytest.raises(AttributeError, match="data_parallel, model_parallel"):
+        OpParallelConfig().zzz = 1
+
+
+@each_config
+def test_configs_are_values(cls):
+    assert cls() == cls()
+    name, value = next(
+        (name, value)
+        for name, default in DEFAULTS[cls].items()
+        for value in KINDS[kind_of(cls, name)][0]
+        if value != default
+    )
+    changed = dataclasses.replace(cls(), **{name: value})
+    assert changed != cls() and changed == cls(**{name: value})
+    with pytest.raises((TypeError, ValueError), match=name):
+        dataclasses.replace(cls(), **{name: "wrong"})
+
+
+def test_no_default_is_shared():
+    first, second = TransformerOpParallelConfig(), TransformerOpParallelConfig()
+    first.model_parallel = 4
+    first.recompute = TransformerRecomputeConfig(recompute=True)
+    assert second == TransformerOpParallelConfig()
+    OpParallelConfig().model_parallel = 2
+    assert OpParallelConfig() == OpParallelConfig(1, 1)
+
+
+def test_views():
+    config = TransformerOpParallelConfig(
+        data_parallel=2, model_parallel=4, expert_parallel=2, vocab_emb_dp=False
+    )
+    assert config.dp_mp_config == OpParallelConfig(2, 4)
+    assert config.embedding_dp_mp_config == EmbeddingOpParallelConfig(2, 4, False)
+    assert config.moe_parallel_config == MoEParallelConfig(2, 4, 2)
+    assert EmbeddingOpParallelConfig(2, 4, False).dp_mp_config == OpParallelConfig(2, 4)
+    config.model_parallel = 8
+    assert config.dp_mp_config == OpParallelConfig(2, 8), "a view follows the config"
+    config.dp_mp_config.model_parallel = 1
+    assert config.model_parallel == 8, "and the config does not follow a view"
+
+
+@pytest.mark.parametrize("view", ["dp_mp_config", "embedding_dp_mp_config", "moe_parallel_config"])
+def test_a_view_needs_to_know_data_parallel(view):
+    with pytest.raises(ValueError, match="data_parallel.*dtransformer.init"):
+        getattr(TransformerOpParallelConfig(model_parallel=2), view)
+
+
+@pytest.mark.parametrize(
+    "fields, num_ranks, data_parallel",
+    [
+        ({}, 1, 1),
+        ({}, 6, 6),
+        ({"model_parallel": 4}, 8, 2),
+        ({"model_parallel": 2, "pipeline_stage": 3}, 6, 1),
+        ({"model_parallel": 2, "pipeline_stage": 2, "context_parallel": 2}, 24, 3),
+        ({"data_parallel": 3, "model_parallel": 2}, 6, 3),
+        ({"data_parallel": 1}, 1, 1),
+        ({"expert_parallel": 4}, 2, 2),
+    ],
+)
+def test_resolve_takes_what_the_ranks_leave(fields, num_ranks, data_parallel):
+    config = TransformerOpParallelConfig(**fields)
+    before = dataclasses.replace(config)
+    resolved = config.resolve(num_ranks)
+    assert resolved == TransformerOpParallelConfig(**{**fields, "data_parallel": data_parallel})
+    assert config == before, "the config itself stays as it was"
+    assert resolved.resolve(num_ranks) == resolved
+
+
+@pytest.mark.parametrize(
+    "fields, num_ranks, needed",
+    [
+        ({"data_parallel": 2}, 1, 2),
+        ({"data_parallel": 1}, 7, 1),
+        ({"model_parallel": 4}, 6, 4),
+        ({"model_parallel": 4}, 1, 4),
+        ({"pipeline_stage": 3, "model_parallel": 2}, 5, 6),
+        ({"data_parallel": 3, "model_parallel": 5, "pipeline_stage": 2}, 8, 30),
+        ({"data_parallel": 3, "context_parallel": 5}, 8, 15),
+    ],
+)
+def test_resolve_refuses_a_product_that_is_not_the_job(fields, num_ranks, needed):
+    with pytest.raises(ValueError) as caught:
+        TransformerOpParallelConfig(**fields).resolve(num_ranks)
+    message = str(caught.value)
+    for name, value in fields.items():
+        assert f"{name}={value}" in message
+    assert f"needs {needed} ranks" in message or f"a multiple of {needed} ranks" in message
+    assert f"has {num_ranks}" in message and f"-np {needed}" in message
+    assert "\n" not in message
+
+
+def test_set_and_get():
+    config = TransformerOpParallelConfig(model_parallel=4)
+    set_parallel_config(config)
+    assert get_parallel_config() is config
+
+
+@pytest.mark.parametrize("wrong", [None, {}, OpParallelConfig(), TransformerOpParallelConfig])
+def test_set_refuses_another_type(wrong):
+    before = get_parallel_config()
+    with pytest.raises(TypeError, match="TransformerOpParallelConfig"):
+        set_parallel_config(wrong)
+    assert get_parallel_config() is before
+
+
+def test_scopes_nest_and_end():
+    outer = get_parallel_config()
+    with parallel_config(model_parallel=2, vocab_emb_dp=False) as middle:
+        assert get_parallel_config() == middle
+        assert middle == TransformerOpParallelConfig(model_parallel=2, vocab_emb_dp=False)
+        with parallel_config(pipeline_stage=3) as inner:
+            assert inner == dataclasses.replace(middle, pipeline_stage=3)
+        given = TransformerOpParallelConfig(data_parallel=5)
+        with parallel_config(given, micro_batch_num=7) as inner:
+            assert inner == TransformerOpParallelConfig(data_parallel=5, micro_batch_num=7)
+            assert given.micro_batch_num == 1, "the config that was given stays as it was"
+        assert get_parallel_config() is middle
+    assert get_parallel_config() is outer
+
+
+def test_a_scope_ends_with_an_exception():
+    outer = get_parallel_config()
+    with pytest.raises(KeyError), parallel_config(model_parallel=2):
+        raise KeyError
+    assert get_parallel_config() is outer
+
+
+@pytest.mark.parametrize(
+    "wrong, error", [({"model_parallel": 0}, ValueError), ({"model_paralel": 2}, TypeError)]
+)
+def test_a_scope_that_is_refused_changes_nothing(wrong, error):
+    outer = get_parallel_config()
+    with pytest.raises(error, match=next(iter(wrong))), parallel_config(**wrong):
+        pass
+    assert get_parallel_config() is outer
+
+
+def test_a_scope_does_not_change_the_config_it_starts_from():
+    config = TransformerOpParallelConfig()
+    set_parallel_config(config)
+    with parallel_config() as inside:
+        inside.model_parallel = 2
+        assert get_parallel_config().model_parallel == 2
+    assert config == TransformerOpParallelConfig() and get_parallel_config() is config
+
+
+def test_the_names_are_public():
+    for cls in DEFAULTS:
+        assert getattr(dtransformer, cls.__name__) is cls

@@ -1,0 +1,128 @@
+"""Logical axes: every weight has them, and wrong ones are refused."""
+
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import Layer, Linear, RMSNorm
+from dtransformer.models import TranslationTransformer
+from dtransformer.parallel.layout import LOGICAL_AXES, check_axes, constrain
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [(), ("batch",), (None,), ("embed", "mlp"), ("batch", None, "heads", "head_dim"), ["vocab"]],
+)
+def test_known_names_pass(axes):
+    check_axes(axes, len(axes), "a weight")
+
+
+@pytest.mark.parametrize(
+    "axes, rank, words",
+    [
+        (("embed",), 2, ["2 dimensions", "embed"]),
+        (("embed", "mlp"), 1, ["1 dimensions", "embed", "mlp"]),
+        ((), 1, ["1 dimensions"]),
+        (("hidden",), 1, ["'hidden'", *LOGICAL_AXES]),
+        (("batch", 0), 2, ["0", *LOGICAL_AXES]),
+    ],
+)
+def test_wrong_names_are_refused(axes, rank, words):
+    with pytest.raises(ValueError) as caught:
+        check_axes(axes, rank, "the weight head/kernel")
+    assert "the weight head/kernel" in str(caught.value)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_constrain_without_a_mesh_returns_the_tensor_itself():
+    x = tf.ones((2, 3, 4))
+    assert constrain(x, ("batch", "length", "embed")) is x
+    assert constrain(x, ("batch", None, "mlp")) is x
+
+
+@pytest.mark.parametrize("axes", [("batch", "embed"), ("batch", "length", "hidden")])
+def test_constrain_refuses_wrong_axes_even_without_a_mesh(axes):
+    """So that one process finds what would only fail on many."""
+    with pytest.raises(ValueError, match="an activation"):
+        constrain(tf.ones((2, 3, 4)), axes)
+    with pytest.raises(ValueError, match="an activation"):
+        tf.function(lambda x: constrain(x, axes))(tf.ones((2, 3, 4)))
+
+
+def test_a_weight_declares_its_axes():
+    class Scale(Layer):
+        def build(self, shape):
+            self.scale = self.add_weight((shape[-1],), "ones", axes=("norm",), name="scale")
+
+        def call(self, x):
+            return x * self.scale
+
+    layer = Scale()
+    layer(tf.ones((2, 4)))
+    assert layer.scale.logical_axes == ("norm",)
+    with pytest.raises(ValueError, match="kernel.*2 dimensions"):
+        layer.add_weight((3, 4), axes=("embed",), name="kernel")
+    with pytest.raises(ValueError, match="kernel.*hidden"):
+        layer.add_weight((3,), axes=("hidden",), name="kernel")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shared_embeddings": True, "tied_head": True, "head_bias": True, "positions": "learned"},
+        {"post_layernorm_residual": True, "encoder_layers": 0},
+    ],
+)
+def test_every_weight_of_a_model_names_each_of_its_dimensions(options):
+    model = TranslationTransformer(
+        11, **{"hidden_size": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1, **options}
+    )
+    model.build()
+    assert model.variables
+    for variable in model.variables:
+        assert len(variable.logical_axes) == len(variable.shape), variable.path
+        assert set(variable.logical_axes) <= {*LOGICAL_AXES, None}, variable.path
+
+
+@pytest.mark.parametrize(
+    "layer, expected",
+    [
+        (Linear(4, parallel="column"), {"kernel": (None, "mlp"), "bias": ("mlp",)}),
+        (Linear(4, parallel="row"), {"kernel": ("mlp", None), "bias": (None,)}),
+        (Linear(4, parallel=None), {"kernel": (None, None), "bias": (None,)}),
+        (RMSNorm(), {"gamma": ("norm",)}),
+    ],
+)
+def test_how_single_layers_are_cut(layer, expected):
+    layer(tf.ones((2, 4)))
+    assert {v.name: v.logical_axes for v in layer.variables} == expected
+
+
+def test_how_a_block_is_cut():
+    """The table of the specification, by the names that stand for its mesh axes."""
+    model = TranslationTransformer(
+        11, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1, positions="learned"
+    )
+    model.build()
+    to_heads, heads = ("embed", "heads", "head_dim"), ("heads", "head_dim")
+    expected = {
+        "attention/query_kernel": to_heads,
+        "attention/key_kernel": to_heads,
+        "attention/value_kernel": to_heads,
+        "attention/query_bias": heads,
+        "attention/output_kernel": ("heads", "head_dim", "embed"),
+        "attention/output_bias": ("embed",),
+        "feed_forward/mapping_kernel": ("embed", "mlp"),
+        "feed_forward/mapping_bias": ("mlp",),
+        "feed_forward/projection_kernel": ("mlp", "embed"),
+        "feed_forward/projection_bias": ("embed",),
+        "attention_norm/gamma": ("norm",),
+        "attention_norm/beta": ("norm",),
+        "final_norm/gamma": ("norm",),
+        "target_embedding/table": ("vocab", "embed"),
+        "target_positions/table": ("position", "embed"),
+        "head/kernel": ("embed", "vocab"),
+    }
+    for ending, axes in expected.items():
+        found = [v.logical_axes for v in model.variables if v.path.endswith(f"{ending}")]
+        assert found and set(found) == {axes}, ending

@@ -1,0 +1,165 @@
+"""The job of one process: what init gives, refuses, and derives seeds from."""
+
+import pytest
+
+import dtransformer
+from dtransformer import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel import runtime
+from dtransformer.parallel.topology import Topology
+
+
+@pytest.fixture(autouse=True)
+def leave_the_job():
+    yield
+    dtransformer.shutdown()
+
+
+def test_alone():
+    assert not runtime.is_initialized()
+    topology = dtransformer.init(seed=7)
+    assert runtime.is_initialized()
+    assert topology == Topology() == runtime.topology() and str(topology) == "one rank"
+    assert (dtransformer.rank(), dtransformer.size(), dtransformer.local_rank()) == (0, 1, 0)
+    assert dtransformer.is_chief()
+    assert runtime.data_shard() == (0, 1)
+    assert runtime.seed() == 7
+    assert dtransformer.get_parallel_config().data_parallel == 1, "it is known from now on"
+    runtime.barrier()  # of one: returns
+    dtransformer.shutdown()
+    assert not runtime.is_initialized()
+    dtransformer.shutdown()  # a second time does nothing
+    dtransformer.init()  # and a job can be joined again
+    assert dtransformer.rank() == 0
+
+
+def test_before_init_a_process_is_alone():
+    assert (dtransformer.rank(), dtransformer.size(), dtransformer.is_chief()) == (0, 1, True)
+    assert runtime.data_shard() == (0, 1)
+
+
+def test_init_makes_the_config_the_global_one():
+    config = TransformerOpParallelConfig(gradient_aggregation_group=2, vocab_emb_dp=False)
+    dtransformer.init(config)
+    expected = TransformerOpParallelConfig(
+        data_parallel=1, gradient_aggregation_group=2, vocab_emb_dp=False
+    )
+    assert dtransformer.get_parallel_config() == expected
+    assert config.data_parallel is None, "the config itself stays as it was"
+
+
+def test_init_without_a_seed_keeps_the_one_that_was_set():
+    dtransformer.set_seed(11)
+    dtransformer.init()
+    assert runtime.seed() == 11
+
+
+@pytest.mark.parametrize(
+    "fields, numbers",
+    [
+        ({"data_parallel": 2}, ["data_parallel=2", "2 ranks", "has 1"]),
+        ({"model_parallel": 4}, ["model_parallel=4", "4 ranks", "has 1"]),
+        ({"data_parallel": 2, "pipeline_stage": 3}, ["pipeline_stage=3", "6 ranks", "has 1"]),
+    ],
+)
+def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
+    before = dtransformer.get_parallel_config()
+    with pytest.raises(ValueError) as caught:
+        dtransformer.init(TransformerOpParallelConfig(**fields))
+    assert all(number in str(caught.value) for number in numbers)
+    assert "horovodrun -np" in str(caught.value) and "\n" not in str(caught.value)
+    assert not runtime.is_initialized()
+    assert dtransformer.get_parallel_config() is before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_parallel": 2},
+        {"pipeline_stage": 2},
+        {"context_parallel": 2},
+        {"expert_parallel": 2},
+        {"micro_batch_num": 2},
+        {"optimizer_shard": True},
+        {"optimizer_shard": 3},
+        {"recompute": True},
+        {"recompute": TransformerRecomputeConfig(select=("norm",))},
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_not_carried_out_is_refused(fields):
+    (name, value), *_ = fields.items()
+    with pytest.raises(NotImplementedError, match=f"{name}=") as caught:
+        runtime.check_supported(TransformerOpParallelConfig(**fields))
+    assert str(value) in str(caught.value), "the message says what came"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"data_parallel": 8},
+        {"optimizer_shard": 0},
+        {"recompute": TransformerRecomputeConfig()},
+        {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
+    ],
+    ids=str,
+)
+def test_what_is_carried_out(fields):
+    runtime.check_supported(TransformerOpParallelConfig(**fields))
+
+
+def test_init_refuses_what_is_not_carried_out_and_stays_outside():
+    with pytest.raises(NotImplementedError, match="micro_batch_num=4"):
+        dtransformer.init(TransformerOpParallelConfig(micro_batch_num=4))
+    assert not runtime.is_initialized()
+    assert dtransformer.get_parallel_config().micro_batch_num == 1
+
+
+@pytest.mark.parametrize("wrong", [{"model_parallel": 1}, 4, TransformerRecomputeConfig()])
+def test_a_config_of_another_type(wrong):
+    with pytest.raises(TypeError, match="TransformerOpParallelConfig"):
+        dtransformer.init(wrong)
+    assert not runtime.is_initialized()
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31, 2**63])
+def test_seeds(value):
+    dtransformer.set_seed(value)
+    assert runtime.seed() == value
+    assert 0 <= runtime.derived_seed("a weight") < 2**31
+
+
+@pytest.mark.parametrize(
+    "value, error",
+    [("1", TypeError), (None, TypeError), (1.0, TypeError), (True, TypeError), (-1, ValueError)],
+)
+def test_wrong_seeds_are_refused_and_the_old_one_stays(value, error):
+    dtransformer.set_seed(5)
+    with pytest.raises(error, match=f"seed.*{value}"):
+        dtransformer.set_seed(value)
+    assert runtime.seed() == 5
+
+
+@pytest.mark.parametrize("value", ["1", True, -1])
+def test_init_with_a_wrong_seed_joins_nothing(value):
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        dtransformer.init(TransformerOpParallelConfig(gradient_aggregation_group=2), seed=value)
+    assert not runtime.is_initialized()
+    assert dtransformer.get_parallel_config() == TransformerOpParallelConfig()
+
+
+def test_derived_seeds_depend_on_the_seed_and_the_names_only():
+    names = [("a",), ("b",), ("a", "b"), ("ab",), ("b", "a"), ("a", 1), ("a", "1")]
+    derived = {}
+    for seed in (0, 1, 2):
+        dtransformer.set_seed(seed)
+        derived[seed] = [runtime.derived_seed(*name) for name in names]
+        with dtransformer.parallel_config(model_parallel=4):
+            assert derived[seed] == [runtime.derived_seed(*name) for name in names]
+    assert len({seed for seeds in derived.values() for seed in seeds}) == 3 * len(names)
+
+
+def test_derived_seeds_stay_the_same_for_ever():
+    """Or a run of an earlier version could not be repeated."""
+    dtransformer.set_seed(0)
+    assert runtime.derived_seed("transformer/encoder/block_0/attention/query_kernel") == 1354898919

@@ -1,0 +1,130 @@
+"""The grid of ranks: the order of the axes, and who shares what with whom."""
+
+import itertools
+
+import pytest
+
+from dtransformer import TransformerOpParallelConfig
+from dtransformer.parallel.topology import AXES, Topology
+
+# stage, data, context, model
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 2, 1, 4),
+    (2, 2, 1, 2),
+    (4, 1, 1, 1),
+    (1, 1, 1, 6),
+    (3, 2, 2, 2),
+    (2, 3, 2, 3),
+    (1, 7, 3, 1),
+]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+SUBSETS = [axes for n in range(5) for axes in itertools.combinations(AXES, n)]
+
+
+def grid(shape):
+    return Topology(**dict(zip(AXES, shape)))
+
+
+@each_shape
+def test_rank_and_coordinates_are_inverse(shape):
+    topology = grid(shape)
+    places = [topology.coordinates(rank) for rank in range(topology.size)]
+    assert [topology.rank(**place) for place in places] == list(range(topology.size))
+    expected = itertools.product(*map(range, shape))
+    assert [tuple(place[axis] for axis in AXES) for place in places] == list(expected)
+
+
+@each_shape
+def test_the_model_axis_is_fastest_and_the_stage_outermost(shape):
+    topology = grid(shape)
+    stages, data, context, model = shape
+    steps = {"model": 1, "context": model, "data": context * model, "stage": data * context * model}
+    for axis, size in zip(AXES, shape):
+        first = topology.group(0, axis)
+        assert first == tuple(range(0, size * steps[axis], steps[axis])), axis
+    assert topology.size == stages * steps["stage"]
+    assert topology.shape == shape
+
+
+@each_shape
+@pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
+def test_groups_partition_the_ranks(shape, axes):
+    topology = grid(shape)
+    groups = topology.groups(*axes)
+    assert sorted(itertools.chain(*groups)) == list(range(topology.size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert all(topology.group(rank, *axes) == group for rank in group)
+        places = [topology.coordinates(rank) for rank in group]
+        for axis in AXES:
+            seen = [place[axis] for place in places]
+            assert len(set(seen)) == (getattr(topology, axis) if axis in axes else 1)
+
+
+def test_ranks_0_and_4_of_8_hold_the_same_slices():
+    topology = Topology(data=2, model=4)
+    assert topology.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.island(5) == (4, 5, 6, 7)
+    assert topology.coordinates(4) == {"stage": 0, "data": 1, "context": 0, "model": 0}
+
+
+def test_islands_and_stages_of_a_pipeline():
+    """Two stages of two islands of two: a stage's next one is half the job away."""
+    topology = Topology(stage=2, data=2, model=2)
+    islands = tuple(dict.fromkeys(topology.island(rank) for rank in range(topology.size)))
+    assert islands == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert topology.groups("stage") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.groups("data") == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+@pytest.mark.parametrize(
+    "fields, num_ranks, shape",
+    [
+        ({}, 1, (1, 1, 1, 1)),
+        ({}, 5, (1, 5, 1, 1)),
+        ({"model_parallel": 4}, 8, (1, 2, 1, 4)),
+        ({"model_parallel": 2, "pipeline_stage": 2, "context_parallel": 3}, 24, (2, 2, 3, 2)),
+    ],
+)
+def test_from_config(fields, num_ranks, shape):
+    topology = Topology.from_config(TransformerOpParallelConfig(**fields), num_ranks)
+    assert topology == grid(shape) and topology.size == num_ranks
+
+
+def test_from_a_config_that_does_not_fit_the_job():
+    with pytest.raises(ValueError, match="model_parallel=4.*has 6"):
+        Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
+
+
+@pytest.mark.parametrize("rank", [-1, 8, 100])
+def test_a_rank_that_does_not_exist(rank):
+    topology = Topology(data=2, model=4)
+    for ask in (topology.coordinates, topology.island, lambda r: topology.group(r, "data")):
+        with pytest.raises(ValueError, match=f"{rank}.*8 ranks"):
+            ask(rank)
+
+
+@pytest.mark.parametrize(
+    "wrong, ask",
+    [
+        ("tensor", lambda topology: topology.group(0, "tensor")),
+        ("batch", lambda topology: topology.groups("data", "batch")),
+        ("modell", lambda topology: topology.rank(modell=1)),
+    ],
+)
+def test_an_axis_that_does_not_exist(wrong, ask):
+    with pytest.raises(ValueError, match=f"{wrong}.*stage, data, context, model"):
+        ask(Topology(data=2, model=4))
+
+
+@pytest.mark.parametrize("place", [{"data": 2}, {"model": 4}, {"stage": 1}, {"model": -1}])
+def test_a_place_outside_of_the_grid(place):
+    axis, position = next(iter(place.items()))
+    with pytest.raises(ValueError, match=f"{axis}={position}"):
+        Topology(data=2, model=4).rank(**place)
+
+
+def test_what_is_printed():
+    assert str(Topology()) == "one rank"
+    assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"
