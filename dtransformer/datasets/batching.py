@@ -289,7 +289,7 @@ class TranslationBatches:
         return {"epoch": epoch, "batch": batch, "num_batches": len(self), "seed": seed}
 
     def restore(self, position):
-        """Goes to a position; the next `as_dataset` goes on with the batch after it.
+        """Goes to a position: the next iteration goes on with the batch after it.
 
         Args:
             position: What `position` returned.
@@ -315,14 +315,11 @@ class TranslationBatches:
     def as_dataset(self):
         """Returns a `tf.data.Dataset` of one epoch, that of `set_epoch` as each iteration begins.
 
-        Its number of batches is known to Keras where it begins at the first batch. Such a
-        dataset cannot resume in mid-epoch: make one after `restore`.
+        Its `cardinality()` is that of a whole epoch. An epoch that begins in its midst has
+        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
         """
-        whole = self._start == 0
 
         def flat_plan():
-            if whole and self._start:
-                raise InputError("call as_dataset() after restore(): this dataset is for epochs.")
             batches = self.plan()
             sizes = np.array([0, *(len(batch) for batch in batches)], np.int64)
             return np.concatenate([*batches, np.zeros(0, np.int64)]), np.cumsum(sizes)
@@ -335,9 +332,11 @@ class TranslationBatches:
 
         dataset = tf.data.Dataset.range(1).flat_map(rows_of_the_epoch)
         dataset = dataset.map(self._batch, num_parallel_calls=tf.data.AUTOTUNE)
-        if whole:
-            dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(self)))
-        return dataset.prefetch(tf.data.AUTOTUNE)
+        dataset = dataset.prefetch(tf.data.AUTOTUNE)
+        # Keras counts steps by this. Without it, the first epoch's number would hold for all,
+        # and assert_cardinality would stop an epoch that begins in its midst.
+        dataset.cardinality = lambda: tf.constant(len(self), tf.int64)
+        return dataset
 
     def _batch(self, rows):
         """[b] sentence numbers -> a padded batch."""

@@ -64,7 +64,7 @@ class SubwordTokenizer:
         lower_case: Whether text is lower-cased first; it comes back in lower case.
 
     Example:
-        >>> tokenizer = SubwordTokenizer.train(["L'été dure.", "L'été part."], vocab_size=40)
+        >>> tokenizer = SubwordTokenizer.train(["L'été dure.", "L'été part."], vocab_size=36)
         >>> ids = tokenizer.encode(["L'été part."])  # tf.RaggedTensor [1, (pieces)]
         >>> tokenizer.decode(ids)
         ["L'été part."]

@@ -1,5 +1,6 @@
 """Batches: every pair once an epoch, ranks share one plan, epochs can be resumed."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -261,12 +262,35 @@ def test_positions():
     assert "no position" in refused(batches.set_epoch, 1, start=len(batches) + 1)
 
 
-def test_a_dataset_of_whole_epochs_does_not_resume_silently():
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_fit_goes_through_each_epoch_and_on_from_a_position():
+    seen = []
+
+    class Reader(keras.Model):
+        def train_step(self, data):
+            seen[-1].append((data[0]["source"][:, 0].numpy() - 10).tolist())
+            return {"loss": 0.0}
+
+    class NextEpoch(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            seen.append([])
+            batches.set_epoch(epoch)
+
+    def fit(**options):
+        seen.clear()
+        model = Reader()
+        model.compile(run_eagerly=True)
+        model.fit(
+            dataset, epochs=3, shuffle=False, callbacks=[NextEpoch()], verbose=0, **options
+        )
+        return list(seen)
+
     batches = some_batches()
     dataset = batches.as_dataset()
-    batches.restore({"epoch": 0, "batch": 4})
-    with pytest.raises(tf.errors.OpError, match="after restore"):
-        as_lists(dataset)
+    epochs = fit()
+    assert [len(epoch) for epoch in epochs] == [len(batches)] * 3
+    batches.restore({"epoch": 1, "batch": 4})
+    assert fit(initial_epoch=1) == [epochs[1][4:], epochs[2]]
 
 
 @pytest.mark.parametrize(
