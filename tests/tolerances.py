@@ -45,3 +45,8 @@ def assert_all_close(actual, expected, tolerance):
 # Several ranks against one process after 20 steps in float32.
 PARITY_LOSS = 1e-5
 PARITY_WEIGHTS = 2e-5
+
+# Training on one process against the same steps by hand or by Keras, in float32.
+TRAINING = 2e-5
+# Losses of the first steps in mixed precision against those in float32.
+TRAINING_16_BIT = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}

@@ -20,7 +20,9 @@ class DataOptions:
     target: str | None = None
     dev_source: str | None = None
     dev_target: str | None = None
-    max_length: int = 128  # tokens of a sentence; longer pairs are left out
+    max_length: int = 128  # tokens of a sentence; longer pairs are left out of training
+    max_ratio: float | None = None  # so many times more words of one side: left out too
+    distinct: bool = False  # whether pairs that stood before are left out too
     batch_tokens: int | None = 4096  # tokens of a global batch, padding counted
     batch_size: int | None = None  # or sentences of a global batch
     num_buckets: int = 8
@@ -103,6 +105,7 @@ class RunConfig:
 # Least and greatest values of options; None for no bound.
 _BOUNDS = {
     "data.max_length": (1, None),
+    "data.max_ratio": (1, None),
     "data.batch_tokens": (1, None),
     "data.batch_size": (1, None),
     "data.num_buckets": (1, None),

@@ -11,7 +11,7 @@ import dtransformer
 from dtransformer.cli import runs
 from dtransformer.cli.config import load_config, save_config
 from dtransformer.datasets.batching import TranslationBatches
-from dtransformer.datasets.text import read_pairs
+from dtransformer.datasets.text import clean_pairs, read_pairs
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
@@ -70,7 +70,7 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"parallel: {error}") from None
     runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
-    pairs = _read(config, "source", "target")
+    pairs = _clean(config, _read(config, "source", "target"))
     dev_pairs = _read(config, "dev_source", "dev_target")
     tokenizer = SubwordTokenizer.train(
         [*pairs[0], *pairs[1]],
@@ -82,6 +82,12 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
+
+    if runtime.is_chief():
+        print(
+            f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs; "
+            f"{batches.num_left_out:,} pairs have more than {config.data.max_length} tokens"
+        )
 
     trainer = Trainer(model)
     options = config.training
@@ -99,8 +105,6 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
         callbacks=_callbacks(config, folder, model, tokenizer, dev_pairs),
         verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
     )
-    if not dev_pairs:
-        trainer.save_weights(folder / runs.WEIGHTS)
     if runtime.is_chief():
         print(
             f"The run is in {folder}. Translate with: dtransformer translate --run {folder} < FILE"
@@ -117,6 +121,18 @@ def _read(config, source_key, target_key):
         if path is None:
             raise InputError(f"data.{key} is not given: name a file, one sentence a line")
     return read_pairs(source, target)
+
+
+def _clean(config, pairs):
+    """Leave out pairs that training is better without; tell how many."""
+    options = config.data
+    *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
+    if runtime.is_chief():
+        left_out = [
+            f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
+        ]
+        print(f"Training pairs: {', '.join(left_out)}")
+    return pairs
 
 
 def _start_folder(folder, config, tokenizer):
@@ -158,22 +174,23 @@ def _callbacks(config, folder, model, tokenizer, dev_pairs):
     callbacks = [StepTimer()]
     if options.max_minutes:
         callbacks.append(TimeLimit(options.max_minutes))
-    if dev_pairs:
-        weights = str(folder / runs.WEIGHTS)
-        if options.bleu_sentences:
-            translate = Translator(
-                model,
-                tokenizer,
-                beam_size=1,  # greedy: a quick look
-                max_source_length=config.data.max_length,
-            )
-            some = slice(options.bleu_sentences)
-            callbacks.append(SacreBleu(dev_pairs[0][some], dev_pairs[1][some], translate))
-        callbacks.append(
-            keras.callbacks.ModelCheckpoint(
-                weights, monitor="val_loss", save_best_only=True, save_weights_only=True
-            )
+    if dev_pairs and options.bleu_sentences:
+        translate = Translator(
+            model,
+            tokenizer,
+            beam_size=1,  # greedy: a quick look
+            max_source_length=config.data.max_length,
         )
+        some = slice(options.bleu_sentences)
+        callbacks.append(SacreBleu(dev_pairs[0][some], dev_pairs[1][some], translate))
+    callbacks.append(
+        keras.callbacks.ModelCheckpoint(
+            str(folder / runs.WEIGHTS),
+            monitor="val_loss",
+            save_best_only=bool(dev_pairs),  # the last epoch's without a dev set
+            save_weights_only=True,
+        )
+    )
     if runtime.is_chief():
         callbacks.append(MetricsFile(folder / runs.METRICS))
         if options.tensorboard:

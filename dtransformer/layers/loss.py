@@ -122,8 +122,9 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
         def gradient(upstream):
             dx = exponentials * (upstream[:, None] / total)
             if label_smoothing:
-                smooth = tf.where(tf.range(width) < vocab_size, off, 0.0)
-                dx -= upstream[:, None] * tf.cast(smooth, dx.dtype)
+                dx -= off * upstream[:, None]
+                if vocab_size < width:
+                    dx = tf.where(tf.range(width) < vocab_size, dx, 0.0)
             rows = tf.range(tf.shape(labels)[0])
             dx = tf.tensor_scatter_nd_sub(dx, tf.stack([rows, labels], 1), on * upstream)
             return tf.cast(dx, logits.dtype)

@@ -1,7 +1,5 @@
 """Greedy and beam search and sampling, against searches that use no cache."""
 
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,40 +7,41 @@ import tensorflow as tf
 from dtransformer.models import TranslationTransformer, generation
 from dtransformer.models.translator import Translator
 from tests.layers.reference_compare import dtype_policy
-from tests.tolerances import LAYERS
+from tests.tolerances import BLOCKS
 
 PAD, START, END = 0, 2, 3
+IDS = tf.TensorSpec([None, None], "int32")
 
 
-def random_model(vocab_size=23, seed=0, end_bias=0.0, weight=1.0, **options):
-    """A model whose translations differ by source and have different lengths.
-
-    Args:
-        end_bias: added to the logit of the end token.
-        weight: factor of the weights: the greater, the surer the model.
-    """
-    sizes = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
+def make_model(vocab_size=23, **options):
+    sizes = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
     model = TranslationTransformer(vocab_size, **{**sizes, "head_bias": True, **options})
     model.build()
-    rng = np.random.default_rng(seed)
-    for variable in model.variables:
-        spread = weight * 0.6 * (0.1 if len(variable.shape) == 1 else 1.0)
-        values = rng.normal(0, spread, variable.shape) + ("gamma" in variable.path)
-        variable.assign(values)
-    model.head.bias.assign_add(end_bias * np.eye(vocab_size)[END])
     return model
 
 
-def sources(model, batch=6, length=7, seed=0):
-    """Sentences of different lengths, padded."""
+def randomize(model, seed=0, end_bias=3.0):
+    """Weights with which translations differ by source and have different lengths.
+
+    Args:
+        end_bias: added to the logit of the end token.
+    """
     rng = np.random.default_rng(seed)
-    ids = rng.integers(4, model.vocab_size, (batch, length)).astype("int32")
+    for variable in model.variables:
+        spread = 0.06 if len(variable.shape) == 1 else 0.6
+        variable.assign(rng.normal(0, spread, variable.shape) + ("gamma" in variable.path))
+    model.head.bias.assign_add(end_bias * np.eye(model.vocab_size)[END])
+    return model
+
+
+def sources(model, batch=6, length=7):
+    """Sentences of different lengths, padded."""
+    ids = np.random.default_rng(0).integers(4, model.vocab_size, (batch, length), "int32")
     for row in range(batch):
         ids[row, max(length - row, 2) :] = PAD
     return ids
 
 
-IDS = tf.TensorSpec([None, None], "int32")
 _forward_functions = {}
 
 
@@ -87,9 +86,10 @@ def rows(ids):
 
 @pytest.fixture(scope="module")
 def model():
-    model = random_model(end_bias=2.5)
-    lengths = {len(ids) for ids in rows(model.generate(sources(model), max_length=12))}
-    assert len(lengths) > 2, "these tests need translations of different lengths"
+    """Tests do not change it."""
+    model = randomize(make_model())
+    lengths = {len(ids) for ids in rows(model.generate(sources(model), max_length=10))}
+    assert len(lengths) > 2 and 10 in lengths, "these tests need different lengths"
     return model
 
 
@@ -97,87 +97,84 @@ class TestGreedy:
     @pytest.mark.parametrize(
         "options",
         [
-            {},
-            {"positions": "learned", "max_source_length": 7, "max_target_length": 12},
-            {"post_layernorm_residual": True},
+            {"decoder_layers": 2},
+            {"positions": "learned", "max_source_length": 7, "max_target_length": 10},
+            {"post_layernorm_residual": True, "encoder_layers": 0},
             {"shared_embeddings": True, "tied_head": True},
         ],
-        ids=["pre", "learned", "post", "tied"],
+        ids=["deep", "learned", "post", "tied"],
     )
     def test_the_cache_changes_nothing(self, options):
-        model = random_model(seed=1, end_bias=2.5, **options)
-        ids = sources(model)
-        expected = greedy(model, ids, max_length=12)
-        assert rows(model.generate(ids, max_length=12)) == expected
-        assert len({tuple(row) for row in expected}) > 3
+        """Nor do weights that change after the first call, as in training."""
+        model = make_model(**options)
+        seen = set()
+        for seed in (0, 1, 2):
+            randomize(model, seed)
+            expected = greedy(model, sources(model), max_length=10)
+            assert rows(model.generate(sources(model), max_length=10)) == expected
+            seen |= {tuple(row) for row in expected}
+        assert len(seen) > 5
 
     @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
     def test_in_16_bits(self, policy):
-        """Sure enough for rounding not to change the choice at once."""
+        """Every token is as good as the best, up to rounding."""
         with dtype_policy(policy):
-            model = random_model(seed=1, end_bias=2.5)
-        ids = model.generate(sources(model), max_length=12)
-        first = log_probabilities(model, sources(model), [[]] * 6).argmax(-1)
-        np.testing.assert_array_equal(ids.numpy()[:, 0], first)
+            model = randomize(make_model())
+        ids = rows(model.generate(sources(model), max_length=4))
+        for source, row in zip(sources(model), ids):
+            for n, token in enumerate(row):
+                log_p = log_probabilities(model, source, [row[:n]])[0]
+                spread = np.ptp(log_p[np.isfinite(log_p)])
+                assert log_p[token] >= log_p.max() - BLOCKS[policy] * spread
 
     def test_padding_and_start_are_never_generated(self):
         """However likely the model finds them."""
-        model = random_model()
-        bias = model.head.bias
-        bias.assign(100.0 * np.eye(23)[PAD] + 90.0 * np.eye(23)[START])
-        for options in ({}, {"beam_size": 3}, {"temperature": 5.0, "seed": 1}):
-            ids = model.generate(sources(model), max_length=8, **options).numpy()
-            assert START not in ids, options
-            for row in rows(ids):  # padding comes after an end only
-                assert len(row) == ids.shape[1] or row[-1] == END, options
+        model = make_model()
+        for wanted in (PAD, START):
+            randomize(model).head.bias.assign_add(100.0 * np.eye(23)[wanted])
+            for options in ({}, {"beam_size": 3}, {"temperature": 5.0, "seed": 1}):
+                ids = model.generate(sources(model), max_length=8, **options).numpy()
+                assert START not in ids, options
+                for row in rows(ids):  # padding comes after an end only
+                    assert len(row) == ids.shape[1] or row[-1] == END, options
 
-    def test_ended_rows_are_padded(self, model):
-        ids = model.generate(sources(model), max_length=12).numpy()
-        assert ids.dtype == np.int32
-        ended = np.cumsum(ids == END, axis=1) - (ids == END) > 0
-        np.testing.assert_array_equal(ids[ended], PAD)
-        assert (ids[~ended] != PAD).all()
-        assert (ids[:, -1] != PAD).any(), "no column is all padding"
+    @pytest.mark.parametrize("options", [{}, {"beam_size": 4}], ids=str)
+    def test_ended_rows_are_padded_and_no_column_is_all_padding(self, model, options):
+        for max_length in (10, 60):
+            ids = model.generate(sources(model), max_length=max_length, **options).numpy()
+            assert ids.dtype == np.int32 and ids.shape[1] <= max_length
+            ended = np.cumsum(ids == END, axis=1) - (ids == END) > 0
+            np.testing.assert_array_equal(ids[ended], PAD)
+            assert (ids[~ended] != PAD).all()
+            assert (ids[:, -1] != PAD).any()
 
     def test_max_length_cuts_off(self, model):
-        long = rows(model.generate(sources(model), max_length=12))
+        long = rows(model.generate(sources(model), max_length=10))
         short = model.generate(sources(model), max_length=3)
         assert short.shape == (6, 3)
         assert rows(short) == [row[:3] for row in long]
 
-    def test_the_default_length_suits_the_source(self):
-        model = random_model(end_bias=-100.0)  # that never ends
+    def test_the_default_length_suits_the_source_and_the_positions(self):
+        model = randomize(make_model(), end_bias=-100.0)  # that never ends
         assert model.generate(sources(model)).shape == (6, 2 * 7 + 10)
-
-    def test_learned_positions_end_the_default_length(self):
-        model = random_model(end_bias=-100.0, positions="learned", max_target_length=9)
+        model = randomize(make_model(positions="learned", max_target_length=9), end_bias=-100.0)
         assert model.generate(sources(model)).shape == (6, 9)
 
     def test_one_compiled_function_for_all_shapes(self, model):
+        model.generate(sources(model), max_length=4)
+        before = dict(model._generate_functions)
         for batch, length in ((1, 1), (2, 9), (8, 3)):
             assert model.generate(np.full((batch, length), 5, "int32")).shape[0] == batch
-        before = dict(model._generate_functions)
-        model.generate(sources(model), max_length=4)
         assert model._generate_functions == before
 
-    def test_new_weights_are_used(self):
-        model = random_model(seed=1)
-        ids = sources(model)
-        before = rows(model.generate(ids, max_length=5))
-        for variable, other in zip(model.variables, random_model(seed=2).variables):
-            variable.assign(other)
-        assert rows(model.generate(ids, max_length=5)) != before
-        assert rows(model.generate(ids, max_length=5)) == greedy(model, ids, 5)
-
     def test_a_beam_of_one_and_top_k_of_one_are_greedy(self, model):
-        ids = sources(model)
-        expected = rows(model.generate(ids, max_length=8))
+        expected = greedy(model, sources(model), max_length=10)
         for options in (
-            {"beam_size": 1, "length_penalty": 0.0},
             {"beam_size": 1, "length_penalty": 2.0},
             {"temperature": 1.0, "top_k": 1, "seed": 5},
         ):
-            assert rows(model.generate(ids, max_length=8, **options)) == expected, options
+            ids = model.generate(sources(model), max_length=10, **options)
+            assert rows(ids) == expected, options
 
 
 def exhaustive(model, source, max_length, alpha):
@@ -196,89 +193,92 @@ def exhaustive(model, source, max_length, alpha):
     return [*sorted(ended, key=lambda e: -e[1]), *sorted(cut_off, key=lambda e: -e[1])]
 
 
-def search(model, source, max_length, beam_size, alpha):
-    """All hypotheses of a batch, with their scores."""
+def compiled_search(model, beam_size):
+    """A function of (source, max_length, alpha): all hypotheses with their scores."""
     function = tf.function(
-        lambda source: generation.beam_search(model, source, max_length, beam_size, alpha),
-        input_signature=[IDS],
+        lambda source, max_length, alpha: generation.beam_search(
+            model, source, max_length, beam_size, alpha
+        ),
+        input_signature=[IDS, tf.TensorSpec([], "int32"), tf.TensorSpec([])],
     )
-    ids, scores = function(tf.constant(source))
-    assert ids.shape == (len(source), beam_size, max_length)
-    return [rows(sentence) for sentence in ids.numpy()], scores.numpy()
+
+    def search(source, max_length, alpha):
+        ids, scores = function(source, max_length, alpha)
+        assert ids.shape == (len(source), beam_size, max_length)
+        return [rows(sentence) for sentence in ids.numpy()], scores.numpy()
+
+    return search
 
 
 class TestBeamSearch:
     # Words 1, 4 and 5, and the end: 13 translations of up to 3 tokens that end, and
     # 27 that are cut off.
+    TINY = np.array([[4, 5, 1], [5, 4, 0], [1, 0, 0]], "int32")
+
+    @pytest.fixture(scope="class")
+    def tiny(self):
+        model = make_model(vocab_size=6, decoder_layers=2)
+        return model, compiled_search(model, beam_size=40)
+
     @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 3.0])
     @pytest.mark.parametrize("seed", [0, 1, 2])
-    def test_a_wide_beam_finds_everything(self, seed, alpha):
-        model = random_model(vocab_size=6, seed=seed, end_bias=seed - 1.0)
-        source = np.array([[4, 5, 1], [5, 4, 0]], "int32")
-        found, scores = search(model, source, 3, 40, alpha)
-        for sentence, ids, score in zip(source, found, scores):
+    def test_a_wide_beam_finds_everything(self, tiny, seed, alpha):
+        model, search = tiny
+        randomize(model, seed, end_bias=seed - 1.0)
+        found, scores = search(self.TINY, 3, alpha)
+        for sentence, ids, score in zip(self.TINY, found, scores):
             expected = exhaustive(model, sentence, 3, alpha)
             assert len(expected) == 40
             assert ids == [hypothesis for hypothesis, _ in expected]
-            np.testing.assert_allclose(score, [e[1] for e in expected], rtol=10 * LAYERS["float32"])
+            np.testing.assert_allclose(score, [e[1] for e in expected], BLOCKS["float32"])
 
     @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-    @pytest.mark.parametrize("seed", [3, 4, 5])
-    def test_generate_returns_the_best(self, seed, alpha):
-        model = random_model(vocab_size=6, seed=seed)
-        source = np.array([[4, 5, 1], [5, 4, 0], [1, 0, 0]], "int32")
-        expected = [exhaustive(model, sentence, 3, alpha)[0][0] for sentence in source]
-        ids = model.generate(source, beam_size=27, length_penalty=alpha, max_length=3)
-        assert rows(ids) == expected
+    def test_generate_returns_the_best(self, tiny, alpha):
+        model, _ = tiny
+        for seed in (3, 4, 5):
+            randomize(model, seed, end_bias=0.0)
+            expected = [exhaustive(model, sentence, 3, alpha)[0][0] for sentence in self.TINY]
+            ids = model.generate(self.TINY, beam_size=27, length_penalty=alpha, max_length=3)
+            assert rows(ids) == expected
 
-    def test_a_long_length_never_prefers_what_does_not_exist(self):
-        """A beam wider than the vocabulary has beams that stand for nothing."""
-        model = random_model(vocab_size=6, end_bias=-30.0)
-        source = np.array([[4, 5, 1]], "int32")
-        for alpha in (0.6, 1.0):
-            found, scores = search(model, source, 40, 6, alpha)
-            assert all(len(hypothesis) == 40 for hypothesis in found[0]), "all are cut off"
-            assert (scores > -1e6).all() and (np.diff(scores[0]) <= 0).all()
+    def test_what_does_not_exist_is_never_found(self):
+        """Of more beams than the first token has choices, some stand for nothing."""
+        model = randomize(make_model(vocab_size=6), end_bias=-30.0)
+        search = compiled_search(model, beam_size=6)
+        for max_length, alpha in ((3, 3.0), (40, 0.6), (40, 1.0)):
+            found, scores = search(self.TINY, max_length, alpha)
+            for hypotheses, score in zip(found, scores):
+                # The end alone, and after each of the words; then what is cut off.
+                assert [len(ids) for ids in hypotheses] == [1, 2, 2, 2, max_length, max_length]
+                assert len({tuple(ids) for ids in hypotheses}) == 6
+                assert (score > -1000.0).all()
 
-    def test_scores_are_those_of_the_hypotheses(self, model):
+    def test_a_narrow_beam_scores_its_hypotheses_right(self, model):
         ids = sources(model, batch=3)
-        found, scores = search(model, ids, 6, 4, 0.6)
-        for source, hypotheses, row in zip(ids, found, scores):
-            assert len({tuple(hypothesis) for hypothesis in hypotheses}) == 4
-            for hypothesis, score in zip(hypotheses, row):
-                log_p = sum(
-                    log_probabilities(model, source, [hypothesis[:n]])[0, token]
-                    for n, token in enumerate(hypothesis)
-                )
-                expected = log_p / ((5 + len(hypothesis)) / 6) ** 0.6
-                assert score == pytest.approx(expected, rel=10 * LAYERS["float32"])
+        for alpha in (0.0, 0.6):
+            found, scores = compiled_search(model, beam_size=4)(ids, 6, alpha)
+            for source, hypotheses, row in zip(ids, found, scores):
+                assert len({tuple(hypothesis) for hypothesis in hypotheses}) == 4
+                ends = [hypothesis[-1] == END for hypothesis in hypotheses]
+                assert ends == sorted(ends, reverse=True), "those that end come first"
+                for hypothesis, score in zip(hypotheses, row):
+                    log_p = sum(
+                        log_probabilities(model, source, [hypothesis[:n]])[0, token]
+                        for n, token in enumerate(hypothesis)
+                    )
+                    expected = log_p / ((5 + len(hypothesis)) / 6) ** alpha
+                    assert score == pytest.approx(expected, rel=BLOCKS["float32"])
 
-    def test_a_wider_beam_is_rarely_worse(self, model):
-        """And never at this seed: the search does what it is for."""
-        ids = sources(model, batch=6)
-        best = [search(model, ids, 6, beam_size, 0.6)[1][:, 0] for beam_size in (2, 4, 16)]
-        assert best[0].sum() < best[1].sum() <= best[2].sum()
-
-    def test_the_penalty_prefers_longer_translations(self):
-        model = random_model(seed=2, end_bias=3.0, weight=0.7)
-        ids = sources(model)
+    def test_the_penalty_prefers_longer_translations(self, model):
+        search = compiled_search(model, beam_size=8)
         lengths = [
-            sum(map(len, rows(model.generate(ids, beam_size=8, length_penalty=a, max_length=12))))
-            for a in (0.0, 0.6, 3.0)
+            sum(len(hypotheses[0]) for hypotheses in search(sources(model), 12, alpha)[0])
+            for alpha in (0.0, 0.6, 3.0)
         ]
         assert lengths[0] <= lengths[1] <= lengths[2] and lengths[0] < lengths[2]
 
-    def test_ended_rows_are_padded_and_no_column_is_all_padding(self, model):
-        ids = model.generate(sources(model), beam_size=4, max_length=30).numpy()
-        assert ids.dtype == np.int32 and ids.shape[1] < 30
-        ended = np.cumsum(ids == END, axis=1) - (ids == END) > 0
-        np.testing.assert_array_equal(ids[ended], PAD)
-        assert (ids[:, -1] != PAD).any()
 
-
-@pytest.mark.parametrize(
-    "options", [{}, {"beam_size": 4}, {"beam_size": 3, "length_penalty": 2.0}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"beam_size": 4}], ids=["greedy", "beam"])
 class TestBatches:
     def test_a_translation_does_not_depend_on_the_others(self, model, options):
         ids = sources(model)
@@ -304,23 +304,25 @@ class TestBatches:
 
 class TestSampling:
     def test_the_same_seed_gives_the_same_and_another_another(self, model):
-        ids = sources(model)
-        sample = lambda seed: rows(model.generate(ids, temperature=1.0, seed=seed, max_length=8))
+        def sample(seed):
+            return rows(model.generate(sources(model), temperature=1.0, seed=seed, max_length=8))
+
         first = sample(1)
         assert sample(1) == first
         assert sample(2) != first
         assert sample(2**31 - 1) != sample(0)
 
     def test_rows_and_steps_have_draws_of_their_own(self):
-        model = random_model(end_bias=-100.0)
+        model = make_model()
         model.head.kernel.assign(tf.zeros_like(model.head.kernel))
         model.head.bias.assign(-100.0 * np.eye(23)[END])  # all other tokens are as likely
         ids = model.generate(np.full((40, 3), 5, "int32"), temperature=1.0, max_length=12).numpy()
+        assert ids.shape == (40, 12)
         assert len({tuple(row) for row in ids}) == 40
-        assert len({tuple(column) for column in ids.T}) == ids.shape[1]
+        assert len({tuple(column) for column in ids.T}) == 12
         assert (ids[:, 1:] == ids[:, :-1]).mean() < 0.2
 
-    @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.5, 0), (2.0, 0), (1.0, 4), (1.0, 99)])
+    @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.5, 0), (3.0, 4), (1.0, 99)])
     def test_how_often_each_token_is_drawn(self, model, temperature, top_k):
         num_draws = 4000
         source = np.array([[5, 6, 7]], "int32")
@@ -341,21 +343,15 @@ class TestSampling:
         assert (np.abs(counts - num_draws * expected) <= 5 * spread + 1).all()
 
     def test_later_tokens_stay_within_the_top_k(self, model):
-        ids = rows(
-            model.generate(sources(model), temperature=3.0, top_k=3, seed=1, max_length=6)
-        )
+        options = {"temperature": 3.0, "top_k": 4, "seed": 1, "max_length": 6}
+        ids = rows(model.generate(sources(model), **options))
         choices = 0
         for source, row in zip(sources(model), ids):
             for n, token in enumerate(row):
                 log_p = log_probabilities(model, source, [row[:n]])[0]
-                assert token in np.argsort(log_p)[-3:]
+                assert token in np.argsort(log_p)[-4:]
                 choices += token != log_p.argmax()
-        assert choices > 5, "and not always the first"
-
-    def test_a_low_temperature_is_nearly_greedy(self, model):
-        ids = sources(model)
-        expected = rows(model.generate(ids, max_length=8))
-        assert rows(model.generate(ids, temperature=1e-4, max_length=8)) == expected
+        assert choices > 5, "and are not always the first"
 
 
 @pytest.mark.parametrize(
@@ -397,25 +393,24 @@ def test_wrong_options(model, options):
         (7, {"max_length": 10}, ["10", "max_target_length=9"]),
         (7, {"max_length": 10, "beam_size": 2}, ["10", "max_target_length=9"]),
     ],
+    ids=["source", "target", "beam"],
 )
 def test_beyond_the_learned_positions(length, options, words):
     """A GPU would read zeros there and say nothing."""
-    model = random_model(
-        end_bias=-100.0, positions="learned", max_source_length=7, max_target_length=9
-    )
+    model = make_model(positions="learned", max_source_length=7, max_target_length=9)
     with pytest.raises(ValueError) as caught:
         model.generate(np.full((1, length), 5, "int32"), **options)
     assert all(word in str(caught.value) for word in words)
 
 
 class WordTokenizer:
-    """Ids of the words w4, w5 …; the end of a translation and padding are no words."""
+    """Ids of the words w1, w4, w5 …; the end of a translation and padding are no words."""
 
     def encode(self, sentences):
         return [[int(word[1:]) for word in sentence.split()] for sentence in sentences]
 
     def decode(self, ids):
-        return [" ".join(f"w{i}" for i in row if i > END) for row in ids]
+        return [" ".join(f"w{i}" for i in row if i not in (PAD, END)) for row in ids]
 
 
 class RaggedTokenizer(WordTokenizer):
@@ -438,7 +433,7 @@ SENTENCES = [
 
 class TestTranslator:
     def translator(self, model, **options):
-        settings = {"tokenizer": WordTokenizer(), "beam_size": 2, "max_length": 8, **options}
+        settings = {"tokenizer": WordTokenizer(), "beam_size": 1, "max_length": 10, **options}
         return Translator(model, **settings)
 
     @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -452,8 +447,8 @@ class TestTranslator:
 
     def test_what_it_gives_is_what_the_model_generates(self, model):
         ids = np.array([[5, 6, 7, 8]], "int32")
-        for search in ({"beam_size": 1}, {"beam_size": 3, "length_penalty": 2.0, "max_length": 5}):
-            given = model.generate(ids, **{"max_length": 8, **search}).numpy()
+        for search in ({}, {"beam_size": 4, "length_penalty": 0.6, "max_length": 5}):
+            given = model.generate(ids, **{"max_length": 10, **search}).numpy()
             expected = WordTokenizer().decode(given)
             assert self.translator(model, **search)(["w5 w6 w7 w8"]) == expected
 
@@ -461,7 +456,9 @@ class TestTranslator:
         translate = self.translator(model)
         translations = translate(SENTENCES)
         assert translations[2] == "" and translations[5] == ""
-        assert all(translations[i] for i in range(9) if i not in (2, 5))
+        others = [i for i in range(len(SENTENCES)) if i not in (2, 5)]
+        expected = translate([SENTENCES[i] for i in others])
+        assert [translations[i] for i in others] == expected
         assert translate(["", " "]) == ["", ""]
         assert translate([]) == []
 
