@@ -135,12 +135,12 @@ def check_rate(name, rate):
     return float(rate)
 
 
-def check_size(name, size):
-    """Check a size: an int of at least 1."""
+def check_size(name, size, least=1):
+    """Check a size: an int of at least `least`."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1, got {size}")
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}, got {size}")
     return size
 
 

@@ -22,6 +22,7 @@ class _VocabLayer(Layer):
     """
 
     vocab_axis = 0
+    _load_error = None
 
     def _vocab_weight(self, shape, initializer, axes, name):
         """Add a weight whose dimension `vocab_axis` is the padded vocabulary's."""
@@ -40,19 +41,23 @@ class _VocabLayer(Layer):
             store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows))
 
     def load_own_variables(self, store):
+        if not store.keys() and self._load_error is not None:
+            raise self._load_error  # Keras tries a layer that failed again, where it finds nothing
         padded = {}
         for key, variable in zip(store.keys(), self._trainable_variables, strict=True):
             rows = np.asarray(store[key])
             axis = self._axis_of(rows)
             if rows.shape[axis] != self.vocab_size:
-                raise ValueError(
+                self._load_error = ValueError(
                     f"{variable.path} has vocab_size={self.vocab_size}, but the file holds "
                     f"{rows.shape[axis]} entries: load it into a model of the same vocabulary"
                 )
+                raise self._load_error
             pad = [(0, 0)] * rows.ndim
             pad[axis] = (0, variable.shape[axis] - rows.shape[axis])
             padded[key] = np.pad(rows, pad)
         super().load_own_variables(padded)
+        self._load_error = None
 
     def _axis_of(self, weight):
         return min(self.vocab_axis, weight.ndim - 1)

@@ -20,6 +20,8 @@ def get_activation(identifier):
     Raises:
         ValueError: the name is unknown; lists what exists.
     """
+    if isinstance(identifier, dict):  # from a config
+        identifier = keras.saving.deserialize_keras_object(identifier)
     if callable(identifier):
         return identifier
     names = sorted(

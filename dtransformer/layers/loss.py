@@ -63,14 +63,24 @@ class CrossEntropyLoss(Layer):
 
     def token_weights(self, labels, mask=None):
         """Return the weight of each token, float32 of the labels' shape."""
-        weights = tf.ones_like(labels, "float32") if mask is None else tf.cast(mask, "float32")
+        weights = tf.ones_like(labels, "float32")
+        if mask is not None:
+            mask = tf.cast(mask, "float32")
+            for _ in range(len(labels.shape) - len(mask.shape)):  # one for each sentence
+                mask = mask[..., None]
+            weights *= mask
         if self.ignore_id is not None:
             weights = tf.where(labels == self.ignore_id, tf.zeros_like(weights), weights)
         return weights
 
     def _check_shapes(self, logits, labels, mask):
         for name, tensor in (("labels", labels), ("mask", mask)):
-            if tensor is not None and not logits.shape[:-1].is_compatible_with(tensor.shape):
+            if tensor is None:
+                continue
+            leading = logits.shape[: -1 if name == "labels" else len(tensor.shape)]
+            if len(tensor.shape) >= len(logits.shape) or not leading.is_compatible_with(
+                tensor.shape
+            ):
                 raise ValueError(
                     f"{name} of shape {tensor.shape} do not fit logits of shape {logits.shape}: "
                     f"expected {logits.shape[:-1]}"

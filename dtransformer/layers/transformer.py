@@ -57,7 +57,7 @@ class Transformer(Layer):
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
         self.arguments = {
-            "encoder_layers": encoder_layers,
+            "encoder_layers": check_size("encoder_layers", encoder_layers, least=0),
             "decoder_layers": check_size("decoder_layers", decoder_layers),
             "hidden_size": hidden_size,
             "num_heads": num_heads,

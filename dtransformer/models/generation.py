@@ -9,16 +9,19 @@ import tensorflow as tf
 _NEVER = -1e9
 
 
-def check_options(beam_size, length_penalty, max_length, temperature, top_k):
+def check_options(beam_size, length_penalty, max_length, temperature, top_k, seed=0):
     """Check the options of `generate`; raise a ValueError that names the wrong one."""
-    for name, value in (("beam_size", beam_size), ("max_length", max_length)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    for name, value, least in (
+        ("beam_size", beam_size, 1),
+        ("max_length", 1 if max_length is None else max_length, 1),
+        ("top_k", top_k, 0),
+        ("seed", seed, -(2**31)),
+    ):
+        if type(value) is not int or not least <= value < 2**31:
+            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     for name, value in (("length_penalty", length_penalty), ("temperature", temperature)):
-        if not 0 <= value < float("inf"):
+        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
             raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    if not isinstance(top_k, int) or top_k < 0:
-        raise ValueError(f"top_k must be an int of at least 0, got {top_k!r}")
     if beam_size > 1 and temperature > 0:
         raise ValueError(
             f"beam_size={beam_size} searches and temperature={temperature} samples: set beam_size=1 "
@@ -144,7 +147,8 @@ def beam_search(model, source, max_length, beam_size, alpha=0.6):
         ids = tf.where(tf.range(max_length) == position, tokens[:, :, None], ids)
         ends = tokens == model.end_id
 
-        score = tf.where(ends, log_p / length_penalty_of(position + 1, alpha), _NEVER)
+        exists = log_p > _NEVER / 2  # not of a beam that stands for nothing
+        score = tf.where(ends & exists, log_p / length_penalty_of(position + 1, alpha), _NEVER)
         ended_score, best = tf.math.top_k(tf.concat([ended_score, score], 1), beam_size)
         ended = tf.gather(tf.concat([ended, ids], 1), best, batch_dims=1)
 

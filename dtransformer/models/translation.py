@@ -268,9 +268,10 @@ class TranslationTransformer(keras.Model):
             ValueError: an option is out of range, or beams are asked for together
                 with a temperature.
         """
-        generation.check_options(beam_size, length_penalty, max_length, temperature, top_k)
+        generation.check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
         self.build()
         source = tf.convert_to_tensor(source, dtype="int32")
+        self._check_positions(max_source_length=source.shape[1], max_target_length=max_length)
         if max_length is None:
             max_length = 2 * int(tf.shape(source)[1]) + 10
             if self.arguments["positions"] == "learned":
@@ -290,6 +291,16 @@ class TranslationTransformer(keras.Model):
             )
         function = self._generate_functions[options]
         return function(source, tf.constant(max_length), tf.constant([seed, 0]))
+
+    def _check_positions(self, **lengths):
+        if self.arguments["positions"] != "learned":
+            return
+        for name, length in lengths.items():
+            if length is not None and length > self.arguments[name]:
+                raise ValueError(
+                    f"{length} positions are asked for, but the learned positions end at "
+                    f"{name}={self.arguments[name]}"
+                )
 
     def num_tokens(self, inputs):
         """Return the number of source and target tokens, padding not counted.

@@ -14,6 +14,7 @@ import warnings
 import tensorflow as tf
 
 from dtransformer.parallel.config import (
+    TransformerOpParallelConfig,
     TransformerRecomputeConfig,
     get_parallel_config,
     set_parallel_config,
@@ -108,6 +109,10 @@ def init(config=None, *, seed=None):
     """
     global _job, _initialized
     config = get_parallel_config() if config is None else config
+    if not isinstance(config, TransformerOpParallelConfig):
+        raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
+    if seed is not None:
+        _check_seed(seed)
     hvd = None
     if _started_by_horovodrun():
         hvd = _import_horovod()
@@ -232,11 +237,15 @@ def set_seed(value):
         value: an int of at least 0, the same on every rank.
     """
     global _seed
+    _check_seed(value)
+    _seed = value
+
+
+def _check_seed(value):
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"seed must be an int, got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"seed must be at least 0, got {value}")
-    _seed = value
 
 
 def derived_seed(*names):

@@ -68,13 +68,18 @@ class Topology:
 
     def rank(self, **place):
         """Return the rank at a place; axes that are not given are 0."""
+        _check_axes(place)
         rank = 0
         for axis, size in zip(AXES, self.shape):
-            rank = rank * size + place.get(axis, 0)
+            position = place.get(axis, 0)
+            if not 0 <= position < size:
+                raise ValueError(f"{axis}={position} is outside of the grid {self}")
+            rank = rank * size + position
         return rank
 
     def group(self, rank, *axes):
         """Return the ranks that differ from `rank` along `axes` only, in order."""
+        _check_axes(axes)
         here = self.coordinates(rank)
         return tuple(
             other
@@ -98,3 +103,9 @@ class Topology:
         return " · ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape) if size > 1) or (
             "one rank"
         )
+
+
+def _check_axes(axes):
+    for axis in axes:
+        if axis not in AXES:
+            raise ValueError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")

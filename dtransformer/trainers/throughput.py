@@ -31,9 +31,9 @@ def measured_peak(size=1024, seconds=0.3):
 
 
 class Throughput:
-    """Counts tokens and FLOP against the clock, from the second step of a run on.
+    """Counts tokens and FLOP of an epoch against the clock.
 
-    The first step of a run, which compiles, does not count.
+    The first step of a run, which compiles, is not counted.
 
     Args:
         peak: FLOP/s that all ranks can do together.

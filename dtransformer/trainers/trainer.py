@@ -5,6 +5,7 @@ import time
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.base import register
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.layers.loss import CrossEntropyLoss
@@ -13,8 +14,10 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers import update
 from dtransformer.trainers.objective import as_objective, hits
 from dtransformer.trainers.throughput import Throughput, measured_peak
+from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
 
 
+@register
 class Trainer(keras.Model):
     """Train a Keras model on every rank of the job.
 
@@ -171,11 +174,13 @@ class Trainer(keras.Model):
             share = tf.math.divide_no_nan(sums["count"], totals["count"])
             gradients = update.scale(gradients, share)
         gradients = update.reduce_gradients(gradients, self._fusion_groups())
-        norm = self._update(gradients) / self.optimizer.scale_loss(1.0)
+        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
+        loss_scale = self.optimizer.scale_loss(1.0)  # both change with the update
+        norm = self._update(gradients) / loss_scale
         logs = self._track(totals, labels, outputs, sample_weight)
         logs["step_loss"] = tf.math.divide_no_nan(totals["loss"], totals["count"])
         logs["gradient_norm"] = norm
-        logs["learning_rate"] = tf.convert_to_tensor(self.optimizer.learning_rate)
+        logs["learning_rate"] = rate
         return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
 
     def test_step(self, data):
@@ -254,9 +259,7 @@ class Trainer(keras.Model):
         Returns:
             A `keras.callbacks.History`.
         """
-        callbacks = list(callbacks or [])
-        if hasattr(x, "set_epoch"):
-            callbacks.insert(0, _EpochSetter(x))
+        callbacks = [_EpochStart(x), *(callbacks or [])]
         data = _as_data(x)
         if isinstance(data, tf.data.Dataset):
             kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
@@ -298,8 +301,9 @@ class Trainer(keras.Model):
         self._assert_compile_called("fit")
         if self._ready:
             return
-        if not all(layer.built for layer in self._flatten_layers()):
+        if not all(layer.built for layer in self.network._flatten_layers()):
             self._build_for(data)
+        self.built = True
         if not self.optimizer.built:
             self.optimizer.build(self.network.trainable_variables)
         hvd = runtime.horovod()
@@ -314,7 +318,9 @@ class Trainer(keras.Model):
         """Build the network from the shapes of its inputs."""
         if isinstance(data, tf.data.Dataset):
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
-        elif isinstance(data, (keras.utils.PyDataset, type(None))):
+        elif hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
+            if self.network.built:
+                return
             raise ValueError("the network is not built: call it on a batch before training")
         else:
             inputs = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
@@ -341,16 +347,35 @@ class Trainer(keras.Model):
         )
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Save the network's weights from rank 0; as `keras.Model.save_weights`."""
+        """Save weights and the optimizer's state from rank 0; as `keras.Model.save_weights`.
+
+        The network alone can load the file too.
+        """
         if runtime.is_chief():
             self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
+            if self._has_state() and str(filepath).endswith(".h5"):
+                save_optimizer(filepath, self.optimizer)
         runtime.barrier()
 
     def load_weights(self, filepath, **kwargs):
-        """Load the network's weights on every rank; as `keras.Model.load_weights`."""
+        """Load weights on every rank; as `keras.Model.load_weights`.
+
+        Once compiled, the optimizer takes the state that the file holds of one alike.
+        """
         if not self.network.built:
             self.network.build()
         self.network.load_weights(filepath, **kwargs)
+        if self.compiled and str(filepath).endswith(".h5"):
+            if not self._has_state():
+                self.optimizer.build(self.network.trainable_variables)
+            load_optimizer(filepath, self.optimizer)
+
+    def _has_state(self):
+        return self.compiled and self.optimizer.built
+
+    def get_compile_config(self):
+        """Return nothing: a trainer that is loaded has to be compiled again."""
+        return {}
 
     def get_config(self):
         return {"network": keras.saving.serialize_keras_object(self.network)}
@@ -360,15 +385,17 @@ class Trainer(keras.Model):
         return cls(keras.saving.deserialize_keras_object(config["network"]))
 
 
-class _EpochSetter(keras.callbacks.Callback):
-    """Tells the data which epoch comes next, so that it shuffles anew."""
+class _EpochStart(keras.callbacks.Callback):
+    """Tells the data which epoch comes next, so that it shuffles anew; resets the clock."""
 
     def __init__(self, data):
         super().__init__()
         self.data = data
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.data.set_epoch(epoch)
+        self.model._throughput.reset()
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
 
 
 def _as_data(data):

@@ -15,7 +15,7 @@ needs_horovod = pytest.mark.skipif(
 )
 
 
-def launch(num_ranks, arguments, timeout=240, environment=None):
+def launch(num_ranks, arguments, timeout=600, environment=None):
     """Run `python ARGUMENTS` on several ranks; return the exit code and all output.
 
     Args:

@@ -369,16 +369,13 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
     ] * decoder_layers
 
 
-def test_lambda_func_may_be_called_with_positions_of_its_own():
-    """The published order of the arguments."""
-
+def test_lambda_func_places_blocks():
     def place(network, layer_id, offset, parallel_config, layers):
         network.pipeline_stage = int(layer_id + offset >= 1)
         network.set_comm_fusion(layers - layer_id)
 
     with parallel_config(pipeline_stage=2):
-        model = TranslationTransformer(11, hidden_size=12, num_heads=3, lambda_func=place,
-                                       encoder_layers=1, decoder_layers=2)
+        model = model_with(encoder_layers=1, decoder_layers=2, lambda_func=place)
     blocks = [*model.transformer.encoder.blocks, *model.transformer.decoder.blocks]
     assert [block.pipeline_stage for block in blocks] == [0, 1, 1]
     assert [block.comm_fusion for block in blocks] == [3, 3, 2]

@@ -97,12 +97,16 @@ class TestGreedy:
     @pytest.mark.parametrize(
         "options",
         [
-            {"decoder_layers": 2},
-            {"positions": "learned", "max_source_length": 7, "max_target_length": 10},
+            {
+                "decoder_layers": 2,
+                "positions": "learned",
+                "max_source_length": 7,
+                "max_target_length": 10,
+            },
             {"post_layernorm_residual": True, "encoder_layers": 0},
             {"shared_embeddings": True, "tied_head": True},
         ],
-        ids=["deep", "learned", "post", "tied"],
+        ids=["deep", "post", "tied"],
     )
     def test_the_cache_changes_nothing(self, options):
         """Nor do weights that change after the first call, as in training."""
@@ -232,7 +236,7 @@ class TestBeamSearch:
             assert ids == [hypothesis for hypothesis, _ in expected]
             np.testing.assert_allclose(score, [e[1] for e in expected], BLOCKS["float32"])
 
-    @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+    @pytest.mark.parametrize("alpha", [0.6, 2.0])
     def test_generate_returns_the_best(self, tiny, alpha):
         model, _ = tiny
         for seed in (3, 4, 5):
@@ -241,22 +245,10 @@ class TestBeamSearch:
             ids = model.generate(self.TINY, beam_size=27, length_penalty=alpha, max_length=3)
             assert rows(ids) == expected
 
-    def test_what_does_not_exist_is_never_found(self):
-        """Of more beams than the first token has choices, some stand for nothing."""
-        model = randomize(make_model(vocab_size=6), end_bias=-30.0)
-        search = compiled_search(model, beam_size=6)
-        for max_length, alpha in ((3, 3.0), (40, 0.6), (40, 1.0)):
-            found, scores = search(self.TINY, max_length, alpha)
-            for hypotheses, score in zip(found, scores):
-                # The end alone, and after each of the words; then what is cut off.
-                assert [len(ids) for ids in hypotheses] == [1, 2, 2, 2, max_length, max_length]
-                assert len({tuple(ids) for ids in hypotheses}) == 6
-                assert (score > -1000.0).all()
-
     def test_a_narrow_beam_scores_its_hypotheses_right(self, model):
-        ids = sources(model, batch=3)
+        ids, search = sources(model, batch=3), compiled_search(model, beam_size=4)
         for alpha in (0.0, 0.6):
-            found, scores = compiled_search(model, beam_size=4)(ids, 6, alpha)
+            found, scores = search(ids, 6, alpha)
             for source, hypotheses, row in zip(ids, found, scores):
                 assert len({tuple(hypothesis) for hypothesis in hypotheses}) == 4
                 ends = [hypothesis[-1] == END for hypothesis in hypotheses]

@@ -74,9 +74,8 @@ def test_a_weight_declares_its_axes():
     ],
 )
 def test_every_weight_of_a_model_names_each_of_its_dimensions(options):
-    model = TranslationTransformer(
-        11, **{"hidden_size": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1, **options}
-    )
+    sizes = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    model = TranslationTransformer(11, **{**sizes, **options})
     model.build()
     assert model.variables
     for variable in model.variables:

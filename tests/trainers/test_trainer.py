@@ -258,19 +258,21 @@ class TestTheSameInOtherWays:
             (Batches, {"steps_per_execution": 3}),
             (dataset, {"jit_compile": True}),
             (dataset, {"run_eagerly": True}),
-            (dataset, {"optimizer": keras.optimizers.SGD(RATE, global_clipnorm=100.0)}),
         ],
-        ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly", "clipped"],
+        ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly"],
     )
     def test_fit(self, by_hand, data, options):
         network, expected = by_hand
-        trainer, record, data = translation_trainer(**options), Record(), data()
+        # The limit is beyond every norm: it changes nothing.
+        optimizer = keras.optimizers.SGD(RATE, global_clipnorm=100.0)
+        trainer, record, data = translation_trainer(optimizer, **options), Record(), data()
         history = trainer.fit(data, epochs=2, verbose=0, callbacks=[record]).history
         for name in ("loss", "accuracy"):
             np.testing.assert_allclose(history[name], expected[name], TRAINING, err_msg=name)
-        calls = slice(None, None, 1) if len(record.logs) == 6 else slice(2, None, 3)
+        every = options.get("steps_per_execution", 1)
         for name in ("step_loss", "gradient_norm"):
-            np.testing.assert_allclose(record[name], expected[name][calls], TRAINING, err_msg=name)
+            steps = expected[name][every - 1 :: every]
+            np.testing.assert_allclose(record[name], steps, TRAINING, err_msg=name)
         assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
         if isinstance(data, Batches):
             assert data.epochs == [0, 1]
@@ -448,7 +450,8 @@ class TestAgainstKeras:
     def test_one_batch_at_a_time(self):
         x, y = points()
         trainer, by_fit = dense_trainer(), dense_trainer()
-        logs = [trainer.train_on_batch(x[i : i + 8], y[i : i + 8], return_dict=True) for i in (0, 8)]
+        parts = (slice(0, 8), slice(8, 16))
+        logs = [trainer.train_on_batch(x[part], y[part], return_dict=True) for part in parts]
         record = Record()
         by_fit.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[record])
         assert [float(log["step_loss"]) for log in logs] == pytest.approx(record["step_loss"])
