@@ -1,5 +1,6 @@
 """`dtransformer train`: from a config file to a run folder."""
 
+import importlib.util
 import pathlib
 import shutil
 import sys
@@ -70,6 +71,8 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"parallel: {error}") from None
     runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
+    if config.training.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise InputError("training.tensorboard: install it first: pip install tensorboard")
     pairs = _clean(config, _read(config, "source", "target"))
     dev_pairs = _read(config, "dev_source", "dev_target")
     tokenizer = SubwordTokenizer.train(
