@@ -1,0 +1,30 @@
+"""Promise: ranks that were started wrongly end with an error on every rank, not a hang."""
+
+import pytest
+
+from tests.distributed.launch import launch, needs_horovod
+
+
+@pytest.fixture(scope="module")
+def output():
+    code, output = launch(2, ["-m", "tests.distributed.wrong"], timeout=120)
+    assert code == 0, output[-8000:]
+    return output
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    "action, words",
+    [
+        ("different_configs", ["gradient_aggregation_group", "rank 0 has 4", "rank 1 has 5"]),
+        ("different_seeds", ["seed", "rank 0 has 0", "rank 1 has 1"]),
+        ("wrong_product", ["data_parallel=3", "needs 3 ranks", "has 2"]),
+        ("different_numbers_of_batches", ["rank 0 has 2 batches", "rank 1 has 3"]),
+    ],
+)
+def test_every_rank_says_what_is_wrong(action, words, output):
+    lines = [line for line in output.splitlines() if f"{action}: " in line]
+    assert [line[:3] for line in sorted(lines)] == ["[0]", "[1]"]
+    for line in lines:
+        for word in words:
+            assert word in line
