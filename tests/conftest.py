@@ -11,11 +11,10 @@ import dtransformer
 
 @pytest.fixture(autouse=True)
 def clean_state():
-    """Every test starts with the default config, seed and precision."""
-    config = dtransformer.get_parallel_config()
-    dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
+    """Every test starts outside of a job, with the default config, seed and precision."""
     yield
-    dtransformer.set_parallel_config(config)
+    dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
+    dtransformer.shutdown()
     dtransformer.set_seed(0)
     keras.config.set_dtype_policy("float32")
 
