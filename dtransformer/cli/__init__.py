@@ -5,6 +5,7 @@ come after the arguments are parsed.
 """
 
 import argparse
+import os
 import sys
 
 from dtransformer.errors import InputError
@@ -108,6 +109,9 @@ def main(argv=None):
     except InputError as error:
         print(f"dtransformer: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("dtransformer: interrupted", file=sys.stderr)
         return 130
