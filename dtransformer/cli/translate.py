@@ -4,6 +4,7 @@ import json
 import sys
 
 from dtransformer.cli import runs
+from dtransformer.datasets.sgm import decode_lines
 from dtransformer.datasets.text import read_lines
 from dtransformer.errors import InputError
 from dtransformer.models.translator import Translator
@@ -39,16 +40,7 @@ def translate(run_folder, source, destination, beam_size=None, length_penalty=No
         InputError: the run folder is not usable, or a line is no UTF-8.
     """
     translator = make_translator(run_folder, beam_size, length_penalty)
-    lines = []
-    for number, line in enumerate(source, start=1):
-        try:
-            lines.append(line.decode("utf-8").rstrip("\r\n"))
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"standard input: line {number} is no UTF-8 (byte 0x{line[error.start]:02x} at "
-                f"column {error.start + 1}): convert the text to UTF-8"
-            ) from None
-    for translation in translator(lines):
+    for translation in translator(decode_lines(source.read(), "standard input")):
         print(translation, file=destination)
 
 

@@ -146,8 +146,7 @@ class MultiHeadAttention(Layer):
         q = self._heads(query, self.query_kernel, self.query_bias)
         q = q * tf.cast(self.head_dim**-0.5, q.dtype)
         if cache is None:
-            k = self._heads(key, self.key_kernel, self.key_bias)
-            v = self._heads(value, self.value_kernel, self.value_bias)
+            k, v = self._keys_and_values(key, value)
         else:
             if "index" in cache:
                 cache, attention_mask = self._extend(cache, key, value, attention_mask)
@@ -165,6 +164,12 @@ class MultiHeadAttention(Layer):
         """[batch, length, embed] -> [batch, heads, length, head_dim]"""
         x = constrain(matmul(x, kernel), ("batch", None, "heads", "head_dim"))
         return tf.transpose(x + tf.cast(bias, x.dtype), [0, 2, 1, 3])
+
+    def _keys_and_values(self, key, value):
+        return (
+            self._heads(key, self.key_kernel, self.key_bias),
+            self._heads(value, self.value_kernel, self.value_bias),
+        )
 
     def _attend(self, q, k, v, mask, training):
         # [batch, heads, length, memory_length]
@@ -193,8 +198,7 @@ class MultiHeadAttention(Layer):
 
     def _extend(self, cache, key, value, mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
-        k = self._heads(key, self.key_kernel, self.key_bias)
-        v = self._heads(value, self.value_kernel, self.value_bias)
+        k, v = self._keys_and_values(key, value)
         index, capacity = cache["index"], static_or_dynamic_shape(cache["key"])[2]
         new = static_or_dynamic_shape(k)[2]
         # A shift by a gather and a choice, as every device and compiler has them.
@@ -237,10 +241,8 @@ class MultiHeadAttention(Layer):
             A dict of `"key"` and `"value"` [b, n, t, d].
         """
         memory = tf.cast(memory, self.compute_dtype)
-        return {
-            "key": self._heads(memory, self.key_kernel, self.key_bias),
-            "value": self._heads(memory, self.value_kernel, self.value_bias),
-        }
+        k, v = self._keys_and_values(memory, memory)
+        return {"key": k, "value": v}
 
     def compute_output_shape(self, query_shape, *args, **kwargs):
         return query_shape

@@ -27,7 +27,7 @@ class _VocabLayer(Layer):
     def _vocab_weight(self, shape, initializer, axes, name):
         """Add a weight whose dimension `vocab_axis` is the padded vocabulary's."""
         padded = list(shape)
-        padded[self.vocab_axis] = padded_vocab_size(self.vocab_size)
+        padded[self._axis_of(shape)] = padded_vocab_size(self.vocab_size)
         initializer = (
             PaddedInitializer(initializer, shape) if padded != list(shape) else initializer
         )
@@ -38,7 +38,7 @@ class _VocabLayer(Layer):
         for key in list(store.keys()):
             rows = np.asarray(store[key])
             del store[key]
-            store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows))
+            store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows.shape))
 
     def load_own_variables(self, store):
         if not store.keys() and self._load_error is not None:
@@ -46,7 +46,7 @@ class _VocabLayer(Layer):
         padded = {}
         for key, variable in zip(store.keys(), self._trainable_variables, strict=True):
             rows = np.asarray(store[key])
-            axis = self._axis_of(rows)
+            axis = self._axis_of(rows.shape)
             if rows.shape[axis] != self.vocab_size:
                 self._load_error = ValueError(
                     f"{variable.path} has vocab_size={self.vocab_size}, but the file holds "
@@ -59,8 +59,9 @@ class _VocabLayer(Layer):
         super().load_own_variables(padded)
         self._load_error = None
 
-    def _axis_of(self, weight):
-        return min(self.vocab_axis, weight.ndim - 1)
+    def _axis_of(self, shape):
+        """Return the vocabulary's dimension of a weight; a bias has that one only."""
+        return min(self.vocab_axis, len(shape) - 1)
 
 
 @register
@@ -179,8 +180,7 @@ class VocabHead(_VocabLayer):
                 shape, self.kernel_initializer, ("embed", "vocab"), "kernel"
             )
         if self.use_bias:
-            padded = padded_vocab_size(self.vocab_size)
-            self.bias = self.add_weight((padded,), "zeros", axes=("vocab",), name="bias")
+            self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
         self.built = True
 
     def call(self, inputs, table=None):

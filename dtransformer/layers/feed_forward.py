@@ -119,16 +119,7 @@ class FeedForward(Layer):
             "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.ffn_hidden_size,
             "dropout_rate": self.dropout_rate,
-            "hidden_act": self.hidden_act
-            if isinstance(self.hidden_act, str)
-            else keras.saving.serialize_keras_object(self.hidden_act),
+            "hidden_act": self.hidden_act,
             "expert_num": self.expert_num,
             "kernel_initializer": self.kernel_initializer,
         }
-
-    @classmethod
-    def from_config(cls, config):
-        if isinstance(config["hidden_act"], dict):
-            hidden_act = keras.saving.deserialize_keras_object(config["hidden_act"])
-            config = {**config, "hidden_act": hidden_act}
-        return super().from_config(config)

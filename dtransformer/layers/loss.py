@@ -65,10 +65,7 @@ class CrossEntropyLoss(Layer):
         """Return the weight of each token, float32 of the labels' shape."""
         weights = tf.ones_like(labels, "float32")
         if mask is not None:
-            mask = tf.cast(mask, "float32")
-            for _ in range(len(labels.shape) - len(mask.shape)):  # one for each sentence
-                mask = mask[..., None]
-            weights *= mask
+            weights *= with_rank(tf.cast(mask, "float32"), len(labels.shape))
         if self.ignore_id is not None:
             weights = tf.where(labels == self.ignore_id, tf.zeros_like(weights), weights)
         return weights
@@ -96,6 +93,11 @@ class CrossEntropyLoss(Layer):
             "ignore_id": self.ignore_id,
             "vocab_size": self.vocab_size,
         }
+
+
+def with_rank(weights, rank):
+    """Return weights, which may be one for each sentence only, with `rank` dimensions."""
+    return weights[(..., *[None] * (rank - len(weights.shape)))]
 
 
 def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):

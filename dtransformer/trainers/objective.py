@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.loss import with_rank
+
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
@@ -50,10 +52,7 @@ class KerasObjective:
         weights = tf.ones_like(values)
         for weight in (sample_weight, mask):
             if weight is not None:
-                weight = tf.cast(weight, values.dtype)
-                for _ in range(len(values.shape) - len(weight.shape)):
-                    weight = weight[..., None]
-                weights *= weight
+                weights *= with_rank(tf.cast(weight, values.dtype), len(values.shape))
         return values, weights
 
 

@@ -301,7 +301,7 @@ class Trainer(keras.Model):
         self._assert_compile_called("fit")
         if self._ready:
             return
-        if not all(layer.built for layer in self.network._flatten_layers()):
+        if not self.network.built:
             self._build_for(data)
         self.built = True
         if not self.optimizer.built:
@@ -319,8 +319,6 @@ class Trainer(keras.Model):
         if isinstance(data, tf.data.Dataset):
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
         elif hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
-            if self.network.built:
-                return
             raise ValueError("the network is not built: call it on a batch before training")
         else:
             inputs = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
@@ -328,7 +326,6 @@ class Trainer(keras.Model):
             lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), inputs
         )
         self.network(symbols)
-        self.built = True
 
     # What is kept and shown.
 

@@ -7,17 +7,9 @@ import tensorflow as tf
 
 from dtransformer.datasets import TranslationBatches, plan_batches, random_translation_batches
 from dtransformer.datasets.batching import length_buckets
-from dtransformer.errors import InputError
+from tests.datasets.refused import refused
 
 PAD, START, END = 0, 2, 3
-
-
-def refused(function, *args, **kwargs):
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def some_lengths(count=1000, longest=40, seed=0):

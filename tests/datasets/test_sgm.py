@@ -3,7 +3,7 @@
 import pytest
 
 from dtransformer.datasets import read_sgm, read_sgm_pairs, write_sgm
-from dtransformer.errors import InputError
+from tests.datasets.refused import refused
 
 TRICKY = [
     "Plain.",
@@ -14,15 +14,6 @@ TRICKY = [
     "tab\tinside",
     "",
 ]
-
-
-def refused(function, *args):
-    """The message of the InputError that a call raises, which is one line."""
-    with pytest.raises(InputError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def sgm(*lines, end=b"\n"):

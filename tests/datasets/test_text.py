@@ -5,17 +5,9 @@ import gzip
 import pytest
 
 from dtransformer.datasets import clean_pairs, read_lines, read_pairs, read_tsv, write_sgm
-from dtransformer.errors import InputError
+from tests.datasets.refused import refused
 
 LINES = ["One.", "Quoi\u00a0?", "", "a\u2028b\u0085c", "last"]
-
-
-def refused(function, *args):
-    with pytest.raises(InputError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def text(lines, end="\n"):

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.datasets import SubwordTokenizer, read_lines
-from dtransformer.errors import InputError
+from tests.datasets.refused import refused
 
 SENTENCES = [
     "L'été dernier, j'ai vu l'Arc-de-Triomphe à 18\u00a0h\u00a030 !",
@@ -48,14 +48,6 @@ def normal(text):
     for space in "\t\v\f\r\n":
         text = text.replace(space, " ")
     return " ".join(filter(None, unicodedata.normalize("NFC", text).split(" ")))
-
-
-def refused(function, *args, **kwargs):
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture(scope="module")

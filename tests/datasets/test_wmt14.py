@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import read_tsv, wmt14, write_sgm
-from dtransformer.errors import InputError
+from tests.datasets.refused import refused
 
 ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085onglet."]
-
-
-def refused(function, *args, **kwargs):
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture
