@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 NP ?= 1
+MP ?= 1
+DEVICES ?= 1
 
 BIN := .venv/bin
 CONFIG ?= examples/wmt14/embedded.yaml
@@ -15,7 +17,8 @@ LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun -np $(NP))
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo "Options: NP=2 trains on two ranks, PYTHON=python3.12 chooses the interpreter."
+	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, DEVICES=2 gives"
+	@echo "each rank two devices, PYTHON=python3.12 chooses the interpreter."
 
 setup: .venv/ready  ## make the virtual environment, with Horovod where it can be built
 
@@ -34,7 +37,8 @@ data/embedded/train.en.sgm: .venv/ready
 	@$(BIN)/dtransformer prepare --embedded --out data/embedded
 
 train: data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
-	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite
+	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
+	  --set parallel.model_parallel=$(MP) --set training.local_devices=$(DEVICES)
 	@echo "sacreBLEU on held-out sentences:"
 	@$(BIN)/dtransformer evaluate --run $(RUN) \
 	  --src data/embedded/test.en.sgm --ref data/embedded/test.fr.sgm

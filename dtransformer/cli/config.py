@@ -74,6 +74,7 @@ class TrainingOptions:
     precision: str = "float32"  # or mixed_bfloat16, mixed_float16
     jit_compile: str = "auto"
     steps_per_execution: int = 1
+    local_devices: int = 1  # of each rank
     seed: int = 0
     bleu_sentences: int = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
@@ -119,6 +120,7 @@ _BOUNDS = {
     "training.clip_norm": (0, None),
     "training.label_smoothing": (0, 0.999),
     "training.steps_per_execution": (1, None),
+    "training.local_devices": (1, None),
     "training.seed": (0, None),
     "training.bleu_sentences": (0, None),
     "search.beam_size": (1, None),

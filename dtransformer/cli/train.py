@@ -17,7 +17,7 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
-from dtransformer.parallel import runtime
+from dtransformer.parallel import layout, runtime
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 
@@ -67,7 +67,11 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
             f"{folder}: holds a trained run already; give --overwrite, or another --run"
         )
     try:
-        dtransformer.init(config.parallel, seed=config.training.seed)
+        dtransformer.init(
+            config.parallel,
+            seed=config.training.seed,
+            local_devices=config.training.local_devices,
+        )
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"parallel: {error}") from None
     runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
@@ -161,6 +165,8 @@ def _batches(config, tokenizer, pairs, training):
         batch_tokens=None if options.batch_size else options.batch_tokens,
         max_length=options.max_length,
         num_buckets=options.num_buckets,
+        pad_to_bucket=layout.get_mesh() is not None,  # which compiles every shape anew
+        pad_to_multiple_of=config.parallel.model_parallel,
         shuffle=options.shuffle and training,
         seed=config.training.seed,
         shard_index=shard,

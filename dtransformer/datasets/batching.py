@@ -174,6 +174,8 @@ class TranslationBatches:
         drop_remainder: Whether the sentences that fill no batch are left out.
         pad_to_multiple_of: Lengths are padded to a multiple of this; a compiler that
             specialises on shapes then sees fewer of them.
+        pad_to_bucket: Whether both sides are padded to the greatest length of their bucket,
+            so that there are no more shapes than buckets, and those of the rest.
         training: Whether long pairs are left out (or cut off).
         pad_id, start_id, end_id: Ids of the special tokens.
 
@@ -209,6 +211,7 @@ class TranslationBatches:
         num_shards=1,
         drop_remainder=False,
         pad_to_multiple_of=1,
+        pad_to_bucket=False,
         training=True,
         pad_id=0,
         start_id=2,
@@ -240,6 +243,11 @@ class TranslationBatches:
         }
         self._max_length = max_length
         self._multiple_of = pad_to_multiple_of
+        self._bucket_bounds = None
+        if pad_to_bucket:
+            self._bucket_bounds = tf.constant(
+                _bucket_bounds(self._lengths, self._plan["buckets"]), tf.int32
+            )
         self._shard = shard_index, num_shards
         self._special = pad_id, start_id, end_id
         self._epoch, self._start = 0, 0
@@ -343,16 +351,23 @@ class TranslationBatches:
         pad, start, end = self._special
         source, target = (tf.gather(ids, rows)[:, : self._max_length] for ids in self._ids)
         column = tf.ones([tf.shape(rows)[0], 1], tf.int32)
+        target_inputs = tf.concat([start * column, target], axis=1)
+        labels = tf.concat([target, end * column], axis=1)
+        least = 0
+        if self._bucket_bounds is not None:
+            longest = tf.maximum(source.bounding_shape()[1] + 1, labels.bounding_shape()[1])
+            bucket = tf.searchsorted(self._bucket_bounds, [tf.cast(longest, tf.int32)])[0]
+            least = self._bucket_bounds[bucket]
         inputs = {
-            "source": self._pad(source, pad),
-            "target": self._pad(tf.concat([start * column, target], axis=1), pad),
+            "source": self._pad(source, pad, least, self._max_length),
+            "target": self._pad(target_inputs, pad, least, self._max_length + 1),
         }
-        return inputs, self._pad(tf.concat([target, end * column], axis=1), pad)
+        return inputs, self._pad(labels, pad, least, self._max_length + 1)
 
-    def _pad(self, ids, pad):
-        """Ragged [b, (length)] -> [b, longest, rounded up]."""
-        longest = tf.reduce_max(ids.row_lengths())
-        width = -(-longest // self._multiple_of) * self._multiple_of
+    def _pad(self, ids, pad, least, most):
+        """Ragged [b, (length)] -> [b, the longest or `least`, rounded up within `most`]."""
+        longest = tf.maximum(tf.cast(tf.reduce_max(ids.row_lengths()), tf.int32), least)
+        width = tf.minimum(-(-longest // self._multiple_of) * self._multiple_of, most)
         return tf.ensure_shape(ids.to_tensor(pad, shape=tf.stack([-1, width])), [None, None])
 
 

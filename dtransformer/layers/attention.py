@@ -8,12 +8,17 @@ from dtransformer.layers.base import (
     check_divisible,
     check_rate,
     check_size,
-    matmul,
     register,
-    static_or_dynamic_shape,
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.layout import constrain
+from dtransformer.parallel.products import (
+    column_parallel,
+    row_parallel,
+    static_or_dynamic_shape,
+)
+
+_CACHE_AXES = ("batch", "heads", "memory_length", "head_dim")
 
 
 @register
@@ -143,33 +148,38 @@ class MultiHeadAttention(Layer):
         self.built = True
 
     def call(self, query, key, value, attention_mask=None, cache=None, training=False):
-        q = self._heads(query, self.query_kernel, self.query_bias)
-        q = q * tf.cast(self.head_dim**-0.5, q.dtype)
-        if cache is None:
-            k, v = self._keys_and_values(key, value)
+        if cache is None or "index" in cache:
+            q, k, v = self._project({"query": query, "key": key, "value": value})
+            if cache is not None:
+                cache, attention_mask = self._extend(cache, k, v, attention_mask)
+                k, v = cache["key"], cache["value"]
         else:
-            if "index" in cache:
-                cache, attention_mask = self._extend(cache, key, value, attention_mask)
+            (q,) = self._project({"query": query})
             k, v = cache["key"], cache["value"]
+        q = q * tf.cast(self.head_dim**-0.5, q.dtype)
         context = self._attend(q, k, v, attention_mask, training)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
         context = tf.transpose(context, [0, 2, 1, 3])
-        output = constrain(
-            matmul(context, self.output_kernel, num_inputs=2), ("batch", "length", "embed")
-        )
+        output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
         output = self.hidden_dropout(output + self.output_bias, training=training)
         return output if cache is None else (output, cache)
 
-    def _heads(self, x, kernel, bias):
-        """[batch, length, embed] -> [batch, heads, length, head_dim]"""
-        x = constrain(matmul(x, kernel), ("batch", None, "heads", "head_dim"))
-        return tf.transpose(x + tf.cast(bias, x.dtype), [0, 2, 1, 3])
+    def _project(self, inputs):
+        """[batch, length, embed] -> [batch, heads, length, head_dim], of each part.
 
-    def _keys_and_values(self, key, value):
-        return (
-            self._heads(key, self.key_kernel, self.key_bias),
-            self._heads(value, self.value_kernel, self.value_bias),
-        )
+        Parts with the same input share one reduction of its gradient.
+        """
+        parts_of = {}
+        for part, x in inputs.items():
+            parts_of.setdefault(id(x), []).append(part)
+        heads = {}
+        for parts in parts_of.values():
+            kernels = [getattr(self, f"{part}_kernel") for part in parts]
+            products = column_parallel(inputs[parts[0]], kernels, ("heads", "head_dim"))
+            for part, product in zip(parts, products):
+                product += tf.cast(getattr(self, f"{part}_bias"), product.dtype)
+                heads[part] = tf.transpose(product, [0, 2, 1, 3])
+        return [heads[part] for part in inputs]
 
     def _attend(self, q, k, v, mask, training):
         # [batch, heads, length, memory_length]
@@ -196,18 +206,18 @@ class MultiHeadAttention(Layer):
             return mask[:, None, None, :]
         return mask[:, None, :, :] if len(mask.shape) == 3 else mask
 
-    def _extend(self, cache, key, value, mask):
+    def _extend(self, cache, k, v, mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
-        k, v = self._keys_and_values(key, value)
         index, capacity = cache["index"], static_or_dynamic_shape(cache["key"])[2]
         new = static_or_dynamic_shape(k)[2]
-        # A shift by a gather and a choice, as every device and compiler has them.
         positions = tf.range(capacity)
-        source = tf.clip_by_value(positions - index, 0, new - 1)
+        if new != 1:  # a shift by a gather, as every device and compiler has it
+            source = tf.clip_by_value(positions - index, 0, new - 1)
+            k, v = tf.gather(k, source, axis=2), tf.gather(v, source, axis=2)
         is_new = ((positions >= index) & (positions < index + new))[None, None, :, None]
         cache = {
-            "key": tf.where(is_new, tf.gather(k, source, axis=2), cache["key"]),
-            "value": tf.where(is_new, tf.gather(v, source, axis=2), cache["value"]),
+            "key": constrain(tf.where(is_new, k, cache["key"]), _CACHE_AXES),
+            "value": constrain(tf.where(is_new, v, cache["value"]), _CACHE_AXES),
             "index": index + new,
         }
         seen = positions[None, :] <= (index + tf.range(new))[:, None]
@@ -226,9 +236,7 @@ class MultiHeadAttention(Layer):
             number of positions filled (int32 scalar).
         """
         shape = [batch_size, self.num_heads, max_length, self.head_dim]
-        empty = constrain(
-            tf.zeros(shape, self.compute_dtype), ("batch", "heads", "memory_length", "head_dim")
-        )
+        empty = constrain(tf.zeros(shape, self.compute_dtype), _CACHE_AXES)
         return {"key": empty, "value": empty, "index": tf.constant(0)}
 
     def project_memory(self, memory):
@@ -241,7 +249,7 @@ class MultiHeadAttention(Layer):
             A dict of `"key"` and `"value"` [b, n, t, d].
         """
         memory = tf.cast(memory, self.compute_dtype)
-        k, v = self._keys_and_values(memory, memory)
+        k, v = self._project({"key": memory, "value": memory})
         return {"key": k, "value": v}
 
     def compute_output_shape(self, query_shape, *args, **kwargs):

@@ -5,9 +5,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
-from dtransformer.parallel import runtime
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.layout import check_axes
+from dtransformer.parallel import layout, runtime
+from dtransformer.parallel.config import MESH_AXES, get_parallel_config
+from dtransformer.parallel.variables import MeshVariable
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -16,10 +16,47 @@ class Layer(keras.layers.Layer):
     """A Keras layer whose weights name their dimensions.
 
     `add_weight` takes the logical name of every dimension, from which the rules of
-    `dtransformer.parallel.layout` derive how it is cut. A random initializer
-    without a seed of its own gets one that depends on the job's seed and on the
-    weight's path only.
+    `dtransformer.parallel.layout` derive how it is cut; `shard` replaces rows of them
+    for this layer alone. A random initializer without a seed of its own gets one that
+    depends on the job's seed and on the weight's path only.
     """
+
+    _own_rules = {}
+
+    def shard(self, **rules):
+        """Cut this layer, and the layers inside of it, by rules of its own.
+
+        Args:
+            **rules: logical name of a dimension = the mesh axis that cuts it, `"data"`,
+                `"model"` or None.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ValueError: a name is unknown, or the layer has its weights already.
+
+        Example:
+
+        >>> from dtransformer.layers import FeedForward
+        >>> whole = FeedForward(8, 32).shard(mlp=None)
+        """
+        for name, axis in rules.items():
+            layout.check_axes((name,), 1, f"the rule {name}={axis!r}")
+            if axis not in MESH_AXES:
+                raise ValueError(f"the rule {name}={axis!r} must be one of {MESH_AXES}")
+        for layer in self._flatten_layers():
+            if layer.weights:
+                raise ValueError(f"{layer.path} has its weights already: call shard before build")
+            if isinstance(layer, Layer):
+                layer._own_rules = {**layer._own_rules, **rules}
+        return self
+
+    def __call__(self, *args, **kwargs):
+        if not self._own_rules:
+            return super().__call__(*args, **kwargs)
+        with layout.override_rules(self._own_rules):
+            return super().__call__(*args, **kwargs)
 
     def add_weight(self, shape, initializer="glorot_uniform", *, axes, name, **kwargs):
         """Add a weight.
@@ -35,15 +72,55 @@ class Layer(keras.layers.Layer):
             A `keras.Variable` with the attribute `logical_axes`.
 
         Raises:
-            ValueError: `axes` does not fit `shape`, or holds an unknown name.
+            ValueError: `axes` does not fit `shape`, holds an unknown name, or cuts a
+                dimension that is not divisible.
         """
-        check_axes(axes, len(shape), f"the weight {self.path}/{name}")
+        layout.check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         with keras.name_scope(self.name, caller=self):
             path = f"{current_path()}/{name}"
         initializer = seeded(keras.initializers.get(initializer), path)
-        weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
+        if layout.get_mesh() is None:
+            weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
+        else:
+            with layout.override_rules(self._own_rules):
+                specs = layout.weight_specs(axes, shape, path)
+            weight = self._add_mesh_weight(shape, initializer, specs, name, **kwargs)
         weight.logical_axes = axes
         return weight
+
+    def _add_mesh_weight(
+        self,
+        shape,
+        initializer,
+        specs,
+        name,
+        dtype=None,
+        trainable=True,
+        autocast=True,
+        regularizer=None,
+        constraint=None,
+    ):
+        """As Keras' `add_weight`, for a variable whose slices lie on the mesh."""
+        with keras.name_scope(self.name, caller=self):
+            weight = MeshVariable(
+                initializer,
+                specs=specs,
+                shape=shape,
+                dtype=self.variable_dtype if dtype is None else dtype,
+                trainable=trainable,
+                autocast=autocast,
+                name=name,
+            )
+        weight.regularizer = keras.regularizers.get(regularizer)
+        weight.constraint = keras.constraints.get(constraint)
+        self._track_variable(weight)
+        return weight
+
+    def save_own_variables(self, store):
+        for number, variable in enumerate(
+            [*self._trainable_variables, *self._non_trainable_variables]
+        ):
+            store[str(number)] = variable.numpy()
 
 
 class WrappedInitializer(keras.initializers.Initializer):
@@ -95,35 +172,6 @@ def seeded(initializer, path):
     if config.get("seed", 0) is not None:
         return initializer  # not random, or with a seed of its own
     return type(initializer).from_config({**config, "seed": runtime.derived_seed(path)})
-
-
-def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
-    """Multiply the last dimensions of `x` with the first ones of `kernel`.
-
-    Args:
-        x: tensor [..., *inputs].
-        kernel: tensor [*inputs, *outputs], or [outputs, inputs] with
-            `transpose_kernel`.
-        num_inputs: number of dimensions that are summed over.
-        transpose_kernel: whether the kernel's two dimensions are swapped.
-
-    Returns:
-        A tensor [..., *outputs].
-    """
-    kernel = tf.cast(kernel, x.dtype)
-    outputs = [kernel.shape[0]] if transpose_kernel else kernel.shape[num_inputs:].as_list()
-    inner = kernel.shape[1] if transpose_kernel else int(np.prod(kernel.shape[:num_inputs]))
-    if not transpose_kernel:
-        kernel = tf.reshape(kernel, [inner, int(np.prod(outputs))])
-    batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
-    y = tf.matmul(tf.reshape(x, [-1, inner]), kernel, transpose_b=transpose_kernel)
-    return tf.reshape(y, [*batch, *outputs])
-
-
-def static_or_dynamic_shape(x):
-    """Return the dimensions of `x`: ints where they are known, scalars elsewhere."""
-    dynamic = tf.shape(x)
-    return [dynamic[i] if size is None else size for i, size in enumerate(x.shape)]
 
 
 def check_rate(name, rate):

@@ -3,9 +3,11 @@
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.base import Layer, WrappedInitializer, check_size, matmul, register
+from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.layout import constrain
+from dtransformer.parallel.layout import constrain, is_on_mesh
+from dtransformer.parallel.products import column_parallel, matmul, static_or_dynamic_shape
+from dtransformer.parallel.rows import look_up
 
 
 def padded_vocab_size(vocab_size):
@@ -114,15 +116,17 @@ class VocabEmbedding(_VocabLayer):
 
     def build(self, input_shape=None):
         self.table = self._vocab_weight(
-            (self.vocab_size, self.embedding_size), self.initializer, ("vocab", "embed"), "table"
+            (self.vocab_size, self.embedding_size),
+            self.initializer,
+            ("vocab_rows", "embed"),
+            "table",
         )
         self.built = True
 
     def call(self, ids):
         # The look-up comes before the cast to 16 bits: its gradient stays row slices.
-        rows = tf.gather(self.table.value, tf.cast(ids, "int32"))
-        embeddings = constrain(tf.cast(rows, self.compute_dtype), ("batch", "length", "embed"))
-        return embeddings, tf.convert_to_tensor(self.table)
+        rows = look_up(self.table.value, tf.cast(ids, "int32"))
+        return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
     def compute_output_shape(self, input_shape):
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
@@ -184,11 +188,14 @@ class VocabHead(_VocabLayer):
         self.built = True
 
     def call(self, inputs, table=None):
-        if self.tied:
+        if self.tied and not is_on_mesh():
             logits = matmul(inputs, table, transpose_kernel=True)
         else:
-            logits = matmul(inputs, self.kernel)
-        logits = constrain(logits, ("batch", "length", "vocab"))
+            # A table that is whole is cut first: DTensor cannot do both at once.
+            kernel = (
+                tf.transpose(constrain(table, ("vocab", "embed"))) if self.tied else self.kernel
+            )
+            (logits,) = column_parallel(inputs, [kernel], ("vocab",))
         if self.use_bias:
             logits += tf.cast(self.bias, logits.dtype)
         width = logits.shape[-1]
@@ -255,7 +262,7 @@ class PositionEmbedding(Layer):
                 f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
                 f"max_length={self.max_length}"
             )
-        positions = start + tf.range(tf.shape(inputs)[1])
+        positions = start + tf.range(static_or_dynamic_shape(inputs)[1])
         if self.kind == "learned":
             rows = tf.gather(tf.convert_to_tensor(self.table), positions)
         else:

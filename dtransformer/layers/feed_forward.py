@@ -7,11 +7,10 @@ from dtransformer.layers.base import (
     check_divisible,
     check_rate,
     check_size,
-    matmul,
     register,
 )
 from dtransformer.layers.dropout import Dropout
-from dtransformer.parallel.layout import constrain
+from dtransformer.parallel.products import column_parallel, row_parallel
 
 
 def get_activation(identifier):
@@ -104,10 +103,10 @@ class FeedForward(Layer):
 
     def call(self, inputs, training=False):
         # [batch, length, embed] -> [batch, length, mlp]
-        x = constrain(matmul(inputs, self.mapping_kernel), ("batch", None, "mlp"))
+        (x,) = column_parallel(inputs, [self.mapping_kernel], ("mlp",))
         x = self.activation(x + self.mapping_bias)
         # [batch, length, mlp] -> [batch, length, embed]
-        x = constrain(matmul(x, self.projection_kernel), ("batch", "length", "embed"))
+        x = row_parallel(x, self.projection_kernel, ("mlp",))
         return self.dropout(x + self.projection_bias, training=training)
 
     def compute_output_shape(self, input_shape):

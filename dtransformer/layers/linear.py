@@ -1,7 +1,15 @@
 """A dense layer, cut by columns or by rows."""
 
-from dtransformer.layers.base import Layer, check_divisible, check_size, matmul, register
-from dtransformer.parallel.layout import constrain
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.parallel.layout import is_on_mesh
+from dtransformer.parallel.products import (
+    column_parallel,
+    matmul,
+    row_parallel,
+    static_or_dynamic_shape,
+)
 
 _CUTS = ("column", "row", None)
 
@@ -67,10 +75,19 @@ class Linear(Layer):
         self.built = True
 
     def call(self, inputs):
-        y = matmul(inputs, self.kernel)
-        middle = (None,) * (len(inputs.shape) - 2)
-        y = constrain(y, ("batch", *middle, "mlp" if self.parallel == "column" else None))
+        y = self._product(inputs) if is_on_mesh() else matmul(inputs, self.kernel)
         return y + self.bias if self.use_bias else y
+
+    def _product(self, inputs):
+        """The product on the mesh, which has one dimension between batch and features."""
+        *leading, features = static_or_dynamic_shape(inputs)
+        x = tf.reshape(inputs, [leading[0], -1, features])
+        if self.parallel == "row":
+            y = row_parallel(x, self.kernel, ("mlp",))
+        else:
+            axes = ("mlp" if self.parallel == "column" else None,)
+            (y,) = column_parallel(x, [self.kernel], axes)
+        return tf.reshape(y, [*leading, self.units])
 
     def compute_output_shape(self, input_shape):
         return (*input_shape[:-1], self.units)

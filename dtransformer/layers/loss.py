@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
+from dtransformer.parallel.layout import constrain, custom_gradient, is_on_mesh
 
 
 @register
@@ -104,7 +105,9 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
     """Return the negative log-likelihood of each label.
 
     The gradient is written by hand: the softmax is kept once, in the logits' place,
-    instead of through each step of its computation.
+    instead of through each step of its computation. Logits that are cut over the mesh
+    along the vocabulary stay so: what devices send each other are numbers of a token
+    (Shoeybi et al., 2019, arXiv 1909.08053, §3).
 
     Args:
         logits: tensor [N, V'].
@@ -118,29 +121,58 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
     width = logits.shape[-1]
     vocab_size = vocab_size or width
     on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
+    is_entry = tf.range(width) < vocab_size if vocab_size < width else None
 
-    @tf.custom_gradient
+    @custom_gradient
     def nll(logits):
         x = tf.cast(logits, "float64" if logits.dtype == "float64" else "float32")
-        if vocab_size < width:
-            x = tf.where(tf.range(width) < vocab_size, x, x.dtype.min)
+        if is_entry is not None:
+            x = tf.where(is_entry, x, x.dtype.min)
         x -= tf.reduce_max(x, axis=-1, keepdims=True)
         exponentials = tf.exp(x)
         total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-        target = on * tf.gather(x, labels, batch_dims=1)
+        target = on * entries_at(x, labels)
         if label_smoothing:
-            target += off * tf.reduce_sum(x[:, :vocab_size], axis=-1)
+            entries = x if is_entry is None else tf.where(is_entry, x, 0.0)
+            target += off * tf.reduce_sum(entries, axis=-1)
 
         def gradient(upstream):
             dx = exponentials * (upstream[:, None] / total)
             if label_smoothing:
                 dx -= off * upstream[:, None]
-                if vocab_size < width:
-                    dx = tf.where(tf.range(width) < vocab_size, dx, 0.0)
-            rows = tf.range(tf.shape(labels)[0])
-            dx = tf.tensor_scatter_nd_sub(dx, tf.stack([rows, labels], 1), on * upstream)
-            return tf.cast(dx, logits.dtype)
+                if is_entry is not None:
+                    dx = tf.where(is_entry, dx, 0.0)
+            dx = _subtract_at(dx, labels, on * upstream)
+            return tf.cast(constrain(dx, (None, "vocab")), logits.dtype)
 
         return tf.squeeze(tf.math.log(total), -1) - target, gradient
 
     return nll(logits)
+
+
+def entries_at(x, labels):
+    """Return the label's entry of each row.
+
+    Args:
+        x: tensor [..., V].
+        labels: int tensor [...].
+
+    Returns:
+        A tensor [...].
+    """
+    if not is_on_mesh():
+        return tf.gather(x, labels, batch_dims=len(labels.shape))
+    return tf.reduce_sum(tf.where(_is_label(x, labels), x, tf.zeros([], x.dtype)), axis=-1)
+
+
+def _subtract_at(x, labels, values):
+    """Subtract a value from the label's entry of each row of [N, V]."""
+    if not is_on_mesh():
+        rows = tf.range(tf.shape(labels)[0])
+        return tf.tensor_scatter_nd_sub(x, tf.stack([rows, labels], 1), values)
+    return tf.where(_is_label(x, labels), x - values[:, None], x)
+
+
+def _is_label(x, labels):
+    """A mask instead of a gather: of a dimension that is cut, DTensor would gather the whole."""
+    return tf.range(x.shape[-1]) == tf.cast(labels, "int32")[..., None]

@@ -4,7 +4,12 @@ The model gives `encode`, `init_cache` and `decode_step`; everything here is
 TensorFlow operations, to be compiled into one `tf.function`.
 """
 
+import numpy as np
 import tensorflow as tf
+
+from dtransformer.parallel import layout
+from dtransformer.parallel.computation import MeshFunction, put_whole, whole
+from dtransformer.parallel.products import static_or_dynamic_shape
 
 _NEVER = -1e9
 
@@ -30,13 +35,56 @@ def check_options(beam_size, length_penalty, max_length, temperature, top_k, see
 
 
 def generate(model, source, max_length, seed, beam_size, length_penalty, temperature, top_k):
-    """Translate a batch; see `TranslationTransformer.generate`."""
+    """Translate a batch; see `TranslationTransformer.generate`.
+
+    Returns:
+        An int32 tensor [b, max_length], padded after the end tokens.
+    """
     if beam_size == 1:
         return sample(model, source, max_length, seed, temperature, top_k)
     ids, _ = beam_search(model, source, max_length, beam_size, length_penalty)
-    ids = ids[:, 0]
-    longest = tf.reduce_max(tf.reduce_sum(tf.cast(ids != model.pad_id, "int32"), axis=1))
-    return ids[:, :longest]
+    return ids[:, 0]
+
+
+def compiled(model, options):
+    """Return a compiled function of source [b, s], max_length and seed, as `generate`.
+
+    Args:
+        model: a `TranslationTransformer`, built.
+        options: beam_size, length_penalty, temperature and top_k.
+    """
+    if layout.get_mesh() is not None:
+        return _compiled_on_mesh(model, options)
+    # One compiled function for all batch sizes and lengths.
+    function = tf.function(
+        lambda source, max_length, seed: generate(model, source, max_length, seed, *options)
+    ).get_concrete_function(
+        tf.TensorSpec([None, None], "int32"),
+        tf.TensorSpec([], "int32"),
+        tf.TensorSpec([2], "int32"),
+    )
+    return lambda source, max_length, seed: function(
+        source, tf.constant(max_length), tf.constant([seed, 0])
+    )
+
+
+def _compiled_on_mesh(model, options):
+    """A mesh knows static shapes only: a function for each; and all rows on every device."""
+    functions = {}
+
+    def run(source, max_length, seed):
+        def on_mesh(source, seed):
+            with layout.override_rules({"batch": None}):
+                ids = generate(model, source, max_length, seed, *options)
+            return layout.pin(ids, (None, None))
+
+        if max_length not in functions:
+            functions[max_length] = MeshFunction(on_mesh, model.variables)
+        return whole(
+            functions[max_length](put_whole(source), put_whole(np.array([seed, 0], "int32")))
+        )
+
+    return run
 
 
 def _next_logits(model, tokens, position, cache, memory_mask):
@@ -58,9 +106,9 @@ def sample(model, source, max_length, seed, temperature=0.0, top_k=0):
         top_k: draw from the k most likely tokens only; 0 for all.
 
     Returns:
-        An int32 tensor [b, t ≤ max_length], padded after the end tokens.
+        An int32 tensor [b, max_length], padded after the end tokens.
     """
-    batch_size = tf.shape(source)[0]
+    batch_size = static_or_dynamic_shape(source)[0]
     memory, memory_mask = model.encode(source)
     cache = model.init_cache(memory, max_length)
 
@@ -83,14 +131,12 @@ def sample(model, source, max_length, seed, temperature=0.0, top_k=0):
     def step(position, ids, tokens, finished, cache):
         logits, cache = _next_logits(model, tokens, position, cache, memory_mask)
         tokens = tf.where(finished, model.pad_id, choose(logits, position))
-        ids = tf.concat([ids, tokens[:, None]], axis=1)
+        ids = tf.where(tf.range(max_length) == position, tokens[:, None], ids)
         return position + 1, ids, tokens, finished | (tokens == model.end_id), cache
 
-    start = tf.fill([batch_size], model.start_id)
-    state = (0, tf.zeros([batch_size, 0], "int32"), start, tf.zeros([batch_size], "bool"), cache)
-    shapes = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x).shape, state)
-    shapes = (shapes[0], tf.TensorShape([None, None]), *shapes[2:])
-    return tf.while_loop(unfinished, step, state, shape_invariants=shapes)[1]
+    ids = tf.fill([batch_size, max_length], model.pad_id)
+    start, finished = tf.fill([batch_size], model.start_id), tf.zeros([batch_size], "bool")
+    return tf.while_loop(unfinished, step, (0, ids, start, finished, cache))[1]
 
 
 def length_penalty_of(length, alpha):
@@ -117,7 +163,7 @@ def beam_search(model, source, max_length, beam_size, alpha=0.6):
         after the end tokens; and their scores, float32 [b, k]. A hypothesis that has
         not ended within max_length is in it where fewer than k have ended.
     """
-    batch_size, vocab_size = tf.shape(source)[0], model.vocab_size
+    batch_size, vocab_size = static_or_dynamic_shape(source)[0], model.vocab_size
     num_candidates = min(2 * beam_size, beam_size * vocab_size)
     memory, memory_mask = model.encode(source)
     memory, memory_mask = tf.repeat(memory, beam_size, 0), tf.repeat(memory_mask, beam_size, 0)
@@ -129,15 +175,13 @@ def beam_search(model, source, max_length, beam_size, alpha=0.6):
         """Take hypotheses out of a tensor [b·k, ...]."""
         return tf.gather(x, tf.reshape(rows + beams, [-1]))
 
-    def searching(position, alive, alive_log_p, ended, ended_score, cache):
+    def searching(position, last, alive, alive_log_p, ended, ended_score, cache):
         # Log-probabilities only fall, and no penalty divides by more than the longest's.
         hopeless = tf.reduce_min(ended_score, 1) >= alive_log_p[:, 0] / at_most
         return (position < max_length) & ~tf.reduce_all(hopeless)
 
-    def step(position, alive, alive_log_p, ended, ended_score, cache):
-        last = tf.where(position > 0, alive[:, :, tf.maximum(position - 1, 0)], model.start_id)
-        last = tf.reshape(last, [-1])
-        logits, cache = _next_logits(model, last, position, cache, memory_mask)
+    def step(position, last, alive, alive_log_p, ended, ended_score, cache):
+        logits, cache = _next_logits(model, tf.reshape(last, [-1]), position, cache, memory_mask)
         log_p = tf.reshape(tf.nn.log_softmax(logits), [batch_size, beam_size, vocab_size])
         log_p = tf.reshape(log_p + alive_log_p[:, :, None], [batch_size, -1])
         # Twice as many as beams: at most half of them end here.
@@ -154,18 +198,19 @@ def beam_search(model, source, max_length, beam_size, alpha=0.6):
 
         alive_log_p, best = tf.math.top_k(tf.where(ends, _NEVER, log_p), beam_size)
         alive = tf.gather(ids, best, batch_dims=1)
-        beams = tf.gather(beams, best, batch_dims=1)
+        beams, last = (tf.gather(x, best, batch_dims=1) for x in (beams, tokens))
         for block in cache:  # the memory's keys are the same for every beam
             for part in ("key", "value"):
                 block["self"][part] = pick(block["self"][part], beams)
-        return position + 1, alive, alive_log_p, ended, ended_score, cache
+        return position + 1, last, alive, alive_log_p, ended, ended_score, cache
 
     empty = tf.fill([batch_size, beam_size, max_length], model.pad_id)
     # At first all beams are the same: let only one of them live.
     alive_log_p = tf.tile([[0.0] + [_NEVER] * (beam_size - 1)], [batch_size, 1])
     ended_score = tf.fill([batch_size, beam_size], _NEVER)
-    state = (0, empty, alive_log_p, empty, ended_score, cache)
-    position, alive, alive_log_p, ended, ended_score, _ = tf.while_loop(searching, step, state)
+    last = tf.fill([batch_size, beam_size], model.start_id)
+    state = (0, last, empty, alive_log_p, empty, ended_score, cache)
+    _, _, alive, alive_log_p, ended, ended_score, _ = tf.while_loop(searching, step, state)
 
     # Those cut off at max_length, best first, come after those that have ended.
     cut_off = tf.tile([[_NEVER / 2] * beam_size], [batch_size, 1])

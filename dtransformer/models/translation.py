@@ -9,6 +9,7 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
+from dtransformer.parallel.layout import constrain
 
 
 @register
@@ -233,7 +234,7 @@ class TranslationTransformer(keras.Model):
         """
         x, table = self._embed_target(tokens[:, None], position)
         x, cache = self.transformer.decoder(x, None, None, memory_mask, cache=cache)
-        logits = self.head(x, table)[:, 0, : self.vocab_size]
+        logits = constrain(self.head(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
         return tf.cast(logits, "float32"), cache
 
     def generate(
@@ -278,19 +279,10 @@ class TranslationTransformer(keras.Model):
                 max_length = min(max_length, self.arguments["max_target_length"])
         options = (beam_size, length_penalty, temperature, top_k)
         if options not in self._generate_functions:
-            # One compiled function for all batch sizes and lengths.
-            function = tf.function(
-                lambda source, max_length, seed: generation.generate(
-                    self, source, max_length, seed, *options
-                )
-            )
-            self._generate_functions[options] = function.get_concrete_function(
-                tf.TensorSpec([None, None], "int32"),
-                tf.TensorSpec([], "int32"),
-                tf.TensorSpec([2], "int32"),
-            )
-        function = self._generate_functions[options]
-        return function(source, tf.constant(max_length), tf.constant([seed, 0]))
+            self._generate_functions[options] = generation.compiled(self, options)
+        ids = self._generate_functions[options](source, max_length, seed)
+        longest = tf.reduce_max(tf.math.count_nonzero(ids != self.pad_id, axis=1))
+        return ids[:, :longest]
 
     def _check_positions(self, **lengths):
         if self.arguments["positions"] != "learned":
@@ -341,6 +333,21 @@ class TranslationTransformer(keras.Model):
         head = t * h * self.vocab_size
         blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
         return 6.0 * b * (blocks + head)
+
+    def stream_shapes(self, input_shapes):
+        """Return the shape of the residual stream in each stack of blocks.
+
+        Args:
+            input_shapes: dict of the shapes of `call`'s inputs.
+
+        Returns:
+            A dict of the stack's name and (b, s, h).
+        """
+        h = self.arguments["hidden_size"]
+        return {
+            "encoder": (*input_shapes["source"], h),
+            "decoder": (*input_shapes["target"], h),
+        }
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
+MESH_AXES = ("data", "model", None)
 
 
 def _is_int(value):
@@ -76,6 +77,18 @@ def _parts(name, value):
             raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
 
 
+def _rules(name, value):
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
+    for logical, axis in value.items():
+        if not isinstance(logical, str) or axis not in MESH_AXES:
+            raise ValueError(
+                f"{name} maps names to one of {', '.join(map(repr, MESH_AXES))}; got {value!r}"
+            )
+
+
 def _field(default, check):
     return dataclasses.field(default=default, metadata={"check": check})
 
@@ -91,7 +104,8 @@ class _Checked:
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
             raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
         field.metadata["check"](name, value)
-        object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        copies = {list: tuple, dict: dict}
+        object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
 
 
 @dataclasses.dataclass
@@ -207,6 +221,9 @@ class TransformerOpParallelConfig(_Checked):
             or row slices of it over the model axis (False).
         sequence_parallel: whether the residual stream is cut over the model axis
             along the sequence.
+        parallel_rules: dict of logical names of dimensions to the mesh axis that cuts
+            them, `"data"`, `"model"` or None; rows that replace, or are added to, those
+            of `dtransformer.parallel.layout.rules`.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -230,6 +247,7 @@ class TransformerOpParallelConfig(_Checked):
     recompute: bool | TransformerRecomputeConfig = _field(False, _recompute)
     vocab_emb_dp: bool = _field(True, _flag)
     sequence_parallel: bool = _field(False, _flag)
+    parallel_rules: dict | None = _field(None, _rules)
 
     def _known_data_parallel(self):
         if self.data_parallel is None:
@@ -258,23 +276,28 @@ class TransformerOpParallelConfig(_Checked):
             self._known_data_parallel(), self.model_parallel, self.expert_parallel
         )
 
-    def resolve(self, num_ranks):
-        """Return a copy whose `data_parallel` is known, for a job of `num_ranks` ranks.
+    def resolve(self, num_ranks, local_devices=1):
+        """Return a copy whose `data_parallel` is known, for a job's ranks and their devices.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of ranks.
+            ValueError: the degrees do not multiply to the number of devices.
         """
         others = self.model_parallel * self.context_parallel * self.pipeline_stage
-        data = self.data_parallel if self.data_parallel is not None else num_ranks // others
-        if data * others != num_ranks:
+        num_devices = num_ranks * local_devices
+        data = self.data_parallel if self.data_parallel is not None else num_devices // others
+        if data * others != num_devices:
             asked = "what is left" if self.data_parallel is None else self.data_parallel
             context = f"context_parallel={self.context_parallel} · " * (self.context_parallel > 1)
             needed = others if self.data_parallel is None else data * others
             multiple = "a multiple of " if self.data_parallel is None else ""
+            devices = f" of {local_devices} local devices each" * (local_devices > 1)
+            kind = "devices" if local_devices > 1 else "ranks"
+            ranks = -(-needed // local_devices)
             raise ValueError(
                 f"data_parallel={asked} · model_parallel={self.model_parallel} · {context}"
-                f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} ranks, but the job "
-                f"has {num_ranks}: start it with horovodrun -np {needed}, or change the config"
+                f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the job "
+                f"has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with horovodrun -np "
+                f"{ranks}, or change the config"
             )
         return dataclasses.replace(self, data_parallel=data)
 

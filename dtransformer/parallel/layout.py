@@ -1,10 +1,17 @@
-"""Logical names of dimensions: what weights and activations are declared with.
+"""Logical names of dimensions, and the table that cuts them over the island's mesh.
 
 A weight says `axes=("embed", "mlp")`, an activation is pinned with
-`constrain(x, ("batch", "length", "mlp"))`. A table maps each logical name to the
+`constrain(x, ("batch", "length", "mlp"))`. One table maps each logical name to the
 mesh axis that cuts it. Where there is no mesh both are no-ops, and a layer is an
 ordinary Keras layer.
 """
+
+import contextlib
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from dtransformer.parallel.config import get_parallel_config
 
 # Logical name of a dimension -> what it counts.
 LOGICAL_AXES = {
@@ -15,18 +22,159 @@ LOGICAL_AXES = {
     "heads": "attention heads",
     "head_dim": "features of one head",
     "mlp": "features inside the feed-forward layer",
-    "vocab": "entries of the vocabulary",
+    "vocab": "entries of the vocabulary, of logits and of the head",
+    "vocab_rows": "rows of an embedding's table",
     "position": "entries of a table of positions",
     "norm": "features that a normalization scales",
 }
+# Those that activations alone have.
+ACTIVATION_AXES = ("batch", "length", "memory_length")
+
+# Where the operations of gradients have their names.
+GRADIENT_SCOPE = "gradient/"
+
+_mesh = None
+_is_tracing, _has_gradients = False, True
+_overrides = {}
+
+
+def rules(config=None):
+    """Return the table: logical name -> mesh axis, None for a dimension that stays whole.
+
+    Args:
+        config: a `TransformerOpParallelConfig`; the current global one by default.
+
+    Example:
+
+    >>> rules(TransformerOpParallelConfig(model_parallel=2))["mlp"]
+    'model'
+    """
+    config = config or get_parallel_config()
+    table = dict.fromkeys(LOGICAL_AXES)
+    table.update(batch="data", heads="model", mlp="model", vocab="model")
+    if not config.vocab_emb_dp:
+        table["vocab_rows"] = "model"
+    if config.sequence_parallel:
+        table["length"] = "model"
+    return {**table, **(config.parallel_rules or {})}
+
+
+def set_mesh(mesh):
+    """Make `mesh`, a DTensor mesh or None, the island's."""
+    global _mesh
+    _mesh = mesh
+
+
+def get_mesh():
+    """Return the island's DTensor mesh; None where it is one device."""
+    return _mesh
+
+
+@contextlib.contextmanager
+def on_mesh(gradients=True):
+    """What is traced inside the `with` block runs on the mesh: `constrain` applies.
+
+    Args:
+        gradients: whether gradients may be asked for.
+    """
+    global _is_tracing, _has_gradients
+    outer = _is_tracing, _has_gradients
+    _is_tracing, _has_gradients = True, gradients
+    try:
+        yield
+    finally:
+        _is_tracing, _has_gradients = outer
+
+
+def custom_gradient(function):
+    """As `tf.custom_gradient`, where gradients may be asked for.
+
+    Inside a loop on the mesh DTensor does not know the operation that it makes. The
+    gradient's operations are named after the layer's.
+    """
+    if not _has_gradients:
+        return lambda *args: function(*args)[0]
+
+    @tf.custom_gradient
+    def named(*args):
+        result, gradient = function(*args)
+        scope = tf.get_current_name_scope()
+
+        def named_gradient(*upstream):
+            with tf.name_scope(f"{GRADIENT_SCOPE}{scope}/"):
+                return gradient(*upstream)
+
+        return result, named_gradient
+
+    return named
+
+
+def is_on_mesh():
+    """Return whether tensors are on the mesh here."""
+    return _is_tracing
+
+
+@contextlib.contextmanager
+def override_rules(rows):
+    """Use other rows of the table inside the `with` block."""
+    global _overrides
+    outer, _overrides = _overrides, {**_overrides, **rows}
+    try:
+        yield
+    finally:
+        _overrides = outer
+
+
+def mesh_axis(name):
+    """Return the mesh axis that cuts a logical dimension here, or None."""
+    if _mesh is None or name is None:
+        return None
+    axis = {**rules(), **_overrides}.get(name)
+    return axis if axis in _mesh.dim_names else None
+
+
+def axis_size(axis):
+    """Return the number of slices along a mesh axis; 1 for None."""
+    return 1 if axis is None else _mesh.dim_size(axis)
+
+
+def make_layout(specs):
+    """Return the DTensor layout with a mesh axis, or None, for every dimension."""
+    return dtensor.Layout([spec or dtensor.UNSHARDED for spec in specs], _mesh)
+
+
+def weight_specs(axes, shape, path):
+    """Return the mesh axis, or None, that cuts each dimension of a weight.
+
+    Raises:
+        ValueError: a dimension is not divisible, or two are cut over one mesh axis;
+            names the weight.
+    """
+    specs = tuple(mesh_axis(name) for name in axes)
+    for dimension, (name, spec) in enumerate(zip(axes, specs)):
+        if spec is None:
+            continue
+        if shape[dimension] % axis_size(spec):
+            raise ValueError(
+                f"the weight {path} of shape {tuple(shape)} cannot be cut: its dimension "
+                f"{name!r} has {shape[dimension]} entries, and the mesh axis {spec!r} has "
+                f"{axis_size(spec)} slices; change the size, or set parallel_rules={{{name!r}: None}}"
+            )
+        if specs.count(spec) > 1:
+            raise ValueError(
+                f"the weight {path} with the logical axes {axes} would be cut twice over the mesh "
+                f"axis {spec!r}: set parallel_rules={{{name!r}: None}}"
+            )
+    return specs
 
 
 def check_axes(axes, rank, what):
     """Check logical names against a number of dimensions.
 
     Args:
-        axes: a tuple with a name of `LOGICAL_AXES`, or None for a dimension that
-            is never cut, for every dimension.
+        axes: a tuple with a name of `LOGICAL_AXES` or of the config's
+            `parallel_rules`, or None for a dimension that is never cut, for every
+            dimension.
         rank: the number of dimensions.
         what: what is described, for the error.
 
@@ -35,10 +183,31 @@ def check_axes(axes, rank, what):
     """
     if len(axes) != rank:
         raise ValueError(f"{what} has {rank} dimensions, but its logical axes are {axes}")
+    known = rules()
     for axis in axes:
-        if axis is not None and axis not in LOGICAL_AXES:
+        if axis is not None and axis not in known:
             raise ValueError(
-                f"{what} has the logical axis {axis!r}; known are {', '.join(LOGICAL_AXES)}"
+                f"{what} has the logical axis {axis!r}; known are {', '.join(known)}; "
+                f"parallel_rules={{{axis!r}: None}} adds one"
+            )
+
+
+def check_rules(variables):
+    """Check that every row that the user gave cuts, or keeps whole, some weight.
+
+    Args:
+        variables: list of variables; those of our layers have `logical_axes`.
+
+    Raises:
+        ValueError: a row matches nothing.
+    """
+    used = {name for v in variables for name in getattr(v, "logical_axes", ())}
+    for name in get_parallel_config().parallel_rules or {}:
+        if name not in used and name not in ACTIVATION_AXES:
+            names = sorted(filter(None, used))
+            raise ValueError(
+                f"parallel_rules has a row for {name!r}, which no weight of the network has; its "
+                f"weights have {', '.join(names) or 'no logical axes'}"
             )
 
 
@@ -51,7 +220,21 @@ def constrain(x, axes):
 
     Returns:
         The same values, laid out as the rules say; `x` itself where there is no
-        mesh.
+        mesh. A dimension that the mesh axis does not divide stays whole.
     """
     check_axes(axes, len(x.shape), "an activation")
-    return x
+    return pin(x, activation_specs(axes, x.shape)) if _is_tracing else x
+
+
+def activation_specs(axes, shape):
+    """Return the mesh axis, or None, that cuts each dimension of an activation."""
+    specs = [mesh_axis(name) for name in axes]
+    return tuple(
+        spec if size is not None and size % axis_size(spec) == 0 else None
+        for spec, size in zip(specs, shape)
+    )
+
+
+def pin(x, specs):
+    """Pin the layout of a tensor on the mesh to a mesh axis, or None, for every dimension."""
+    return dtensor.relayout(x, make_layout(specs))

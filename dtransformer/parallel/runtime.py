@@ -1,7 +1,7 @@
-"""Joining the job: ranks, devices and the data group.
+"""Joining the job: ranks, devices, the island's mesh and the data group.
 
 `init` joins the job that `horovodrun` started, or runs alone. Horovod is needed
-for several ranks only.
+for several ranks only, DTensor where operations are cut.
 """
 
 import atexit
@@ -13,12 +13,14 @@ import warnings
 
 import tensorflow as tf
 
+from dtransformer.parallel import groups, layout
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
     get_parallel_config,
     set_parallel_config,
 )
+from dtransformer.parallel.mesh import free_address, start_mesh, stop_mesh
 from dtransformer.parallel.topology import Topology
 
 _DEFAULT_SEED = 0
@@ -33,6 +35,8 @@ class _Job:
     local_rank: int = 0
     topology: Topology = Topology()
     hvd: object = None
+    island: groups.Group | None = None
+    data_group: groups.Group | None = None
 
 
 _job = _Job()
@@ -57,7 +61,6 @@ def _import_horovod():
 
 # What the config knows and this version cannot carry out, with what to set instead.
 _NOT_YET = {
-    "model_parallel": (1,),
     "pipeline_stage": (1,),
     "context_parallel": (1,),
     "expert_parallel": (1,),
@@ -77,29 +80,45 @@ def check_supported(config):
         value = getattr(config, name)
         if not any(value is a or value == a and type(value) is type(a) for a in allowed):
             raise NotImplementedError(
-                f"{name}={value}: this version trains with data parallelism only; "
-                f"set {name}={allowed[0]}"
+                f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
             )
 
 
-def init(config=None, *, seed=None):
+def check_joined(config):
+    """Check that the job was joined with a config.
+
+    Raises:
+        RuntimeError: operations are to be cut, and `init` has made no mesh for it.
+    """
+    if config.model_parallel != _job.topology.model:
+        raise RuntimeError(
+            f"the config has model_parallel={config.model_parallel}, and the job was joined with "
+            f"{_job.topology.model}: call dtransformer.init(config) before the network is made"
+        )
+
+
+def init(config=None, *, seed=None, local_devices=1):
     """Join the job and make `config` the global parallel config.
 
-    Call it once, before any tensor is made. Under `horovodrun` every process
-    becomes a rank of the job; under `python` the process runs alone.
+    Call it once, before any tensor is made: where operations are cut, DTensor starts
+    TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
+    `python` the process runs alone.
 
     Args:
         config: a `TransformerOpParallelConfig`; the current global one by default.
         seed: int, from which initial weights and dropout masks are derived; 0 by
             default. The same on every rank.
+        local_devices: number of devices that each rank drives: GPUs, or logical CPU
+            devices where there is no GPU.
 
     Returns:
         The `Topology` of the job.
 
     Raises:
-        ValueError: the config's degrees do not multiply to the number of ranks, or
+        ValueError: the config's degrees do not multiply to the number of devices, or
             ranks were started with different configs.
-        RuntimeError: there are several ranks and Horovod is not installed.
+        RuntimeError: there are several ranks and Horovod is not installed, or this
+            host has fewer GPUs than its ranks ask for.
 
     Example:
 
@@ -113,30 +132,52 @@ def init(config=None, *, seed=None):
         raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
     if seed is not None:
         _check_seed(seed)
+    if not isinstance(local_devices, int) or local_devices < 1:
+        raise ValueError(f"local_devices must be an int of at least 1, got {local_devices!r}")
+    _leave_mesh()
     hvd = None
     if _started_by_horovodrun():
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
         hvd = _import_horovod()
         hvd.init()
-        if not _initialized:  # before the first operation
-            _take_devices(hvd.local_rank(), hvd.local_size())
-            atexit.register(shutdown)
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
-    topology = Topology.from_config(config, size)
+    topology = Topology.from_config(config, size, local_devices)
     check_supported(config)
+    if not _initialized:  # before the first operation
+        _take_devices(local_rank, hvd.local_size() if hvd else 1, local_devices)
+        atexit.register(_at_exit)
+    addresses = [None]
     if hvd:
-        _compare_configs(hvd, config, seed)
-    set_parallel_config(config.resolve(size))
+        addresses = _compare_configs(hvd, config, seed, local_devices)
+    set_parallel_config(config.resolve(size, local_devices))
     if seed is not None:
         set_seed(seed)
     _job = _Job(rank, size, local_rank, topology, hvd)
     _initialized = True
+    layout.set_mesh(start_mesh(topology, rank, addresses, device_type()))
+    everyone = range(size)
+    _job = dataclasses.replace(
+        _job,
+        island=_own_group(rank, [topology.island(r) for r in everyone]),
+        data_group=_own_group(rank, [topology.data_group(r) for r in everyone]),
+    )
     return topology
 
 
-def _compare_configs(hvd, config, seed):
-    """Raise the same error on every rank where ranks were started differently."""
-    mine = {**dataclasses.asdict(config), "seed": seed}
-    everyone = hvd.allgather_object(mine, name="dtransformer.config")
+def _own_group(rank, all_ranks):
+    """Make every group, on all ranks in the same order; return this rank's."""
+    made = {ranks: groups.new_group(ranks) for ranks in dict.fromkeys(all_ranks)}
+    return made[all_ranks[rank]]
+
+
+def _compare_configs(hvd, config, seed, local_devices):
+    """Return the addresses of all ranks.
+
+    Raise the same error on every rank where ranks were started differently.
+    """
+    mine = {**dataclasses.asdict(config), "seed": seed, "local_devices": local_devices}
+    address = free_address(local=hvd.local_size() == hvd.size())
+    everyone, addresses = zip(*hvd.allgather_object((mine, address), name="dtransformer.config"))
     for field, expected in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
         if others:
@@ -144,18 +185,29 @@ def _compare_configs(hvd, config, seed):
                 f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
                 f"{everyone[others[0]][field]!r}; start every rank with the same config"
             )
+    return addresses
 
 
-def _take_devices(local_rank, local_size):
-    """Take this rank's GPU, or its share of the machine's cores."""
+def device_type():
+    """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def _take_devices(local_rank, local_size, local_devices):
+    """Take this rank's GPUs, or its share of the machine's cores."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        if local_rank >= len(gpus):
+        own = gpus[local_rank * local_devices : (local_rank + 1) * local_devices]
+        if len(own) < local_devices:
             raise RuntimeError(
-                f"this host has {len(gpus)} GPUs and {local_size} ranks: start at most one rank a GPU"
+                f"this host has {len(gpus)} GPUs and {local_size} ranks of {local_devices}: start "
+                "at most one rank a GPU"
             )
-        tf.config.set_visible_devices(gpus[local_rank], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[local_rank], True)
+        tf.config.set_visible_devices(own, "GPU")
+        for gpu in own:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        return
+    if local_size == 1:
         return
     cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
     try:
@@ -168,12 +220,31 @@ def _take_devices(local_rank, local_size):
         )
 
 
+def _leave_mesh():
+    """Stop the mesh, if there is one, once every rank is done with it."""
+    if layout.get_mesh() is not None:
+        barrier()
+        stop_mesh()
+        layout.set_mesh(None)
+
+
 def shutdown():
     """Leave the job, once every rank is here. Without a job, do nothing."""
     global _job, _initialized
+    _leave_mesh()
+    _leave_job()
+    _job, _initialized = _Job(), False
+
+
+def _leave_job():
+    groups.forget()
     if _job.hvd is not None and _job.hvd.is_initialized():
         _job.hvd.shutdown()
-    _job, _initialized = _Job(), False
+
+
+def _at_exit():
+    """Leave without waiting for ranks that may have failed."""
+    _leave_job()
 
 
 def is_initialized():
@@ -211,6 +282,16 @@ def horovod():
     return _job.hvd
 
 
+def island():
+    """Return the `Group` of the ranks that compute together with this one, on one mesh."""
+    return _job.island or groups.whole_job()
+
+
+def data_group():
+    """Return the `Group` of the ranks that hold the same slices of the weights."""
+    return _job.data_group or groups.whole_job()
+
+
 def barrier():
     """Wait until every rank is here."""
     if _job.hvd is not None:
@@ -218,8 +299,11 @@ def barrier():
 
 
 def data_shard():
-    """Return (index, count): which share of every global batch this rank takes."""
-    return _job.topology.coordinates(_job.rank)["data"], _job.topology.data
+    """Return (index, count): which share of every global batch this rank takes.
+
+    The ranks of an island take the same.
+    """
+    return _job.topology.data_shard(_job.rank)
 
 
 def seed():

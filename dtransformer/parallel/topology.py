@@ -1,8 +1,9 @@
-"""Ranks, their coordinates and their groups: pure functions of the degrees.
+"""Devices, their coordinates and their groups: pure functions of the degrees.
 
-Ranks are numbered with the model axis fastest, then context, then data, and the
-pipeline stage outermost: of 8 ranks with model=4 and data=2, ranks 0 and 4 hold
-the same slices of the weights.
+Devices are numbered with the model axis fastest, then context, then data, and the
+pipeline stage outermost: of 8 devices with model=4 and data=2, devices 0 and 4 hold
+the same slices of the weights. A rank drives one or more devices that follow each
+other; an island is the ranks that compute together, on one mesh.
 """
 
 import dataclasses
@@ -13,10 +14,17 @@ AXES = ("stage", "data", "context", "model")  # outermost first
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The grid of a job's ranks.
+    """The grid of a job's devices, one or more a rank.
+
+    With one device a rank, devices and ranks have the same numbers.
 
     Args:
         stage, data, context, model: size of the grid along each axis.
+        local_devices: number of devices of each rank.
+
+    Raises:
+        ValueError: the devices of a rank do not make up whole rows of the grid, or an
+            even part of one.
 
     Example:
 
@@ -31,20 +39,31 @@ class Topology:
     data: int = 1
     context: int = 1
     model: int = 1
+    local_devices: int = 1
+
+    def __post_init__(self):
+        row, local = self.model * self.context, self.local_devices
+        if row % local and (local % row or self.data % (local // row)):
+            raise ValueError(
+                f"local_devices={local} must divide model_parallel={self.model}"
+                f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple of "
+                f"it that divides it times data_parallel={self.data}"
+            )
 
     @classmethod
-    def from_config(cls, config, num_ranks):
-        """Return the grid of `num_ranks` ranks under a `TransformerOpParallelConfig`.
+    def from_config(cls, config, num_ranks, local_devices=1):
+        """Return the grid of a job under a `TransformerOpParallelConfig`.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of ranks.
+            ValueError: the degrees do not multiply to the number of devices.
         """
-        config = config.resolve(num_ranks)
+        config = config.resolve(num_ranks, local_devices)
         return cls(
             stage=config.pipeline_stage,
             data=config.data_parallel,
             context=config.context_parallel,
             model=config.model_parallel,
+            local_devices=local_devices,
         )
 
     @property
@@ -54,20 +73,29 @@ class Topology:
 
     @property
     def size(self):
-        """The number of ranks."""
+        """The number of devices."""
         return math.prod(self.shape)
 
+    @property
+    def num_ranks(self):
+        """The number of ranks."""
+        return self.size // self.local_devices
+
+    @property
+    def inner_data(self):
+        """The number of slices of the batch that one island computes."""
+        return max(self.local_devices // (self.model * self.context), 1)
+
     def coordinates(self, rank):
-        """Return the place of `rank` along each axis."""
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is not one of the job's {self.size} ranks")
+        """Return the place of a device along each axis."""
+        self._check(rank, self.size)
         place = {}
         for axis, size in zip(reversed(AXES), reversed(self.shape)):
             rank, place[axis] = divmod(rank, size)
         return {axis: place[axis] for axis in AXES}
 
     def rank(self, **place):
-        """Return the rank at a place; axes that are not given are 0."""
+        """Return the device at a place; axes that are not given are 0."""
         _check_axes(place)
         rank = 0
         for axis, size in zip(AXES, self.shape):
@@ -78,7 +106,7 @@ class Topology:
         return rank
 
     def group(self, rank, *axes):
-        """Return the ranks that differ from `rank` along `axes` only, in order."""
+        """Return the devices that differ from `rank` along `axes` only, in order."""
         _check_axes(axes)
         here = self.coordinates(rank)
         return tuple(
@@ -92,17 +120,40 @@ class Topology:
         )
 
     def groups(self, *axes):
-        """Return every group of ranks that differ along `axes` only, in order."""
+        """Return every group of devices that differ along `axes` only, in order."""
         return tuple(dict.fromkeys(self.group(rank, *axes) for rank in range(self.size)))
 
+    @staticmethod
+    def _check(rank, number):
+        if not 0 <= rank < number:
+            raise ValueError(f"rank {rank} is not one of the job's {number} ranks")
+
+    @property
+    def _ranks_per_island(self):
+        return max(self.model * self.context // self.local_devices, 1)
+
     def island(self, rank):
-        """Return the ranks that hold one copy of `rank`'s pipeline stage."""
-        return self.group(rank, "context", "model")
+        """Return the ranks that compute together with `rank`, on one mesh."""
+        self._check(rank, self.num_ranks)
+        first = rank - rank % self._ranks_per_island
+        return tuple(range(first, first + self._ranks_per_island))
+
+    def data_shard(self, rank):
+        """Return (index, count): the share of every global batch that `rank`'s island takes."""
+        count = self.data // self.inner_data
+        return rank // self._ranks_per_island % count, count
+
+    def data_group(self, rank):
+        """Return the ranks that hold the same slices as `rank` in the stage's islands."""
+        index, count = self.data_shard(rank)
+        first = rank - index * self._ranks_per_island
+        return tuple(first + i * self._ranks_per_island for i in range(count))
 
     def __str__(self):
-        return " · ".join(f"{axis} {size}" for axis, size in zip(AXES, self.shape) if size > 1) or (
-            "one rank"
-        )
+        axes = [f"{axis} {size}" for axis, size in zip(AXES, self.shape) if size > 1]
+        if self.local_devices > 1:
+            axes.append(f"{self.local_devices} devices a rank")
+        return " · ".join(axes) or "one rank"
 
 
 def _check_axes(axes):

@@ -3,12 +3,12 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.loss import with_rank
+from dtransformer.layers.loss import CrossEntropyLoss, entries_at, with_rank
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def as_objective(loss):
+def as_objective(loss, vocab_size=None):
     """Return a loss with the method `per_token`.
 
     Args:
@@ -16,9 +16,14 @@ def as_objective(loss):
             `token_weights`, or a Keras loss, its name, or a function of (y_true, y_pred)
             that returns a value for each sample or token.
 
+        vocab_size: number of entries of the vocabulary, where logits may be padded to
+            more; for a `CrossEntropyLoss` that does not know it.
+
     Raises:
         ValueError: the loss is none of these, or does not reduce to a mean.
     """
+    if vocab_size and isinstance(loss, CrossEntropyLoss) and loss.vocab_size is None:
+        return type(loss).from_config({**loss.get_config(), "vocab_size": vocab_size})
     if hasattr(loss, "per_token"):
         return loss
     if isinstance(loss, (dict, list, tuple)):
@@ -71,5 +76,5 @@ def hits(outputs, labels):
     if not is_class:
         return None
     best = tf.reduce_max(outputs, axis=-1)
-    own = tf.gather(outputs, tf.maximum(labels, 0), batch_dims=len(labels.shape))
+    own = entries_at(outputs, tf.maximum(labels, 0))
     return tf.cast(own >= best, "float32")

@@ -9,9 +9,13 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.parallel import runtime
+from dtransformer.parallel import layout, runtime, variables
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.plan import WeightPlan
 from dtransformer.trainers import update
+from dtransformer.trainers.communication import communication_report
+from dtransformer.trainers.compute import MeshPlane
+from dtransformer.trainers.data import EpochStart, as_data, check_batches, input_symbols
 from dtransformer.trainers.objective import as_objective, hits
 from dtransformer.trainers.throughput import Throughput, measured_peak
 from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
@@ -41,11 +45,14 @@ class Trainer(keras.Model):
     def __init__(self, network, **kwargs):
         super().__init__(**kwargs)
         runtime.check_supported(get_parallel_config())
+        runtime.check_joined(get_parallel_config())
         self.network = network
         self.objective = None
         self._throughput = None
         self._accuracy_tracker = None
+        self._plane = None
         self._ready = False
+        self._update_graph = None
 
     def call(self, inputs, training=False):
         return self.network(inputs, training=training)
@@ -81,7 +88,8 @@ class Trainer(keras.Model):
                 longer to start and is not faster.
             auto_scale_loss: whether the loss is scaled under `mixed_float16`.
         """
-        self.objective = as_objective(CrossEntropyLoss() if loss is None else loss)
+        loss = CrossEntropyLoss() if loss is None else loss
+        self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
         super().compile(
             optimizer=optimizer,
             metrics=metrics,
@@ -95,8 +103,18 @@ class Trainer(keras.Model):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
+        self._ready, self._plane = False, None
         self._compute, self._update = self._loss_and_gradients, self._apply
-        if jit_compile is True and not run_eagerly:
+        self._evaluate = self._outputs_and_sums
+        self._finish, self._finish_test = self._update_and_track, self._track_test
+        if layout.get_mesh() is not None:
+            update.check_elementwise(self.optimizer)
+            if run_eagerly or jit_compile is True:
+                option = "run_eagerly" if run_eagerly else "jit_compile"
+                raise ValueError(
+                    f"{option}=True does not work where operations are cut over a mesh"
+                )
+        elif jit_compile is True and not run_eagerly:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
             self._update = tf.function(self._update, jit_compile=True)
 
@@ -107,30 +125,40 @@ class Trainer(keras.Model):
 
         Without a count it is this rank's own.
         """
-        variables = self.network.trainable_variables
+        weights = self.network.trainable_variables
+        values = [weight.value for weight in weights]
         with tf.GradientTape() as tape, dropout_seed(seed):
+            tape.watch(values)
             outputs = self(inputs, training=True)
             sums = self._sums(inputs, outputs, labels, sample_weight)
             loss = tf.math.divide_no_nan(sums["loss"], sums["count"] if count is None else count)
             for extra in self.losses:  # regularizers, the same on every rank
                 loss += tf.cast(extra, "float32") / runtime.data_shard()[1]
             loss = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(loss, [variable.value for variable in variables])
-        unused = [v.path for v, gradient in zip(variables, gradients) if gradient is None]
+        gradients = tape.gradient(loss, values)
+        unused = [v.path for v, gradient in zip(weights, gradients) if gradient is None]
         if unused:
             raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
         # Kept where metrics want them only: logits are large.
         return gradients, outputs if self._compile_metrics is not None else None, sums
 
+    def _outputs_and_sums(self, inputs, labels, sample_weight):
+        """Return the outputs, where metrics want them, and this rank's sums."""
+        outputs = self(inputs, training=False)
+        sums = self._sums(inputs, outputs, labels, sample_weight)
+        return outputs if self._compile_metrics is not None else None, sums
+
     def _sums(self, inputs, outputs, labels, sample_weight):
         """Return this rank's sums, float32 scalars: what the logs are made of."""
-        values, weights = self.objective.per_token(outputs, labels, sample_weight)
+        with tf.name_scope("loss"):
+            values, weights = self.objective.per_token(outputs, labels, sample_weight)
         weights = tf.cast(weights, "float32")
         sums = {
             "loss": tf.reduce_sum(tf.cast(values, "float32") * weights),
             "count": tf.reduce_sum(weights),
         }
-        right = hits(outputs, labels)
+        with tf.name_scope("accuracy"):
+            right = hits(outputs, labels)
         if right is not None:
             sums["accuracy"] = tf.reduce_sum(right * weights)
         sums["tokens"] = sums["count"]
@@ -143,22 +171,39 @@ class Trainer(keras.Model):
     # The update plane: the gradients of the whole batch.
 
     def _apply(self, gradients):
-        self.optimizer.apply(gradients, self.network.trainable_variables)
-        return update.global_norm(gradients)
+        shards = variables.own_shards(self.network.trainable_variables)
+        _, is_cut = self._owners()
+        norm = update.global_norm(gradients, is_cut)
+        if any(is_cut) and isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+            # A slice that overflows on one rank has to be skipped on all.
+            poison = tf.where(tf.math.is_finite(norm), 1.0, float("nan"))
+            gradients[0] *= tf.cast(poison, gradients[0].dtype)
+        self.optimizer.apply(gradients, shards)
+        return norm
+
+    def _owners(self):
+        """Return for each shard the number of its weight, and whether it is a slice."""
+        owners, is_cut = [], []
+        for number, weight in enumerate(self.network.trainable_variables):
+            num_shards = len(variables.own_shards([weight]))
+            owners += [number] * num_shards
+            is_cut += [any(variables.specs_of(weight))] * num_shards
+        return owners, is_cut
 
     def _fusion_groups(self):
         group_of = {
-            id(variable): block.comm_fusion
+            id(weight): block.comm_fusion
             for block in self.network._flatten_layers()
             if isinstance(block, TransformerBlock)
-            for variable in block.trainable_variables
+            for weight in block.trainable_variables
         }
+        weights = self.network.trainable_variables
         return update.fusion_groups(
-            [group_of.get(id(variable)) for variable in self.network.trainable_variables],
+            [group_of.get(id(weights[owner])) for owner in self._owners()[0]],
             get_parallel_config().gradient_aggregation_group,
         )
 
-    # Keras calls these with each batch, inside a tf.function of its own.
+    # Keras calls these with each batch: without a mesh inside a tf.function of its own.
 
     def train_step(self, data):
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -169,8 +214,15 @@ class Trainer(keras.Model):
         gradients, outputs, sums = self._compute(
             inputs, labels, sample_weight, count, self._dropout_seed()
         )
+        self._build_metrics(labels, outputs)
+        return self._finish(gradients, sums, count, *self._seen(labels, outputs, sample_weight))
+
+    def _update_and_track(self, gradients, sums, count, labels, outputs, sample_weight):
+        """Reduce and apply the gradients; return the logs."""
+        if not tf.executing_eagerly():
+            self._update_graph = tf.compat.v1.get_default_graph()
         totals = update.reduce_sum(sums, name="sums")
-        if count is None and runtime.size() > 1:
+        if count is None:
             share = tf.math.divide_no_nan(sums["count"], totals["count"])
             gradients = update.scale(gradients, share)
         gradients = update.reduce_gradients(gradients, self._fusion_groups())
@@ -185,9 +237,25 @@ class Trainer(keras.Model):
 
     def test_step(self, data):
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs = self(inputs, training=False)
-        sums = self._sums(inputs, outputs, labels, sample_weight)
+        outputs, sums = self._evaluate(inputs, labels, sample_weight)
+        self._build_metrics(labels, outputs)
+        return self._finish_test(sums, *self._seen(labels, outputs, sample_weight))
+
+    def _track_test(self, sums, labels, outputs, sample_weight):
         return self._track(update.reduce_sum(sums, "test_sums"), labels, outputs, sample_weight)
+
+    def predict_step(self, data):
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self(inputs, training=False) if self._plane is None else self._plane.predict(inputs)
+
+    def _seen(self, *batch):
+        """Return what metrics look at; None where there are none, so that shapes do not matter."""
+        return batch if self._compile_metrics is not None else (None,) * len(batch)
+
+    def _build_metrics(self, labels, outputs):
+        """Make the metrics' states, which have to exist before they are read."""
+        if self._compile_metrics is not None and not self._compile_metrics.built:
+            self._compile_metrics.build(labels, outputs)
 
     def _track(self, totals, labels, outputs, sample_weight):
         """Update the metrics; return their means since the epoch began."""
@@ -198,12 +266,10 @@ class Trainer(keras.Model):
                 tracker.update_state(mean, sample_weight=totals["count"])
                 logs[name] = tracker.result()
         if self._compile_metrics is not None:
-            if not self._compile_metrics.built:  # their states have to exist before
-                self._compile_metrics.build(labels, outputs)
             states = [variable.value for variable in self._compile_metrics.variables]
             before = [tf.identity(state) for state in states]
             self._compile_metrics.update_state(labels, outputs, sample_weight)
-            if runtime.size() > 1:  # what each rank added, from all of them
+            if runtime.data_shard()[1] > 1:  # what each rank added, from all of them
                 added = {str(i): s - b for i, (s, b) in enumerate(zip(states, before))}
                 added = update.reduce_sum(added, name="metrics")
                 for i, (state, start) in enumerate(zip(states, before)):
@@ -223,6 +289,8 @@ class Trainer(keras.Model):
         if self.train_function is not None and not force:
             return self.train_function
         super().make_train_function(force=True)
+        if self._plane is not None:
+            self.train_function = self._each_step(self.train_step)
         step, steps = self.train_function, self.steps_per_execution
         peak = update.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
         self._throughput = Throughput(float(peak))
@@ -242,6 +310,42 @@ class Trainer(keras.Model):
         self.train_function = timed_step
         return self.train_function
 
+    def make_test_function(self, force=False):
+        if self._plane is None:
+            return super().make_test_function(force)
+        self.test_function = self._each_step(self.test_step)
+        return self.test_function
+
+    def make_predict_function(self, force=False):
+        if self._plane is None:
+            return super().make_predict_function(force)
+
+        def predict(batches):
+            outputs = [self.predict_step(batch) for batch in batches]
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        self.predict_function = predict
+        return self.predict_function
+
+    def _each_step(self, step):
+        """Return a function of an iterator that runs a step with each batch.
+
+        On a mesh the planes are compiled each for itself, and what joins them is Python.
+        """
+
+        def run(iterator):
+            logs = None
+            for _ in range(self.steps_per_execution):
+                try:
+                    logs = step(next(iterator))
+                except StopIteration:
+                    if logs is None:
+                        raise
+                    break
+            return logs
+
+        return run
+
     def fit(
         self, x=None, y=None, *, verbose="auto", callbacks=None, validation_data=None, **kwargs
     ):
@@ -259,26 +363,26 @@ class Trainer(keras.Model):
         Returns:
             A `keras.callbacks.History`.
         """
-        callbacks = [_EpochStart(x), *(callbacks or [])]
-        data = _as_data(x)
+        callbacks = [EpochStart(x), *(callbacks or [])]
+        data = as_data(x)
         if isinstance(data, tf.data.Dataset):
             kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
         self._prepare(data)
-        _check_batches(data)
+        check_batches(data)
         return super().fit(
             data,
             y,
             verbose=verbose if runtime.is_chief() else 0,
             callbacks=callbacks,
-            validation_data=_as_data(validation_data),
+            validation_data=as_data(validation_data),
             **kwargs,
         )
 
     def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
         """Compute loss and metrics over data; as `keras.Model.evaluate`."""
-        self._prepare(_as_data(x))
+        self._prepare(as_data(x))
         verbose = verbose if runtime.is_chief() else 0
-        return super().evaluate(_as_data(x), y, verbose=verbose, **kwargs)
+        return super().evaluate(as_data(x), y, verbose=verbose, **kwargs)
 
     def predict(self, x, *, verbose="auto", **kwargs):
         """Compute the network's outputs; as `keras.Model.predict`.
@@ -287,7 +391,8 @@ class Trainer(keras.Model):
             NumPy arrays. Logits of a padded vocabulary are cut to its true size.
         """
         verbose = verbose if runtime.is_chief() else 0
-        outputs = super().predict(_as_data(x), verbose=verbose, **kwargs)
+        self._start_plane(as_data(x))
+        outputs = super().predict(as_data(x), verbose=verbose, **kwargs)
         vocab_size = getattr(self.network, "vocab_size", None)
         return outputs if vocab_size is None else outputs[..., :vocab_size]
 
@@ -301,31 +406,29 @@ class Trainer(keras.Model):
         self._assert_compile_called("fit")
         if self._ready:
             return
-        if not self.network.built:
-            self._build_for(data)
+        self._start_plane(data)
         self.built = True
+        weights = self.network.trainable_variables
         if not self.optimizer.built:
-            self.optimizer.build(self.network.trainable_variables)
-        hvd = runtime.horovod()
-        if hvd is not None:
-            variables = [*self.network.variables, *self.optimizer.variables]
-            for number, variable in enumerate(variables):
-                value = hvd.broadcast(variable.value, root_rank=0, name=f"weight_{number}")
-                variable.assign(value)
+            self.optimizer.build(variables.own_shards(weights))
+        owners, is_cut = self._owners()
+        if any(is_cut) or len(owners) > len(weights):
+            update.clip_as_whole(self.optimizer, owners, is_cut)
+        variables.take_first_values(self.network.variables, self.optimizer.variables)
         self._ready = True
 
-    def _build_for(self, data):
-        """Build the network from the shapes of its inputs."""
-        if isinstance(data, tf.data.Dataset):
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
-        elif hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
-            raise ValueError("the network is not built: call it on a batch before training")
-        else:
-            inputs = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
-        symbols = tf.nest.map_structure(
-            lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), inputs
-        )
-        self.network(symbols)
+    def _start_plane(self, data):
+        """Build the network; where there is a mesh, compute on it from now on."""
+        if not self.network.built:
+            self.network(input_symbols(data))
+        if layout.get_mesh() is None or self._plane is not None:
+            return
+        layout.check_rules(self.network.variables)
+        self._plane = MeshPlane(self)
+        self._compute, self._evaluate = self._plane.train, self._plane.test
+        if self.compiled:
+            self._finish = tf.function(self._update_and_track, reduce_retracing=True)
+            self._finish_test = tf.function(self._track_test, reduce_retracing=True)
 
     # What is kept and shown.
 
@@ -334,24 +437,59 @@ class Trainer(keras.Model):
         if not runtime.is_chief():
             return
         self.network.summary(**kwargs)
-        variables = self.network.variables
-        num_bytes = sum(v.value.shape.num_elements() * v.value.dtype.size for v in variables)
-        count = sum(variable.value.shape.num_elements() for variable in variables)
+        plan = WeightPlan.of(self.network.variables)
         print_fn = kwargs.get("print_fn") or print
         print_fn(
-            f" Ranks: {runtime.size()} ({runtime.topology()}); each holds {count:,} parameters "
-            f"({num_bytes / 2**20:.2f} MiB)"
+            f" Ranks: {runtime.size()} ({runtime.topology()}); each device holds "
+            f"{plan.entries_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
         )
+
+    def plan(self):
+        """Return how every weight is cut, and what a device holds; print it.
+
+        Returns:
+            A `dtransformer.parallel.plan.WeightPlan`.
+
+        Raises:
+            ValueError: the network is not built, or a row of `parallel_rules` matches no
+                weight.
+
+        Example:
+
+        >>> print(trainer.plan())  # doctest: +SKIP
+        """
+        if not self.network.built:
+            raise ValueError("the network has no weights yet: build it, or call it on a batch")
+        layout.check_rules(self.network.variables)
+        return WeightPlan.of(self.network.variables)
+
+    def communication_report(self):
+        """Return which collectives the last compiled training step sends; print it.
+
+        Those of the mesh are read from the functions that DTensor lowered for the
+        devices, those over Horovod from the update's graph.
+
+        Returns:
+            A `dtransformer.parallel.audit.CommunicationReport`. Where the network has the
+            method `stream_shapes(inputs)`, it has the theory's numbers for each block.
+
+        Raises:
+            ValueError: no step was compiled yet.
+        """
+        return communication_report(self.network, self._plane, self._update_graph)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights and the optimizer's state from rank 0; as `keras.Model.save_weights`.
 
-        The network alone can load the file too.
+        The network alone can load the file too, on any layout. Weights that are cut are
+        gathered on rank 0, so that all ranks have to call; the optimizer's state is saved
+        only where no weight is cut.
         """
-        if runtime.is_chief():
-            self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
-            if self._has_state() and str(filepath).endswith(".h5"):
-                save_optimizer(filepath, self.optimizer)
+        with variables.gathered(self.network.variables):
+            if runtime.is_chief():
+                self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
+                if self._has_state() and str(filepath).endswith(".h5"):
+                    save_optimizer(filepath, self.optimizer)
         runtime.barrier()
 
     def load_weights(self, filepath, **kwargs):
@@ -363,12 +501,14 @@ class Trainer(keras.Model):
             self.network.build()
         self.network.load_weights(filepath, **kwargs)
         if self.compiled and str(filepath).endswith(".h5"):
-            if not self._has_state():
-                self.optimizer.build(self.network.trainable_variables)
-            load_optimizer(filepath, self.optimizer)
+            if not self.optimizer.built:
+                self.optimizer.build(variables.own_shards(self.network.trainable_variables))
+            if self._has_state():
+                load_optimizer(filepath, self.optimizer)
 
     def _has_state(self):
-        return self.compiled and self.optimizer.built
+        """Return whether there is a state of the optimizer, of whole weights."""
+        return self.compiled and self.optimizer.built and not any(self._owners()[1])
 
     def get_compile_config(self):
         """Return nothing: a trainer that is loaded has to be compiled again."""
@@ -380,34 +520,3 @@ class Trainer(keras.Model):
     @classmethod
     def from_config(cls, config):
         return cls(keras.saving.deserialize_keras_object(config["network"]))
-
-
-class _EpochStart(keras.callbacks.Callback):
-    """Tells the data which epoch comes next, so that it shuffles anew; resets the clock."""
-
-    def __init__(self, data):
-        super().__init__()
-        self.data = data
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.model._throughput.reset()
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(epoch)
-
-
-def _as_data(data):
-    return data.as_dataset() if hasattr(data, "as_dataset") else data
-
-
-def _check_batches(data):
-    """Compare the number of batches of all ranks: one that waits for a batch waits for ever."""
-    hvd = runtime.horovod()
-    if hvd is None or not isinstance(data, tf.data.Dataset):
-        return
-    numbers = hvd.allgather_object(int(data.cardinality()), name="number_of_batches")
-    for rank, number in enumerate(numbers):
-        if number != numbers[0]:
-            raise ValueError(
-                f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
-                "same number, its own rows of each global batch"
-            )

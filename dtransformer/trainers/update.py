@@ -1,4 +1,4 @@
-"""The update plane: reduce gradients over the data group, then update the weights.
+"""The update plane: what happens once a step on the slices that this rank holds.
 
 It knows nothing of layers. Gradients come in as sums over this rank's share of the
 batch, already divided by what the whole batch counts, so that their sum over the
@@ -48,10 +48,13 @@ def reduce_sum(scalars, name):
         scalars: dict of tensors of one type, all scalars or not.
         name: name of the reduction, the same on every rank.
     """
-    hvd = runtime.horovod()
-    if hvd is None:
+    group = runtime.data_group()
+    if group.size == 1:
         return scalars
-    sums = hvd.grouped_allreduce(list(scalars.values()), op=hvd.Sum, name=name)
+    hvd = runtime.horovod()
+    sums = hvd.grouped_allreduce(
+        list(scalars.values()), op=hvd.Sum, name=name, process_set=group.process_set
+    )
     return dict(zip(scalars, sums))
 
 
@@ -78,45 +81,121 @@ def reduce_gradients(gradients, groups):
     Returns:
         A list of tensors.
     """
-    hvd = runtime.horovod()
-    if hvd is None:
+    data_group = runtime.data_group()
+    if data_group.size == 1:
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
+    hvd = runtime.horovod()
     reduced = list(gradients)
     for number, group in enumerate(groups):
         dense = [i for i in group if not isinstance(gradients[i], tf.IndexedSlices)]
         if dense:
             sums = hvd.grouped_allreduce(
-                [gradients[i] for i in dense], op=hvd.Sum, name=f"gradients_{number}"
+                [gradients[i] for i in dense],
+                op=hvd.Sum,
+                name=f"gradients_{number}",
+                process_set=data_group.process_set,
             )
             for i, total in zip(dense, sums):
                 reduced[i] = total
         for i in set(group) - set(dense):
-            reduced[i] = _reduce_rows(hvd, gradients[i], f"rows_{i}")
+            reduced[i] = _reduce_rows(hvd, data_group, gradients[i], f"rows_{i}")
     return reduced
 
 
-def _reduce_rows(hvd, rows, name):
+def _reduce_rows(hvd, group, rows, name):
     """Reduce a gradient of rows, in the form that sends less."""
+    ranks = {"process_set": group.process_set}
     num_rows = tf.shape(rows.indices, out_type="int64")[0]
-    most_rows = hvd.allreduce(num_rows, op=hvd.Max, name=f"{name}_count")
+    most_rows = hvd.allreduce(num_rows, op=hvd.Max, name=f"{name}_count", **ranks)
     # A ring all-reduce sends the table twice, an all-gather each rank's rows once.
-    gathered_is_less = most_rows * hvd.size() < 2 * tf.cast(rows.dense_shape[0], "int64")
+    gathered_is_less = most_rows * group.size < 2 * tf.cast(rows.dense_shape[0], "int64")
 
     def gather():
-        values = hvd.allgather(rows.values, name=f"{name}_values")
-        indices = hvd.allgather(rows.indices, name=f"{name}_indices")
+        values = hvd.allgather(rows.values, name=f"{name}_values", **ranks)
+        indices = hvd.allgather(rows.indices, name=f"{name}_indices", **ranks)
         return tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
 
     def reduce():
         table = tf.math.unsorted_segment_sum(rows.values, rows.indices, rows.dense_shape[0])
-        return hvd.allreduce(table, op=hvd.Sum, name=f"{name}_table")
+        return hvd.allreduce(table, op=hvd.Sum, name=f"{name}_table", **ranks)
 
     total = tf.cond(gathered_is_less, gather, reduce)
     total.set_shape([None, *rows.values.shape[1:]])
     return total
 
 
-def global_norm(gradients):
-    """Return the Euclidean norm of all gradients together, a float32 scalar."""
+def global_norm(gradients, is_cut=()):
+    """Return the Euclidean norm of all gradients together, a float32 scalar.
+
+    Args:
+        gradients: list of tensors.
+        is_cut: for each gradient whether it is a slice, of which the other ranks of the
+            island hold the rest; False where it is not given.
+    """
+    return tf.sqrt(tf.add_n(square_norms(gradients, is_cut)))
+
+
+def square_norms(gradients, is_cut=()):
+    """Return the square of each gradient's norm, that of the whole where it is a slice."""
     squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
-    return tf.sqrt(tf.add_n(squares))
+    island, cut = runtime.island(), [i for i, part in enumerate(is_cut) if part]
+    if island.size > 1 and cut:
+        hvd = runtime.horovod()
+        sums = hvd.allreduce(
+            tf.stack([squares[i] for i in cut]),
+            op=hvd.Sum,
+            name="square_norms",
+            process_set=island.process_set,
+        )
+        for i, total in zip(cut, tf.unstack(sums, num=len(cut))):
+            squares[i] = total
+    return squares
+
+
+def clip_as_whole(optimizer, owners, is_cut):
+    """Let an optimizer clip slices of gradients by the norms of the whole.
+
+    Args:
+        optimizer: a Keras optimizer.
+        owners: for each gradient the number of the weight that it belongs to.
+        is_cut: as `global_norm`'s.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+
+    def clip(gradients):
+        if optimizer.clipvalue:
+            bound = optimizer.clipvalue
+            return [tf.clip_by_value(gradient, -bound, bound) for gradient in gradients]
+        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        if not limit:
+            return gradients
+        squares = square_norms(gradients, is_cut)
+        numbers = owners if optimizer.clipnorm else [0] * len(owners)
+        norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, numbers, max(numbers) + 1))
+        factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(numbers) + 1)
+        return [
+            gradient * tf.cast(factors[number], gradient.dtype)
+            for gradient, number in zip(gradients, numbers)
+        ]
+
+    optimizer._clip_gradients = clip
+
+
+# What Keras' optimizers compute from all entries of a weight together.
+_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "Muon")
+
+
+def check_elementwise(optimizer):
+    """Check that an optimizer can update the slices of a weight one by one.
+
+    Raises:
+        ValueError: names the optimizer, and others that can.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with whole weights, and model_parallel cuts "
+                "them: use an optimizer that updates each entry by itself, such as AdamW, Adam, "
+                "Lion, SGD, RMSprop or Nadam"
+            )

@@ -42,6 +42,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--mp", type=int, default=1, help="model parallel size")
+    parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     parser.add_argument("--pipeline_stage", type=int, default=1)
     parser.add_argument("--micro_batch_num", type=int, default=1)
     args = parser.parse_args()
@@ -74,6 +75,8 @@ def modern_data(args):
         tokenizer.encode(targets),
         batch_size=args.batch_size,
         max_length=128,
+        pad_to_bucket=args.mp > 1,  # every shape is compiled anew on a mesh
+        pad_to_multiple_of=args.mp,
         shard_index=index,
         num_shards=count,
         **special,
@@ -88,7 +91,8 @@ def main():
             model_parallel=args.mp,
             pipeline_stage=args.pipeline_stage,
             micro_batch_num=args.micro_batch_num,
-        )
+        ),
+        local_devices=args.local_devices,
     )
     data, special, vocab_size = faithful_data(args) if args.faithful else modern_data(args)
     model = TranslationTransformer(

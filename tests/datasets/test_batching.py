@@ -325,3 +325,16 @@ def test_random_batches_have_the_form_of_real_ones():
     assert as_lists(batches) == as_lists(again)
     assert "vocab_size=4" in refused(random_translation_batches, 3, 4, 7, 5, vocab_size=4)
     assert "least 1" in refused(random_translation_batches, 3, 4, 0, 5, vocab_size=9)
+
+
+def test_padding_to_buckets_leaves_no_more_shapes_than_buckets():
+    rng = np.random.default_rng(0)
+    rows = lambda: tf.ragged.constant([[5] * n for n in rng.integers(1, 21, 200)], "int32")
+    batches = TranslationBatches(
+        rows(), rows(), batch_size=10, max_length=20, buckets=[7, 14, 21], pad_to_bucket=True
+    )
+    shapes = set()
+    for inputs, labels in batches.as_dataset():
+        assert inputs["target"].shape == labels.shape
+        shapes.add((inputs["source"].shape[1], labels.shape[1]))
+    assert shapes == {(7, 7), (14, 14), (20, 21)}, "a source has no start token"

@@ -28,3 +28,25 @@ def test_every_rank_says_what_is_wrong(action, words, output):
     for line in lines:
         for word in words:
             assert word in line
+
+
+# How the last rank fails, what the ranks are together -> what the output says.
+FAILURES = {
+    ("kill", "model"): ["Horovod has been shut down", "Process name: 1", "Exit code: 137"],
+    ("kill", "data"): ["Horovod has been shut down", "Process name: 1", "Exit code: 137"],
+    ("raise", "model"): ["this rank has had enough", "Process name: 1"],
+    ("shapes", "model"): ["rank 0 has int32 [16, 8]", "rank 1 has int32 [16, 16]", "data_shard()"],
+}
+
+
+@needs_horovod
+@pytest.mark.parametrize("how, axis", FAILURES)
+def test_a_rank_that_fails_ends_the_job(how, axis):
+    """Within the time of a start, five steps and a minute."""
+    arguments = ["-m", "tests.distributed.failing", how, 2 if axis == "model" else 1]
+    code, output = launch(2, arguments, timeout=180)
+    assert code != 0
+    assert ("step 5" in output) == (how != "shapes"), output[-4000:]
+    assert "step 7" not in output
+    for words in FAILURES[how, axis]:
+        assert words in output, output[-4000:]

@@ -46,6 +46,7 @@ DEFAULTS = {
         "recompute": False,
         "vocab_emb_dp": True,
         "sequence_parallel": False,
+        "parallel_rules": None,
     },
 }
 
@@ -58,6 +59,11 @@ KINDS = {
     "non-negative": ([0, 0.0, 2.5], [None, "1", False], [-0.1, float("inf"), float("nan")]),
     "level": ([False, True, 0, 1, 2, 3], [None, 1.0, "1", [1]], [-1, 4]),
     "recompute": ([True, False, TransformerRecomputeConfig()], [None, 0, 1, "all", {}], []),
+    "rules": (
+        [None, {}, {"mlp": None}, {"mlp": "model", "own_name": "data"}],
+        ["mlp", ("mlp", None), 1],
+        [{"mlp": "stage"}, {"mlp": 0}, {1: "model"}],
+    ),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
         ["attention", None, 1, {"norm"}, True],
@@ -74,6 +80,7 @@ KIND_OF = {
     "aux_loss_factor": "non-negative",
     "optimizer_shard": "level",
     "select": "parts",
+    "parallel_rules": "rules",
 }
 
 

@@ -118,7 +118,7 @@ def test_how_a_block_is_cut():
         "attention_norm/gamma": ("norm",),
         "attention_norm/beta": ("norm",),
         "final_norm/gamma": ("norm",),
-        "target_embedding/table": ("vocab", "embed"),
+        "target_embedding/table": ("vocab_rows", "embed"),
         "target_positions/table": ("position", "embed"),
         "head/kernel": ("embed", "vocab"),
     }

@@ -74,7 +74,6 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model_parallel": 2},
         {"pipeline_stage": 2},
         {"context_parallel": 2},
         {"expert_parallel": 2},

@@ -128,3 +128,41 @@ def test_a_place_outside_of_the_grid(place):
 def test_what_is_printed():
     assert str(Topology()) == "one rank"
     assert str(Topology(stage=2, data=3, model=4)) == "stage 2 · data 3 · model 4"
+
+
+@pytest.mark.parametrize(
+    "fields, islands, data_groups, shards",
+    [
+        # One device a rank.
+        (
+            dict(data=2, model=2),
+            ((0, 1), (2, 3)),
+            ((0, 2), (1, 3)),
+            [(0, 2), (0, 2), (1, 2), (1, 2)],
+        ),
+        # The model axis inside of each rank, over two ranks, and data slices inside of a rank.
+        (dict(data=2, model=2, local_devices=2), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
+        (dict(model=4, local_devices=2), ((0, 1),), ((0,), (1,)), [(0, 1), (0, 1)]),
+        (dict(data=4, model=2, local_devices=4), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
+        (dict(data=2, model=4, local_devices=8), ((0,),), ((0,),), [(0, 1)]),
+        # Two pipeline stages: data groups stay within a stage.
+        (
+            dict(stage=2, data=2, model=2, local_devices=2),
+            ((0,), (1,), (2,), (3,)),
+            ((0, 1), (2, 3)),
+            [(0, 2), (1, 2), (0, 2), (1, 2)],
+        ),
+    ],
+)
+def test_islands_data_groups_and_shares(fields, islands, data_groups, shards):
+    topology = Topology(**fields)
+    ranks = range(topology.num_ranks)
+    assert tuple(dict.fromkeys(map(topology.island, ranks))) == islands
+    assert tuple(dict.fromkeys(map(topology.data_group, ranks))) == data_groups
+    assert [topology.data_shard(rank) for rank in ranks] == shards
+
+
+@pytest.mark.parametrize("fields", [dict(model=4, local_devices=3), dict(data=3, local_devices=2)])
+def test_devices_of_a_rank_that_make_no_even_part(fields):
+    with pytest.raises(ValueError, match=f"local_devices={fields['local_devices']} must divide"):
+        Topology(**fields)

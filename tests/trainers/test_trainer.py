@@ -227,7 +227,7 @@ class TestByHand:
         trainer.summary(print_fn=lambda line, **_: lines.append(line))
         text = "\n".join(lines)
         count = trainer.network.count_params()
-        assert f"each holds {count:,} parameters ({4 * count / 2**20:.2f} MiB)" in text
+        assert f"each device holds {count:,} parameters ({4 * count / 2**20:.2f} MiB)" in text
         assert "one rank" in text and "transformer" in text
 
 

@@ -1,0 +1,129 @@
+"""Measure the speed of layouts against one process with all cores; print JSON.
+
+    python benchmarks/efficiency.py
+    python benchmarks/efficiency.py --layouts mp2_devices,dp2 --rounds 3
+
+Layouts take turns, a process start each, so that a machine that others use slows all of
+them alike. A layout's figure is its best round's, and its efficiency the ratio of its
+tokens per second to those of one process.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+# Name -> ranks, local devices of each, model_parallel.
+LAYOUTS = {
+    "one_process": (1, 1, 1),
+    "mp2_devices": (1, 2, 2),
+    "mp2_ranks": (2, 1, 2),
+    "dp2": (2, 1, 1),
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a round")
+    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--vocab_size", type=int, default=8000)
+    parser.add_argument("--batch_size", type=int, default=64, help="sentences of all ranks")
+    parser.add_argument("--length", type=int, default=32, help="tokens of each side")
+    parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--vocab_emb_dp", type=int, default=1)
+    parser.add_argument("--worker", choices=LAYOUTS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def work(args):
+    """Train with one layout on this rank; rank 0 prints the seconds of every step."""
+    import keras
+    import numpy as np
+
+    import dtransformer
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import TranslationTransformer
+    from dtransformer.parallel.runtime import data_shard
+    from dtransformer.trainers import Trainer
+
+    _, local_devices, model_parallel = LAYOUTS[args.worker]
+    config = dtransformer.TransformerOpParallelConfig(
+        model_parallel=model_parallel,
+        sequence_parallel=args.sequence_parallel,
+        vocab_emb_dp=bool(args.vocab_emb_dp),
+    )
+    dtransformer.init(config, local_devices=local_devices)
+    model = TranslationTransformer(
+        args.vocab_size,
+        hidden_size=args.hidden_size,
+        num_heads=8,
+        encoder_layers=args.layers,
+        decoder_layers=args.layers,
+    )
+    model.build()
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(0.1))
+    index, count = data_shard()
+    shape = (args.batch_size, args.length)
+    ids = np.random.default_rng(0).integers(4, args.vocab_size, shape, "int32")[index::count]
+    seconds = []
+    for _ in range(args.steps + 2):  # the first ones compile
+        start = time.perf_counter()
+        trainer.train_on_batch({"source": ids, "target": ids}, ids)
+        seconds.append(time.perf_counter() - start)
+    if dtransformer.is_chief():
+        print(json.dumps({"step_seconds": seconds[2:], "first_step_seconds": seconds[0]}))
+    dtransformer.shutdown()
+
+
+def launch(layout, arguments):
+    """Run a layout's ranks; return what rank 0 printed."""
+    num_ranks = LAYOUTS[layout][0]
+    command = [sys.executable, __file__, *arguments, "--worker", layout]
+    if num_ranks > 1:
+        horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
+        command = [str(horovodrun), "-np", str(num_ranks), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        sys.exit(f"{layout} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    line = next(line for line in done.stdout.splitlines() if "step_seconds" in line)
+    return json.loads(line[line.index("{") :])
+
+
+def main():
+    args = parse_arguments()
+    if args.worker:
+        return work(args)
+    layouts = args.layouts.split(",")
+    layouts = list(dict.fromkeys(["one_process", *layouts]))
+    rounds = {layout: [] for layout in layouts}
+    for _ in range(args.rounds):
+        for layout in layouts:
+            result = launch(layout, sys.argv[1:])
+            rounds[layout].append(statistics.median(result["step_seconds"]))
+            print(f"{layout}: {rounds[layout][-1]:.3f} s a step", file=sys.stderr)
+    tokens = 2 * args.batch_size * args.length
+    best = {layout: min(seconds) for layout, seconds in rounds.items()}
+    report = {
+        "tokens_per_step": tokens,
+        "options": {k: v for k, v in vars(args).items() if k not in ("worker", "layouts")},
+        "layouts": {
+            layout: {
+                "seconds_per_step": rounds[layout],
+                "tokens_per_second": tokens / best[layout],
+                "efficiency": best["one_process"] / best[layout],
+            }
+            for layout in layouts
+        },
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

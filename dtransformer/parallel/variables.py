@@ -1,0 +1,231 @@
+"""Variables cut over the island's mesh: each rank keeps its own slices.
+
+A slice is an ordinary Keras variable on one of this rank's devices, which an ordinary
+optimizer updates. For a computation on the mesh the slices of a variable are packed
+into one DTensor, without a copy.
+"""
+
+import contextlib
+import itertools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.experimental import dtensor
+
+from dtransformer.parallel import layout, runtime
+
+
+class MeshVariable(keras.Variable):
+    """A Keras variable of which each device of the mesh holds a slice.
+
+    Its shape is that of the whole. Computations on the mesh see it as a DTensor.
+
+    Args:
+        initializer: a function of (shape, dtype) that returns the whole value. It runs
+            in the host's memory; devices get their slices only.
+        specs: tuple with the mesh axis, or None, that cuts each dimension.
+        **kwargs: as `keras.Variable` has them.
+
+    Attributes:
+        specs: as given.
+        shards: list of the distinct slices that this rank's devices hold, as ordinary
+            Keras variables. Of a slice that the mesh repeats on several devices of this
+            rank, the first device keeps the variable.
+    """
+
+    def __init__(self, initializer, *, specs, **kwargs):
+        self.specs = specs
+        self._gathered = None
+        super().__init__(initializer, **kwargs)
+
+    def _initialize_with_initializer(self, initializer):
+        with tf.device("CPU:0"):
+            whole = np.asarray(initializer(self._shape, dtype=self._dtype))
+        mesh = layout.get_mesh()
+        slices = slices_of(self._shape, self.specs, mesh.local_device_ids())
+        self._slices = list(dict.fromkeys(slices))  # of every shard
+        self._shard_of = [self._slices.index(index) for index in slices]  # every local device's
+        self.shards = []
+        for number, index in enumerate(self._slices):
+            with tf.device(mesh.local_devices()[self._shard_of.index(number)]):
+                self.shards.append(
+                    keras.Variable(
+                        whole[index.slices],
+                        dtype=self._dtype,
+                        trainable=self.trainable,
+                        name=self.name,
+                    )
+                )
+        self._value = None
+
+    @property
+    def value(self):
+        if in_stateless_scope():
+            current = get_stateless_scope().get_current_value(self)
+            if current is not None:
+                return self._maybe_autocast(current)
+        if in_symbolic_scope():  # shapes are asked for only
+            return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{self.path} is cut over the mesh and can be read there only: call the network "
+                "through its Trainer (fit, evaluate, predict), or through generate"
+            )
+        return self._maybe_autocast(self.packed())
+
+    def packed(self):
+        """Return the whole as one DTensor."""
+        parts = []
+        for device, number in zip(layout.get_mesh().local_devices(), self._shard_of):
+            with tf.device(device):
+                parts.append(tf.identity(self.shards[number].value))
+        return dtensor.pack(parts, layout.make_layout(self.specs))
+
+    def unpacked(self, value):
+        """Return the slices of a DTensor that is laid out alike, in the order of the shards."""
+        parts = dtensor.unpack(value)
+        return [parts[self._shard_of.index(number)] for number in range(len(self.shards))]
+
+    def _direct_assign(self, value):
+        value = np.asarray(value)
+        for shard, index in zip(self.shards, self._slices):
+            shard.assign(value[index.slices])
+
+    def numpy(self):
+        """Return the whole. All ranks of the island have to call, as each holds a part."""
+        if self._gathered is not None:
+            return self._gathered
+        return gather_whole(self, [shard.numpy() for shard in self.shards])
+
+    def __array__(self, dtype=None):
+        return np.asarray(self.numpy(), dtype)
+
+
+class _Slice(tuple):
+    """Where a slice lies: a hashable tuple of (start, stop), one a dimension."""
+
+    @property
+    def slices(self):
+        return tuple(slice(start, stop) for start, stop in self)
+
+
+def slices_of(shape, specs, device_ids):
+    """Return what each device of the mesh holds of a whole.
+
+    Args:
+        shape: shape of the whole.
+        specs: tuple with the mesh axis, or None, that cuts each dimension.
+        device_ids: list of global numbers of devices.
+    """
+    mesh = layout.get_mesh()
+    found = []
+    for device in device_ids:
+        place = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
+        widths = [size // layout.axis_size(spec) for size, spec in zip(shape, specs)]
+        starts = [width * int(place.get(spec, 0)) for width, spec in zip(widths, specs)]
+        found.append(_Slice((start, start + width) for start, width in zip(starts, widths)))
+    return found
+
+
+def gather_whole(variable, shards):
+    """Put a whole together from what each rank of the island holds of it.
+
+    Args:
+        variable: a `MeshVariable`.
+        shards: list of arrays of the shapes of its shards, on every rank of the island.
+
+    Returns:
+        A NumPy array of the variable's shape.
+    """
+    island, mesh = runtime.island(), layout.get_mesh()
+    parts = np.stack(shards)[None]  # [ranks, shards, ...]
+    if island.size > 1 and any(variable.specs):
+        parts = (
+            runtime.horovod()
+            .allgather(parts, name=f"gather.{variable.path}", process_set=island.process_set)
+            .numpy()
+        )
+    whole = np.empty(variable.shape, parts.dtype)
+    num_local = mesh.num_local_devices()
+    for number, values in enumerate(parts):
+        ids = range(number * num_local, (number + 1) * num_local)
+        if len(parts) == 1:
+            ids = mesh.local_device_ids()
+        for index, value in zip(
+            dict.fromkeys(slices_of(variable.shape, variable.specs, ids)), values
+        ):
+            whole[index.slices] = value
+    return whole
+
+
+@contextlib.contextmanager
+def gathered(variables):
+    """Inside the `with` block rank 0 alone can read whole variables.
+
+    All ranks have to come here, and gather one variable after the other; rank 0 keeps
+    them in the host's memory.
+    """
+    on_mesh = [v for v in variables if isinstance(v, MeshVariable)]
+    try:
+        for variable in on_mesh:
+            whole = variable.numpy()
+            if runtime.is_chief():
+                variable._gathered = whole
+        yield
+    finally:
+        for variable in on_mesh:
+            variable._gathered = None
+
+
+def take_first_values(network_variables, optimizer_variables):
+    """Take the values of the first rank that has the same slices.
+
+    Args:
+        network_variables: list of Keras variables; whole ones come from rank 0.
+        optimizer_variables: list of Keras variables, one or more for each shard.
+    """
+    hvd, group = runtime.horovod(), runtime.data_group()
+    if hvd is None:
+        return
+    alike = {"root_rank": group.ranks[0], "process_set": group.process_set}
+    for number, variable in enumerate([*network_variables, *optimizer_variables]):
+        is_whole = number < len(network_variables) and not any(specs_of(variable))
+        if not is_whole and group.size == 1:
+            continue
+        for position, shard in enumerate(own_shards([variable])):
+            name = f"first_value_{number}_{position}"
+            ranks = {"root_rank": 0} if is_whole else alike
+            shard.assign(hvd.broadcast(shard.value, name=name, **ranks))
+
+
+def own_shards(variables):
+    """Return what this rank updates of variables: their shards, or the variable itself."""
+    return list(
+        itertools.chain.from_iterable(
+            v.shards if isinstance(v, MeshVariable) else [v] for v in variables
+        )
+    )
+
+
+def specs_of(variable):
+    """Return the mesh axis, or None, that cuts each dimension of any Keras variable."""
+    if isinstance(variable, MeshVariable):
+        return variable.specs
+    return (None,) * len(variable.shape)
+
+
+def packed(variable):
+    """Return any Keras variable as a DTensor."""
+    if isinstance(variable, MeshVariable):
+        return variable.packed()
+    return dtensor.copy_to_mesh(variable.value, layout.make_layout(specs_of(variable)))
+
+
+def unpacked(variable, value):
+    """Return this rank's distinct slices of a DTensor that is laid out as `variable`."""
+    if isinstance(variable, MeshVariable):
+        return variable.unpacked(value)
+    return dtensor.unpack(value)[:1]

@@ -1,0 +1,76 @@
+"""What a training step sends, next to what the theory says."""
+
+import dataclasses
+import math
+import re
+
+from dtransformer.layers.block import BlockStack
+from dtransformer.layers.decoder import TransformerDecoderLayer
+from dtransformer.parallel import layout, runtime
+from dtransformer.parallel.audit import CommunicationReport, horovod_collectives
+
+
+def communication_report(network, plane, update_graph):
+    """Return the `CommunicationReport` of the training step that was compiled last.
+
+    Args:
+        network: the `keras.Model` that is trained.
+        plane: its `MeshPlane`; None where there is no mesh.
+        update_graph: the graph that the update plane was traced in, or None.
+
+    Raises:
+        ValueError: no step was compiled yet.
+    """
+    if update_graph is None:
+        raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
+    over_horovod = horovod_collectives(update_graph, runtime.data_shard()[1])
+    if plane is None:
+        return CommunicationReport(tuple(over_horovod))
+    names = {layer.name for layer in network._flatten_layers()}
+    on_mesh = [
+        dataclasses.replace(c, layer=_layer_path(c.layer, names)) for c in plane.collectives()
+    ]
+    formula = {}
+    if hasattr(network, "stream_shapes"):
+        formula = block_formula(network, network.stream_shapes(plane.input_shapes))
+    return CommunicationReport((*on_mesh, *over_horovod), formula)
+
+
+def block_formula(network, stream_shapes):
+    """Return the entries that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
+
+    One all-reduce of b·s·h forward and one backward for every attention and every
+    feed-forward layer.
+
+    Args:
+        network: a `keras.Model`.
+        stream_shapes: dict of the name of a stack of blocks and (b, s, h).
+
+    Returns:
+        A dict of "stack/block" and a number of entries.
+    """
+    data_slices = layout.axis_size(layout.mesh_axis("batch"))
+    formula = {}
+    for stack in network._flatten_layers():
+        if isinstance(stack, BlockStack) and stack.name in stream_shapes:
+            entries = math.prod(stream_shapes[stack.name]) // data_slices
+            for block in stack.blocks:
+                parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
+                formula[f"{stack.name}/{block.name}"] = 2 * parts * entries
+    return formula
+
+
+def _layer_path(scope, names):
+    """Return the layer's path of an operation's name.
+
+    TensorFlow adds numbers to scopes that it enters again; the trainer's and the network's
+    own names come first, the operation's last.
+    """
+    parts = []
+    for part in scope.split("/"):
+        base, _, number = part.rpartition("_")
+        parts.append(base if part not in names and base and number.isdigit() else part)
+    known = [i for i, part in enumerate(parts) if part in names]
+    if len(known) > 1:
+        return "/".join(parts[known[0] + 1 : known[-1] + 1])
+    return parts[known[0]] if known else re.sub(r"(_\d+)+$", "", parts[0])

@@ -1,0 +1,59 @@
+"""What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import runtime
+
+
+class EpochStart(keras.callbacks.Callback):
+    """Tells the data which epoch comes next, so that it shuffles anew; resets the clock."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model._throughput.reset()
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+
+
+def as_data(data):
+    """Return data as Keras takes them."""
+    return data.as_dataset() if hasattr(data, "as_dataset") else data
+
+
+def check_batches(data):
+    """Compare the number of batches of all ranks: one that waits for a batch waits for ever.
+
+    Raises:
+        ValueError: it differs; on every rank.
+    """
+    hvd = runtime.horovod()
+    if hvd is None or not isinstance(data, tf.data.Dataset):
+        return
+    numbers = hvd.allgather_object(int(data.cardinality()), name="number_of_batches")
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise ValueError(
+                f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
+                "same number, its own rows of each global batch"
+            )
+
+
+def input_symbols(data):
+    """Return symbols of the shapes of a batch's inputs, to build a network with.
+
+    Raises:
+        ValueError: the data do not tell their shapes before they are read.
+    """
+    if isinstance(data, tf.data.Dataset):
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
+    elif hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
+        raise ValueError("the network is not built: call it on a batch before training")
+    else:
+        inputs = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
+    return tf.nest.map_structure(
+        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), inputs
+    )

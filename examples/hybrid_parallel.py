@@ -1,0 +1,106 @@
+"""Train a two-layer network with collectives placed by hand: data and model parallelism.
+
+    python examples/hybrid_parallel.py
+    horovodrun -np 2 python examples/hybrid_parallel.py --model-parallel 2
+    horovodrun -np 4 python examples/hybrid_parallel.py --model-parallel 2
+
+On whatever number of ranks, it prints the same losses.
+
+Each of dp = ranks / mp groups of mp ranks trains on its own share of the batch. In a
+group, every rank holds a slice of the hidden layer (Shoeybi et al., 2019, "Megatron-LM",
+arXiv 1909.08053, section 3):
+
+    h = gelu(x @ w1 + b1)                 w1 cut by columns, b1 too: no communication
+    y = all_reduce_sum(h @ w2) + b2       w2 cut by rows; b2 is whole on every rank
+"""
+
+import argparse
+
+import numpy as np
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.parallel import collectives, groups
+
+INPUTS, HIDDEN, OUTPUTS, BATCH = 16, 64, 4, 32
+
+
+def make_groups(mp):
+    """Return this rank's model group and its data group.
+
+    Ranks of a model group follow each other. Every rank makes all groups, in one order.
+    """
+    rank, size = dtransformer.rank(), dtransformer.size()
+    if mp < 1 or size % mp:
+        raise SystemExit(f"--model-parallel {mp} does not divide the {size} ranks of this job")
+    starts = range(0, size, mp)
+    model_groups = [groups.new_group(range(start, start + mp)) for start in starts]
+    data_groups = [groups.new_group(range(first, size, mp)) for first in range(mp)]
+    return model_groups[rank // mp], data_groups[rank % mp]
+
+
+def make_weights(model_group):
+    """Return this rank's slices of weights that are the same for every number of ranks."""
+    rng = np.random.default_rng(0)
+    w1 = rng.normal(0, INPUTS**-0.5, [INPUTS, HIDDEN])
+    w2 = rng.normal(0, HIDDEN**-0.5, [HIDDEN, OUTPUTS])
+    width = HIDDEN // model_group.size
+    mine = slice(model_group.index * width, (model_group.index + 1) * width)
+    values = {"w1": w1[:, mine], "b1": np.zeros(width), "w2": w2[mine], "b2": np.zeros(OUTPUTS)}
+    return {name: tf.Variable(value, dtype="float32") for name, value in values.items()}
+
+
+def batches(num_steps, data_group):
+    """Yield this rank's rows of the global batches, the same for its whole model group."""
+    rng = np.random.default_rng(1)
+    teacher = rng.normal(0, INPUTS**-0.5, [INPUTS, OUTPUTS])
+    for _ in range(num_steps):
+        x = rng.normal(size=[BATCH, INPUTS])
+        y = np.tanh(x @ teacher)
+        mine = slice(data_group.index, None, data_group.size)
+        yield tf.constant(x[mine], "float32"), tf.constant(y[mine], "float32")
+
+
+def train(mp=1, num_steps=10, learning_rate=0.2):
+    """Train, and return the loss of every step."""
+    model_group, data_group = make_groups(mp)
+    weights = make_weights(model_group)
+
+    @tf.function
+    def step(x, target):
+        with tf.GradientTape() as tape:
+            h = tf.nn.gelu(x @ weights["w1"] + weights["b1"])
+            y = collectives.all_reduce_sum(h @ weights["w2"], model_group) + weights["b2"]
+            # A collective's gradient is that of the sum of all ranks' losses. The ranks of a
+            # model group all compute the loss of the same rows, so that each counts for a share
+            # of it: the shares add up to the loss of the batch. (Counted in full, the gradient
+            # of all_reduce_sum, which adds up the group's gradients, would be mp times too big.)
+            share = tf.reduce_sum((y - target) ** 2) / (BATCH * OUTPUTS * mp)
+        gradients = tape.gradient(share, weights)
+        for name, gradient in gradients.items():
+            # A weight's gradient is the sum over the ranks that hold a copy of it: the data group
+            # for a slice, every rank for b2. That is the mean over the batch, by `share`.
+            copies = None if name == "b2" else data_group
+            gradient = collectives.all_reduce_sum(gradient, copies)
+            weights[name].assign_sub(learning_rate * gradient)
+        return collectives.all_reduce_sum(share)
+
+    return [float(step(x, target)) for x, target in batches(num_steps, data_group)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
+        "--model-parallel", "--mp", type=int, default=1, dest="mp", help="ranks of a model group"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps to train")
+    arguments = parser.parse_args()
+    dtransformer.init()
+    for number, loss in enumerate(train(arguments.mp, arguments.steps), 1):
+        if dtransformer.is_chief():
+            print(f"step {number:3d}   loss {loss:.6f}", flush=True)
+    dtransformer.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A training job in which one rank fails as asked: a program that tests launch.
+
+horovodrun -np 2 python -m tests.distributed.failing kill|raise|shapes MODEL_PARALLEL
+"""
+
+import os
+import signal
+import sys
+
+import keras
+import numpy as np
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.parallel import runtime
+from dtransformer.trainers import Trainer
+from tests.distributed.jobs import translation_model
+
+FAIL_IN_STEP = 5
+
+
+class Fail(keras.callbacks.Callback):
+    """Lets the last rank fail after some steps."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if runtime.is_chief():
+            print(f"step {batch + 1}", flush=True)
+        if batch + 1 < FAIL_IN_STEP or runtime.rank() != runtime.size() - 1:
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "raise":
+            raise RuntimeError("this rank has had enough")
+
+
+def main(how, model_parallel):
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=int(model_parallel)))
+    model = translation_model(hidden_size=256, num_heads=2)
+    model.build()
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
+    length = 8 + 8 * (how == "shapes" and runtime.rank() == 1)
+    ids = np.full((16 * 50, length), 5, "int32")
+    inputs = {"source": ids, "target": ids}
+    trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=[Fail(how)])
+    dtransformer.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,301 @@
+"""Layouts of a job, and small networks that are trained alike under each of them.
+
+As a program it trains on every rank and writes what is compared. One launch runs any
+number of layouts:
+
+horovodrun -np 2 python -m tests.distributed.layouts FOLDER NETWORK/LAYOUT ...
+"""
+
+import argparse
+import dataclasses
+import itertools
+import pathlib
+import subprocess
+import sys
+import traceback
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.parallel import runtime, variables
+from dtransformer.trainers import Trainer
+from tests.distributed.jobs import STEPS, Record, translation_model
+from tests.distributed.launch import launch
+
+# Rows, source and target positions of the two kinds of batches: what the axes of every
+# layout divide, and what they do not.
+EVEN, UNEVEN = (8, 16, 8), (6, 13, 11)
+# Adam divides by the size of a gradient, even if that is rounding noise: docs/parity.md.
+EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a job is divided.
+
+    Args:
+        data, model: number of slices of the batch and of the weights.
+        ranks, devices: number of ranks, and of devices of each rank.
+        rows: whether tables of embeddings are cut by rows (`vocab_emb_dp=False`).
+        sequence: whether the residual stream is cut too (`sequence_parallel=True`).
+    """
+
+    data: int = 1
+    model: int = 1
+    ranks: int = 1
+    devices: int = 1
+    rows: bool = False
+    sequence: bool = False
+
+    @property
+    def name(self):
+        """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
+        axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
+        options = "+rows" * self.rows + "+sp" * self.sequence
+        return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
+
+    def start(self):
+        """Join the job under this layout."""
+        config = dtransformer.TransformerOpParallelConfig(
+            data_parallel=self.data,
+            model_parallel=self.model,
+            vocab_emb_dp=not self.rows,
+            sequence_parallel=self.sequence,
+        )
+        dtransformer.init(config, local_devices=self.devices)
+
+
+ALONE = Layout()
+
+# data, model, ranks, devices of each rank
+_GRIDS = (
+    *[(2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 4), (1, 4, 1, 4)],
+    *[(8, 1, 1, 8), (4, 2, 1, 8), (2, 4, 1, 8), (1, 8, 1, 8)],
+    *[(2, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 2), (1, 4, 2, 2)],
+    *[(4, 1, 4, 1), (2, 2, 4, 1), (1, 4, 4, 1)],
+)
+_OPTIONS = tuple(itertools.product((False, True), repeat=2))
+LAYOUTS = {
+    layout.name: layout
+    for grid in _GRIDS
+    for layout in (Layout(*grid, *options) for options in _OPTIONS[: None if grid[1] > 1 else 1])
+}
+
+
+def untied(epsilon):
+    """Two vocabularies and a head with a bias; blocks that normalize first."""
+    model = translation_model(61, target_vocab_size=59, head_bias=True, **_SIZES)
+    return model, keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon)
+
+
+def tied(epsilon):
+    """One table for source, target and head; blocks that normalize last; clipping."""
+    model = translation_model(
+        61,
+        shared_embeddings=True,
+        tied_head=True,
+        positions="learned",
+        post_layernorm_residual=True,
+        **_SIZES,
+    )
+    return model, keras.optimizers.AdamW(
+        1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5
+    )
+
+
+_SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
+NETWORKS = {"untied": untied, "tied": tied}
+
+
+def batches(num_batches, vocab_size, seed):
+    """Return batches of (inputs, labels): sentences of different lengths, padded.
+
+    The two kinds of batches come in turn.
+    """
+    rng = np.random.default_rng(seed)
+
+    def sentences(num_rows, width):
+        lengths = rng.integers(1, width, num_rows)
+        rows = [rng.integers(4, vocab_size, length) for length in lengths]
+        return np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype("int32")
+
+    made = []
+    for number in range(num_batches):
+        num_rows, source_width, target_width = UNEVEN if number % 2 else EVEN
+        source, labels = sentences(num_rows, source_width), sentences(num_rows, target_width)
+        target = np.pad(labels, ((0, 0), (1, 0)), constant_values=2)[:, :-1]
+        labels[range(num_rows), np.count_nonzero(labels, axis=1)] = 3
+        made.append(({"source": source, "target": target}, labels))
+    return made
+
+
+def share(num_batches, vocab_size, seed=0):
+    """Return a dataset of this rank's rows of each batch."""
+    index, count = runtime.data_shard()
+    whole = batches(num_batches, vocab_size, seed)
+    ids = tf.TensorSpec([None, None], "int32")
+    return tf.data.Dataset.from_generator(
+        lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in whole),
+        output_signature=({"source": ids, "target": ids}, ids),
+    )
+
+
+def train(network, num_steps=STEPS, epsilon=EPSILON):
+    """Train a network under the current layout.
+
+    All ranks have to call, as each holds a part of the weights.
+
+    Returns:
+        The trainer; and a dict of arrays: `"losses"` of all steps; each weight, whole,
+        before and after, as `"initial/PATH"` and `"final/PATH"`; and `"bytes"`, what
+        this rank holds of them.
+    """
+    model, optimizer = NETWORKS[network](epsilon)
+    model.build()
+    results = _read_weights(model, "initial")
+    trainer = Trainer(model)
+    trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
+    record = Record()
+    trainer.fit(share(num_steps, model.vocab_size), callbacks=[record], verbose=0)
+    results["losses"] = np.array([logs["step_loss"] for logs in record.logs])
+    shards = variables.own_shards(model.variables)
+    results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
+    return trainer, {**results, **_read_weights(model, "final")}
+
+
+def use(trainer, network, folder, layout):
+    """Use a trained network in every other way; return a dict of arrays.
+
+    It generates with the initial weights, as 20 steps teach it to end at once. It loads
+    the weights that one process has saved in the folder, where there are any.
+    """
+    model = trainer.network
+    inputs, _ = batches(2, model.vocab_size, seed=2)[1]
+    data = share(1, model.vocab_size, seed=1)
+    evaluation = trainer.evaluate(data, verbose=0, return_dict=True)
+    fresh, _ = NETWORKS[network](EPSILON)
+    results = {
+        "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
+        "logits": trainer.predict(inputs, verbose=0),
+        "greedy": fresh.generate(inputs["source"], max_length=8).numpy(),
+        "beam": fresh.generate(inputs["source"], beam_size=3, max_length=8).numpy(),
+    }
+    trainer.save_weights(weights_file(folder, network, layout))
+    if layout != ALONE:
+        Trainer(fresh).load_weights(weights_file(folder, network, ALONE))
+        results.update(_read_weights(fresh, "loaded"))
+    return results
+
+
+def _read_weights(model, kind):
+    return {f"{kind}/{weight.path}": np.array(weight.numpy()) for weight in model.weights}
+
+
+def weights_file(folder, network, layout):
+    """Return where the weights of a network are, trained under a layout."""
+    return pathlib.Path(folder) / f"{network}-{layout.name}.weights.h5"
+
+
+def result_file(folder, network, layout, rank=0):
+    """Return where the results of a rank are."""
+    return pathlib.Path(folder) / f"{network}-{layout.name}-rank{rank}.npz"
+
+
+def read(folder, network, layout, rank=0):
+    """Return the results of a rank, a dict of arrays; None where it has failed."""
+    path = result_file(folder, network, layout, rank)
+    if not path.exists():
+        return None
+    with np.load(path) as results:
+        return dict(results)
+
+
+def weights(results, kind):
+    """Return the weights of `train`'s results by path; `kind` is "initial" or "final"."""
+    prefix = f"{kind}/"
+    return {
+        name.removeprefix(prefix): value
+        for name, value in results.items()
+        if name.startswith(prefix)
+    }
+
+
+def true_part(weight, expected):
+    """Return a weight without the padding of its vocabulary."""
+    return weight[tuple(slice(size) for size in expected.shape)]
+
+
+def differences(results, expected):
+    """Compare the results of `train` with those of one process.
+
+    Returns:
+        A dict: `"loss"`, the largest relative difference of a loss; `"weights"`, the
+        largest difference of an entry after the last step, and `"where"` it is.
+    """
+    trained, by_weight = weights(results, "final"), {}
+    for path, value in weights(expected, "final").items():
+        by_weight[path] = float(np.abs(true_part(trained[path], value) - value).max())
+    where = max(by_weight, key=lambda name: np.nan_to_num(by_weight[name], nan=np.inf))
+    loss = np.abs(results["losses"] / expected["losses"] - 1).max()
+    return {"loss": float(loss), "weights": by_weight[where], "where": where}
+
+
+def launch_runs(num_ranks, folder, runs, timeout, options=()):
+    """Run this program; return the exit code and all output.
+
+    Args:
+        num_ranks: number of ranks; for 1 Horovod is not needed.
+        folder: where results are written.
+        runs: list of "NETWORK/LAYOUT".
+        timeout: seconds, after which it is ended.
+        options: list of further arguments.
+    """
+    arguments = ["-m", "tests.distributed.layouts", str(folder), *runs, *options]
+    try:
+        if num_ranks > 1:
+            return launch(num_ranks, arguments, timeout)
+        process = subprocess.run(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as error:
+        return 1, f"{error}\n{(error.stdout or b'').decode()}"
+    except pytest.fail.Exception as error:
+        return 1, error.msg
+    return process.returncode, process.stdout
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("runs", nargs="+", metavar="NETWORK/LAYOUT")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--epsilon", type=float, default=EPSILON)
+    parser.add_argument("--use", nargs="*", default=(), help="runs that are used, too")
+    arguments = parser.parse_args()
+    failed = False
+    for run in arguments.runs:
+        network, name = run.split("/")
+        layout = LAYOUTS[name]
+        try:
+            layout.start()
+            trainer, results = train(network, arguments.steps, arguments.epsilon)
+            if run in arguments.use:
+                results.update(use(trainer, network, arguments.folder, layout))
+        except Exception:  # the same on all ranks, as a rule: the next layout can be run
+            print(f"{run} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            failed = True
+        else:
+            np.savez(result_file(arguments.folder, network, layout, runtime.rank()), **results)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
