@@ -9,7 +9,7 @@ DEVICES ?= 1
 BIN := .venv/bin
 CONFIG ?= examples/wmt14/embedded.yaml
 RUN ?= runs/embedded
-LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun -np $(NP))
+LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun --gloo -np $(NP))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test bench clean

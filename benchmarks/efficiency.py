@@ -36,7 +36,7 @@ def parse_arguments():
     parser.add_argument("--batch_size", type=int, default=64, help="sentences of all ranks")
     parser.add_argument("--length", type=int, default=32, help="tokens of each side")
     parser.add_argument("--sequence_parallel", action="store_true")
-    parser.add_argument("--vocab_emb_dp", type=int, default=1)
+    parser.add_argument("--whole_tables", action="store_true", help="vocab_emb_dp=True")
     parser.add_argument("--worker", choices=LAYOUTS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -56,7 +56,7 @@ def work(args):
     config = dtransformer.TransformerOpParallelConfig(
         model_parallel=model_parallel,
         sequence_parallel=args.sequence_parallel,
-        vocab_emb_dp=bool(args.vocab_emb_dp),
+        vocab_emb_dp=args.whole_tables,
     )
     dtransformer.init(config, local_devices=local_devices)
     model = TranslationTransformer(
@@ -88,7 +88,7 @@ def launch(layout, arguments):
     command = [sys.executable, __file__, *arguments, "--worker", layout]
     if num_ranks > 1:
         horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
-        command = [str(horovodrun), "-np", str(num_ranks), *command]
+        command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.returncode:
         sys.exit(f"{layout} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")

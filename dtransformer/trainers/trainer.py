@@ -55,6 +55,8 @@ class Trainer(keras.Model):
         self._update_graph = None
 
     def call(self, inputs, training=False):
+        if self._plane is not None and tf.executing_eagerly():
+            return self._plane.predict(inputs)
         return self.network(inputs, training=training)
 
     def build(self, input_shape=None):

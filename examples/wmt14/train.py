@@ -1,7 +1,7 @@
 """Train French to English on newstest2014, the way of the published sample or a modern one.
 
     python examples/wmt14/train.py --faithful --epochs 4
-    horovodrun -np 2 python examples/wmt14/train.py
+    horovodrun -np 4 python examples/wmt14/train.py --model_parallel 2
 
 `--faithful` follows the sample's data rules: whitespace words, no start token, fixed
 lengths, no shuffling. The default has subwords, start and end tokens, masks, length
@@ -41,7 +41,9 @@ def parse_arguments():
     parser.add_argument("--batch_size", type=int, default=32, help="sentences of all ranks")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--mp", type=int, default=1, help="model parallel size")
+    parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
+        "--model_parallel", "--mp", type=int, default=1, dest="mp", help="slices of operations"
+    )
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     parser.add_argument("--pipeline_stage", type=int, default=1)
     parser.add_argument("--micro_batch_num", type=int, default=1)

@@ -24,7 +24,7 @@ def launch(num_ranks, arguments, timeout=600, environment=None):
         timeout: seconds, after which the job is ended and the test fails.
         environment: dict of additional environment variables.
     """
-    command = [HOROVODRUN, "-np", str(num_ranks), sys.executable, *map(str, arguments)]
+    command = [HOROVODRUN, "--gloo", "-np", str(num_ranks), sys.executable, *map(str, arguments)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
