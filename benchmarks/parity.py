@@ -21,6 +21,7 @@ from tests.distributed import layouts  # noqa: E402
 from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS  # noqa: E402
 
 SECONDS_OF_A_RUN = 240  # on a busy machine
+COMPARED = ("loss", "weights")
 
 
 def measure(network, layout, folder, expected):
@@ -42,14 +43,14 @@ def tracebacks(output):
 
 def table(entries, networks):
     """Return the results as a table in Markdown: one row a layout."""
-    columns = [f"{network}: {what}" for network in networks for what in ("loss", "weights")]
+    columns = [f"{network}: {what}" for network in networks for what in COMPARED]
     rows = [["layout", "ranks × devices", *columns, ""], ["---"] * (len(columns) + 3)]
     for name in dict.fromkeys(entry["layout"] for entry in entries):
         of_layout = [entry for entry in entries if entry["layout"] == name]
         row = [name.replace("@{ranks}x{devices}".format(**of_layout[0]), "")]
         row.append("{ranks} × {devices}".format(**of_layout[0]))
         for entry in of_layout:
-            row += [f"{entry[what]:.1e}" if what in entry else "error" for what in ("loss", "weights")]
+            row += [f"{entry[what]:.1e}" if what in entry else "error" for what in COMPARED]
         row.append("pass" if all(entry["passes"] for entry in of_layout) else "**fail**")
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -39,12 +39,13 @@ class MeshPlane:
         """Return the `Collective`s of the training step that was compiled last."""
         return mesh_collectives(self._train.compiled)
 
-    def train(self, inputs, labels, sample_weight, count, seed):
+    def train(self, inputs, labels, sample_weight, count, loss_scale, seed):
         """As `Trainer._loss_and_gradients`; gradients are those of this rank's shards."""
         batch = self._put(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
         count = None if count is None else _put_numbers(count)
-        gradients, outputs, sums = self._train(*batch, count, _put_numbers(seed))
+        numbers = count, _put_numbers(loss_scale), _put_numbers(seed)
+        gradients, outputs, sums = self._train(*batch, *numbers)
         shards = [
             part
             for variable, gradient in zip(self._weights, gradients)
@@ -62,10 +63,10 @@ class MeshPlane:
         check_island_batch(inputs)
         return self._rows(self._predict(put_rows(inputs)), inputs)
 
-    def _train_on_mesh(self, inputs, labels, sample_weight, count, seed):
+    def _train_on_mesh(self, inputs, labels, sample_weight, count, loss_scale, seed):
         count = None if count is None else count[0]
         gradients, outputs, sums = self._trainer._loss_and_gradients(
-            inputs, labels, sample_weight, count, seed[:2]
+            inputs, labels, sample_weight, count, loss_scale[0], seed[:2]
         )
         gradients = [
             layout.pin(tf.convert_to_tensor(gradient), variables.specs_of(variable))

@@ -122,8 +122,8 @@ class Trainer(keras.Model):
 
     # The compute plane: this rank's share of the batch.
 
-    def _loss_and_gradients(self, inputs, labels, sample_weight, count, seed):
-        """Return the gradients of Σ loss / count, the outputs and this rank's sums.
+    def _loss_and_gradients(self, inputs, labels, sample_weight, count, loss_scale, seed):
+        """Return the gradients of Σ loss / count · scale, the outputs and this rank's sums.
 
         Without a count it is this rank's own.
         """
@@ -136,7 +136,7 @@ class Trainer(keras.Model):
             loss = tf.math.divide_no_nan(sums["loss"], sums["count"] if count is None else count)
             for extra in self.losses:  # regularizers, the same on every rank
                 loss += tf.cast(extra, "float32") / runtime.data_shard()[1]
-            loss = self.optimizer.scale_loss(loss)
+            loss *= loss_scale
         gradients = tape.gradient(loss, values)
         unused = [v.path for v, gradient in zip(weights, gradients) if gradient is None]
         if unused:
@@ -213,8 +213,9 @@ class Trainer(keras.Model):
         if hasattr(self.objective, "token_weights"):  # known before the forward pass
             count = tf.reduce_sum(self.objective.token_weights(labels, sample_weight))
             count = update.reduce_sum({"count": count}, name="count")["count"]
+        loss_scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), "float32")
         gradients, outputs, sums = self._compute(
-            inputs, labels, sample_weight, count, self._dropout_seed()
+            inputs, labels, sample_weight, count, loss_scale, self._dropout_seed()
         )
         self._build_metrics(labels, outputs)
         return self._finish(gradients, sums, count, *self._seen(labels, outputs, sample_weight))

@@ -12,12 +12,12 @@ from tests.distributed.layouts import weights
 from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 
 # One launch for each number of ranks. More layouts: python benchmarks/parity.py
-RUNS = (
-    *["tied/mp2@1x2", "untied/dp2mp4@1x8+rows+sp", "tied/dp4mp2@1x8+sp", "untied/mp8@1x8+rows"],
-    *["untied/dp8@1x8"],
-    *["untied/mp2@2x1", "tied/mp2@2x1+rows+sp", "tied/dp2mp2@2x2+sp", "untied/mp4@2x2+rows"],
-    *["untied/dp2mp2@4x1+rows", "tied/dp2mp2@4x1+rows+sp", "tied/dp4@4x1"],
-)
+RUNS = """
+    tied/mp2@1x2    untied/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp    untied/mp8@1x8+rows
+    untied/dp8@1x8
+    untied/mp2@2x1  tied/mp2@2x1+rows+sp       untied/dp2mp2@2x2+sp  tied/mp4@2x2+rows
+    tied/dp4@4x1    tied/dp2mp2@4x1+rows+sp    untied/dp2mp2@4x1+rows
+""".split()
 USED = ("untied/dp2mp4@1x8+rows+sp", "tied/mp2@2x1+rows+sp", "untied/dp2mp2@4x1+rows")
 # The weights of which a rank holds a slice, besides tables.
 CUT = re.compile(
