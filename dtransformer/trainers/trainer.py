@@ -180,7 +180,10 @@ class Trainer(keras.Model):
             # A slice that overflows on one rank has to be skipped on all.
             poison = tf.where(tf.math.is_finite(norm), 1.0, float("nan"))
             gradients[0] *= tf.cast(poison, gradients[0].dtype)
-        self.optimizer.apply(gradients, shards)
+        # Weight decay needs no gradient: at the end of the data, where the step fails for want
+        # of a batch, it would go on without one.
+        with tf.control_dependencies([norm]):
+            self.optimizer.apply(gradients, shards)
         return norm
 
     def _owners(self):
