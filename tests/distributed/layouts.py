@@ -294,6 +294,7 @@ def main():
             failed = True
         else:
             np.savez(result_file(arguments.folder, network, layout, runtime.rank()), **results)
+    dtransformer.shutdown()  # waits for ranks that are still reading
     sys.exit(failed)
 
 
