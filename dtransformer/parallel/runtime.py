@@ -9,6 +9,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
+import time
 import warnings
 
 import tensorflow as tf
@@ -24,6 +26,7 @@ from dtransformer.parallel.mesh import free_address, start_mesh, stop_mesh
 from dtransformer.parallel.topology import Topology
 
 _DEFAULT_SEED = 0
+_SECONDS_FOR_THE_RANK_AT_FAULT = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +246,13 @@ def _leave_job():
 
 
 def _at_exit():
-    """Leave without waiting for ranks that may have failed."""
+    """Leave without waiting for ranks that may have failed.
+
+    A rank that fails because another one has left waits a moment, so that
+    horovodrun, which ends the job with the first exit, names the rank at fault.
+    """
+    if "Horovod has been shut down" in str(getattr(sys, "last_value", "")):
+        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
     _leave_job()
 
 
