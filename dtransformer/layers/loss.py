@@ -3,7 +3,14 @@
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
-from dtransformer.parallel.layout import constrain, custom_gradient, is_on_mesh
+from dtransformer.parallel.layout import (
+    activation_specs,
+    axis_size,
+    constrain,
+    custom_gradient,
+    is_on_mesh,
+    pin,
+)
 
 
 @register
@@ -143,7 +150,7 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
                 if is_entry is not None:
                     dx = tf.where(is_entry, dx, 0.0)
             dx = _subtract_at(dx, labels, on * upstream)
-            return tf.cast(constrain(dx, (None, "vocab")), logits.dtype)
+            return tf.cast(constrain(dx, ("batch", "vocab")), logits.dtype)
 
         return tf.squeeze(tf.math.log(total), -1) - target, gradient
 
@@ -162,7 +169,19 @@ def entries_at(x, labels):
     """
     if not is_on_mesh():
         return tf.gather(x, labels, batch_dims=len(labels.shape))
-    return tf.reduce_sum(tf.where(_is_label(x, labels), x, tf.zeros([], x.dtype)), axis=-1)
+    # Each device picks from its slice of the vocabulary; zeros stand in for labels elsewhere.
+    leading = labels.shape.as_list()
+    *batch, axis = activation_specs(("batch", *[None] * (len(leading) - 1), "vocab"), x.shape)
+    num_slices = axis_size(axis)
+    width = x.shape[-1] // num_slices
+    slices = pin(tf.reshape(x, [*leading, num_slices, width]), (*batch, axis, None))
+    starts = tf.reshape(width * tf.range(num_slices), [*[1] * len(leading), num_slices])
+    numbers = tf.reshape(tf.cast(labels, "int32"), [*leading, 1])
+    numbers = pin(numbers - pin(starts, (*[None] * len(leading), axis)), (*batch, axis))
+    is_here = (numbers >= 0) & (numbers < width)
+    entries = tf.gather(slices, tf.where(is_here, numbers, 0), batch_dims=len(leading) + 1)
+    entries = tf.where(is_here, entries, tf.zeros([], x.dtype))
+    return pin(tf.reduce_sum(entries, axis=-1), batch)
 
 
 def _subtract_at(x, labels, values):
@@ -170,9 +189,6 @@ def _subtract_at(x, labels, values):
     if not is_on_mesh():
         rows = tf.range(tf.shape(labels)[0])
         return tf.tensor_scatter_nd_sub(x, tf.stack([rows, labels], 1), values)
-    return tf.where(_is_label(x, labels), x - values[:, None], x)
-
-
-def _is_label(x, labels):
-    """A mask instead of a gather: of a dimension that is cut, DTensor would gather the whole."""
-    return tf.range(x.shape[-1]) == tf.cast(labels, "int32")[..., None]
+    # A mask instead of a scatter: along a dimension that is cut, DTensor would gather the whole.
+    is_label = tf.range(x.shape[-1]) == labels[:, None]
+    return tf.where(is_label, x - values[:, None], x)

@@ -6,10 +6,10 @@ around (Shoeybi et al., 2019, arXiv 1909.08053, §3). Under sequence parallelism
 leaves each device its slice of the sequence, and the inputs are gathered before
 (Korthikanti et al., 2022, arXiv 2205.05198, §4.2).
 
-A sum over the mesh axis is written down as such: partial products have a dimension of
-their own, cut over the mesh axis, so that several of them are added first and are sent
-once. Shapes: b batch, s length, h whole features, t slices of the mesh axis, f features
-of a slice.
+Features that are cut over the mesh axis are a dimension f, over which DTensor sums by
+itself. Under sequence parallelism they are two: t slices, and f features of a slice;
+what the slices add up to is then sent as this module says. Other shapes: b batch, s
+length, h whole features.
 """
 
 import math
@@ -59,23 +59,21 @@ def column_parallel(x, kernels, axes):
     if axis is None:
         x = constrain(x, ("batch", None, None))
         return [constrain(matmul(x, kernel), ("batch", None, *axes)) for kernel in kernels]
-    length_axis = length_axis_of(x.shape)
+    cut = _Cut(axis, x)
 
     @layout.custom_gradient
     def products(x, *kernels):
-        x, dims = gather_length(x, axis, length_axis)
-        split = [_split(_flat(kernel, 1), axis) for kernel in kernels]
-        ys = [tf.einsum(f"{dims},htf->bstf", x, kernel) for kernel in split]
+        x = gather_length(x, axis, cut.length_axis)
+        flat = [cut.features(kernel, 1) for kernel in kernels]
 
         def gradient(*upstream):
-            partial, kernel_gradients = 0.0, []
-            for dy, flat, kernel in zip(upstream, split, kernels):
-                dy = _split(_flat(dy, 2), axis)
-                dk = pin(tf.einsum(f"{dims},bstf->htf", x, dy), (None, axis, None))
-                kernel_gradients.append(tf.reshape(dk, kernel.shape))
-                partial += tf.einsum("bstf,htf->tbsh", dy, flat)
-            return sum_partial(partial, axis, length_axis), *kernel_gradients
+            dys = [cut.features(dy, 2) for dy in upstream]
+            dks = [cut.product("bsh,bsf->hf", x, dy) for dy in dys]
+            dks = [tf.reshape(dk, kernel.shape) for dk, kernel in zip(dks, kernels)]
+            # One sum, and one message, for all kernels.
+            return cut.product("bsf,hf->bsh", cut.join(dys), cut.join(flat)), *dks
 
+        ys = [cut.product("bsh,hf->bsf", x, kernel) for kernel in flat]
         outputs = [kernel.shape[1:].as_list() for kernel in kernels]
         ys = [tf.reshape(y, [*y.shape[:2], *shape]) for y, shape in zip(ys, outputs)]
         return [constrain(y, ("batch", None, *axes)) for y in ys], gradient
@@ -98,34 +96,89 @@ def row_parallel(x, kernel, axes):
     axis = _cutting_axis(axes)
     if axis is None:
         return constrain(matmul(x, kernel, num_inputs=len(axes)), ("batch", "length", None))
-    length_axis = length_axis_of(x.shape)
+    cut = _Cut(axis, x)
 
     @layout.custom_gradient
     def product(x, kernel):
-        inputs = _split(_flat(constrain(x, ("batch", None, *axes)), 2), axis)
-        num_slices, features = inputs.shape[-2:]
-        split = tf.reshape(kernel, [num_slices, features, kernel.shape[-1]])
-        split = pin(split, (axis, None, None))
+        inputs = cut.features(constrain(x, ("batch", None, *axes)), 2)
+        rows = cut.rows(kernel)
 
         def gradient(dy):
-            dy, dims = gather_length(dy, axis, length_axis)
-            dx = pin(tf.einsum(f"{dims},tfh->bstf", dy, split), (*_batch_specs(x), axis, None))
-            dk = pin(tf.einsum(f"bstf,{dims}->tfh", inputs, dy), (axis, None, None))
+            dy = gather_length(dy, axis, cut.length_axis)
+            dx = cut.product("bsh,fh->bsf", dy, rows)
+            dk = cut.product("bsf,bsh->fh", inputs, dy)
             return tf.reshape(dx, x.shape), tf.reshape(dk, kernel.shape)
 
-        partial = tf.einsum("bstf,tfh->tbsh", inputs, split)
-        return sum_partial(partial, axis, length_axis), gradient
+        return cut.product("bsf,fh->bsh", inputs, rows), gradient
 
     return product(x, kernel)
 
 
+class _Cut:
+    """How features are cut over a mesh axis: as f, or as t and f where the sequence is cut too.
+
+    Args:
+        axis: the mesh axis.
+        x: tensor [b, s, ...].
+    """
+
+    def __init__(self, axis, x):
+        self.axis, self.num_slices = axis, layout.axis_size(axis)
+        self.batch = layout.activation_specs(("batch",), x.shape[:1])[0]
+        self.length_axis = length_axis_of(x.shape)
+
+    def features(self, x, num_leading):
+        """[..., *features] -> [..., f] or [..., t, f], after one or two leading dimensions"""
+        leading = x.shape[:num_leading].as_list()
+        x = tf.reshape(x, [*leading, math.prod(x.shape[num_leading:])])
+        return self._split(x) if self.length_axis else self._pin(x)
+
+    def rows(self, kernel):
+        """[*features, h] -> [f, h] or [t, f, h]"""
+        slices = [self.num_slices] if self.length_axis else []
+        kernel = tf.reshape(kernel, [*slices, -1, kernel.shape[-1]])
+        return pin(kernel, (self.axis, *[None] * (len(kernel.shape) - 1)))
+
+    def join(self, parts):
+        """[..., f] of each part -> [..., f] of all; the order is that of the slices"""
+        if len(parts) == 1:
+            return parts[0]
+        joint = parts if self.length_axis else [self._split(part) for part in parts]
+        joint = tf.concat(joint, -1)
+        if not self.length_axis:
+            joint = self._pin(tf.reshape(joint, [*joint.shape[:-2], -1]))
+        return joint
+
+    def product(self, equation, a, b):
+        """Return a product of features, whose equation is the one of sequences that are whole."""
+        result = equation.split("->")[1]
+        specs = {"b": self.batch, "f": self.axis}
+        if not self.length_axis:
+            return pin(tf.einsum(equation, a, b), [specs.get(name) for name in result])
+        for name, names in (("bsh", "tbsh"), ("f", "tf")):
+            equation = equation.replace(name, names)
+        y = tf.einsum(equation, a, b)
+        if result == "bsh":
+            return sum_partial(y, self.axis, self.length_axis)
+        specs = {"b": self.batch, "t": self.axis}
+        return pin(y, [specs.get(name) for name in equation.split("->")[1]])
+
+    def _split(self, x):
+        """[..., t·f] -> [..., t, f]"""
+        x = tf.reshape(x, [*x.shape[:-1], self.num_slices, -1])
+        return pin(x, (*self._leading(x, 2), self.axis, None))
+
+    def _pin(self, x):
+        return pin(x, (*self._leading(x, 1), self.axis))
+
+    def _leading(self, x, num_last):
+        """The layout of [h], or of [b, s] where the sequence is whole."""
+        num_leading = len(x.shape) - num_last
+        return (self.batch, None) if num_leading == 2 else (None,)
+
+
 def _cutting_axis(axes):
     return layout.mesh_axis(axes[0]) if layout.is_on_mesh() else None
-
-
-def _batch_specs(x):
-    """The layout of [b, s] where the sequence is whole."""
-    return layout.activation_specs(("batch", None), x.shape[:2])
 
 
 def length_axis_of(shape):
@@ -133,33 +186,19 @@ def length_axis_of(shape):
     return layout.activation_specs(("batch", "length"), shape[:2])[1]
 
 
-def _flat(x, num_leading):
-    """Merge all but the leading dimensions, of which the first is cut."""
-    return tf.reshape(x, [*x.shape[:num_leading], math.prod(x.shape[num_leading:])])
-
-
-def _split(x, axis):
-    """[..., t·f], cut over the mesh axis -> [..., t, f]"""
-    num_slices = layout.axis_size(axis)
-    leading = x.shape[:-1].as_list()
-    x = tf.reshape(x, [*leading, num_slices, x.shape[-1] // num_slices])
-    batch = _batch_specs(x) if len(leading) == 2 else (None,) * len(leading)
-    return pin(x, (*batch, axis, None))
-
-
 def gather_length(x, axis, length_axis):
-    """Return x with its whole sequence on every device, and the names of its dimensions.
+    """Return x with its whole sequence on every device.
 
-    [b, s, h] as it is, where the sequence is not cut. Otherwise a copy for each device,
+    [b, s, h] as it is where the sequence is not cut; otherwise a copy for each device,
     [t, b, s, h]: an all-to-all that sends every device's slice to each. (DTensor's own
     all-gather is an all-reduce of the whole on CPUs, which sends twice as much.)
     """
     if length_axis is None:
-        return constrain(x, ("batch", None, None)), "bsh"
-    batch = _batch_specs(x)[0]
+        return constrain(x, ("batch", None, None))
+    batch = layout.activation_specs(("batch",), x.shape[:1])[0]
     x = pin(x, (batch, length_axis, None))
     copies = pin(tf.stack([x] * layout.axis_size(axis)), (None, batch, length_axis, None))
-    return pin(copies, (axis, batch, None, None)), "tbsh"
+    return pin(copies, (axis, batch, None, None))
 
 
 def sum_partial(partial, axis, length_axis):

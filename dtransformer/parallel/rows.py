@@ -68,11 +68,9 @@ def _look_up_cut(table, ids, axis):
             if batch is not None:  # rows are sent to every device
                 dy = pin(dy, (None, length_axis, None))
             everywhere = tf.reshape(pin(ids, (None, None)), [-1])
-            dy, dims = gather_length(dy, axis, length_axis)
-            # [b·s, slices or 1, h]
-            dy = tf.reshape(
-                dy, [-1 if dims == "bsh" else num_slices, everywhere.shape[0], features]
-            )
+            # [slices or 1, b·s, h]
+            dy = gather_length(dy, axis, length_axis)
+            dy = tf.reshape(dy, [-1, everywhere.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
             owner = everywhere[:, None] // rows_per_slice == tf.range(num_slices)[None, :]
             owner = pin(tf.cast(owner, dy.dtype), (None, axis))

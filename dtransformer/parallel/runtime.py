@@ -27,6 +27,9 @@ from dtransformer.parallel.topology import Topology
 
 _DEFAULT_SEED = 0
 _SECONDS_FOR_THE_RANK_AT_FAULT = 5
+# How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
+# of the time of the cores that compute.
+_CYCLE_MILLISECONDS = "5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,8 @@ def init(config=None, *, seed=None, local_devices=1):
     hvd = None
     if _started_by_horovodrun():
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        if device_type() == "CPU":
+            os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
         hvd = _import_horovod()
         hvd.init()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
@@ -212,15 +217,24 @@ def _take_devices(local_rank, local_size, local_devices):
         return
     if local_size == 1:
         return
-    cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(len(cores) // local_size, 1)
+    if len(cores) >= local_size and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
+        _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(cores)
+        tf.config.threading.set_intra_op_parallelism_threads(share)
     except RuntimeError:  # TensorFlow has started: slower, but not wrong
         warnings.warn(
             "dtransformer.init() comes after the first tensor, so that the ranks of this host share "
             "its cores badly: call it first",
             stacklevel=3,
         )
+
+
+def _bind_to(cores):
+    """Keep all threads of this process on its own cores, whose caches hold what they work on."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _leave_mesh():

@@ -124,19 +124,17 @@ def _reduce_rows(hvd, group, rows, name):
     return total
 
 
-def global_norm(gradients, is_cut=()):
-    """Return the Euclidean norm of all gradients together, a float32 scalar.
+def square_norms(gradients, is_cut=()):
+    """Return the square of each gradient's Euclidean norm, that of the whole weight's.
 
     Args:
         gradients: list of tensors.
         is_cut: for each gradient whether it is a slice, of which the other ranks of the
             island hold the rest; False where it is not given.
+
+    Returns:
+        A list of float32 scalars.
     """
-    return tf.sqrt(tf.add_n(square_norms(gradients, is_cut)))
-
-
-def square_norms(gradients, is_cut=()):
-    """Return the square of each gradient's norm, that of the whole where it is a slice."""
     squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
     island, cut = runtime.island(), [i for i, part in enumerate(is_cut) if part]
     if island.size > 1 and cut:
@@ -152,33 +150,51 @@ def square_norms(gradients, is_cut=()):
     return squares
 
 
-def clip_as_whole(optimizer, owners, is_cut):
-    """Let an optimizer clip slices of gradients by the norms of the whole.
+def clip_as_whole(optimizer, gradients, squares, owners):
+    """Clip slices of gradients as an optimizer asks, by the norms of the whole.
 
     Args:
-        optimizer: a Keras optimizer.
+        optimizer: a Keras optimizer; `leave_clipping` lets it clip no more.
+        gradients: list of tensors, scaled as the optimizer scales the loss.
+        squares: of each gradient, from `square_norms`.
         owners: for each gradient the number of the weight that it belongs to.
-        is_cut: as `global_norm`'s.
+
+    Returns:
+        A list of tensors.
+    """
+    loss_scale = optimizer.scale_loss(1.0)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer.clipvalue:
+        bounds = [tf.cast(optimizer.clipvalue * loss_scale, g.dtype) for g in gradients]
+        return [tf.clip_by_value(g, -bound, bound) for g, bound in zip(gradients, bounds)]
+    limit = optimizer.clipnorm or optimizer.global_clipnorm
+    if not limit:
+        return gradients
+    limit *= loss_scale
+    numbers = owners if optimizer.clipnorm else [0] * len(owners)
+    norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, numbers, max(numbers) + 1))
+    factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(numbers) + 1)
+    return [
+        gradient * tf.cast(factors[number], gradient.dtype)
+        for gradient, number in zip(gradients, numbers)
+    ]
+
+
+def leave_clipping(optimizer):
+    """Let a Keras optimizer clip no gradients, which are slices: `clip_as_whole` did.
+
+    Raises:
+        ValueError: the optimizer is to clip sums of several steps' gradients.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-
-    def clip(gradients):
-        if optimizer.clipvalue:
-            bound = optimizer.clipvalue
-            return [tf.clip_by_value(gradient, -bound, bound) for gradient in gradients]
-        limit = optimizer.clipnorm or optimizer.global_clipnorm
-        if not limit:
-            return gradients
-        squares = square_norms(gradients, is_cut)
-        numbers = owners if optimizer.clipnorm else [0] * len(owners)
-        norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, numbers, max(numbers) + 1))
-        factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(numbers) + 1)
-        return [
-            gradient * tf.cast(factors[number], gradient.dtype)
-            for gradient, number in zip(gradients, numbers)
-        ]
-
-    optimizer._clip_gradients = clip
+    clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
+    if clips and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"{type(optimizer).__name__} is to accumulate gradients "
+            f"(gradient_accumulation_steps={optimizer.gradient_accumulation_steps}) and to clip "
+            "them, which does not work where operations are cut over a mesh: leave one of the two"
+        )
+    optimizer._clip_gradients = lambda gradients: gradients
 
 
 # What Keras' optimizers compute from all entries of a weight together.
