@@ -6,6 +6,8 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
+from dtransformer.parallel.layout import custom_gradient
+from dtransformer.parallel.products import static_or_dynamic_shape
 
 _seed = None
 
@@ -65,7 +67,19 @@ class Dropout(Layer):
         else:
             number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
             seed = tf.bitwise.bitwise_xor(_seed, [number, 0])
-        return tf.nn.experimental.stateless_dropout(inputs, self.rate, seed, rng_alg="philox")
+
+        @custom_gradient
+        def drop(x):
+            shape = static_or_dynamic_shape(x)
+            is_kept = tf.random.stateless_uniform(shape, seed, alg="philox") >= self.rate
+            scale = tf.cast(1 / (1 - self.rate), x.dtype)
+
+            def mask(x):  # faster than a selection
+                return x * (tf.cast(is_kept, x.dtype) * scale)
+
+            return mask(x), mask
+
+        return drop(inputs)
 
     def compute_output_shape(self, input_shape):
         return input_shape

@@ -1,8 +1,11 @@
 """Layer normalization and root-mean-square normalization, computed in float32."""
 
+import string
+
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
+from dtransformer.parallel.layout import custom_gradient
 
 
 class _Norm(Layer):
@@ -23,6 +26,9 @@ class _Norm(Layer):
     def call(self, inputs):
         y = self.normalize(tf.cast(inputs, self.compute_type))
         return tf.cast(y, self.compute_dtype)
+
+    def normalize(self, x):
+        raise NotImplementedError
 
     def weight(self, variable):
         return tf.cast(variable, self.compute_type)
@@ -65,11 +71,19 @@ class LayerNorm(_Norm):
         )
 
     def normalize(self, x):
-        mean = tf.reduce_mean(x, axis=-1, keepdims=True)
-        centered = x - mean
-        variance = tf.reduce_mean(tf.square(centered), axis=-1, keepdims=True)
-        x = centered * tf.math.rsqrt(variance + self.epsilon)
-        return x * self.weight(self.gamma) + self.weight(self.beta)
+        @custom_gradient
+        def layer_norm(x, gamma, beta):
+            centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+            unit, inverse = _divide_by_rms(centered, self.epsilon)
+
+            def gradient(dy):
+                dx, dgamma = _rms_gradient(dy, unit, gamma)
+                dx = (dx - _features_mean(dy, gamma)) * inverse
+                return dx, dgamma, _sum_to_features(dy)
+
+            return unit * gamma + beta, gradient
+
+        return layer_norm(x, self.weight(self.gamma), self.weight(self.beta))
 
 
 @register
@@ -94,5 +108,44 @@ class RMSNorm(_Norm):
         super().__init__(epsilon, compute_type, **kwargs)
 
     def normalize(self, x):
-        mean_square = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
-        return x * tf.math.rsqrt(mean_square + self.epsilon) * self.weight(self.gamma)
+        @custom_gradient
+        def rms_norm(x, gamma):
+            unit, inverse = _divide_by_rms(x, self.epsilon)
+
+            def gradient(dy):
+                dx, dgamma = _rms_gradient(dy, unit, gamma)
+                return dx * inverse, dgamma
+
+            return unit * gamma, gradient
+
+        return rms_norm(x, self.weight(self.gamma))
+
+
+# The gradients are written by hand: a third fewer passes over the activations than through
+# each step of the computation, of which only the result `unit` is kept.
+
+
+def _divide_by_rms(x, epsilon):
+    """Return x over its root mean square, and the reciprocal of that [..., 1]."""
+    mean_square = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
+    inverse = tf.math.rsqrt(mean_square + epsilon)
+    return x * inverse, inverse
+
+
+def _rms_gradient(dy, unit, gamma):
+    """Return the gradient of x, times its root mean square, and that of gamma."""
+    product = dy * unit
+    dx = dy * gamma - unit * _features_mean(product, gamma)
+    return dx, _sum_to_features(product)
+
+
+def _features_mean(x, gamma):
+    """Return the mean of x · gamma over the features, [..., 1]."""
+    names = string.ascii_lowercase[: len(x.shape)]
+    kernel = tf.reshape(gamma / gamma.shape[0], [-1, 1])
+    return tf.einsum(f"{names},{names[-1]}z->{names[:-1]}z", x, kernel)
+
+
+def _sum_to_features(x):
+    """[..., h] -> [h]"""
+    return tf.reduce_sum(x, axis=list(range(len(x.shape) - 1)))

@@ -215,18 +215,18 @@ def _take_devices(local_rank, local_size, local_devices):
         for gpu in own:
             tf.config.experimental.set_memory_growth(gpu, True)
         return
-    if local_size == 1:
+    if local_size == local_devices == 1:
         return
     cores = sorted(os.sched_getaffinity(0))
-    share = max(len(cores) // local_size, 1)
-    if len(cores) >= local_size and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
+    share = len(cores) // local_size
+    if local_size > 1 and share and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
-        tf.config.threading.set_intra_op_parallelism_threads(share)
+        tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
     except RuntimeError:  # TensorFlow has started: slower, but not wrong
         warnings.warn(
-            "dtransformer.init() comes after the first tensor, so that the ranks of this host share "
-            "its cores badly: call it first",
+            "dtransformer.init() comes after the first tensor, so that the devices of this host "
+            "share its cores badly: call it first",
             stacklevel=3,
         )
 

@@ -433,16 +433,14 @@ class Trainer(keras.Model):
         if self._plane is not None:
             update.leave_clipping(self.optimizer)
         if self._compiles_update():
-            self._update = tf.function(self._update_weights, jit_compile=True)
+            self._update = update.compiled(self.optimizer, variables.own_shards(weights))
         variables.take_first_values(self.network.variables, self.optimizer.variables)
         self._ready = True
 
     def _compiles_update(self):
         if self._jit != "auto" or self.run_eagerly:
             return self._jit is True and not self.run_eagerly
-        # One function of XLA's runs on one device.
-        is_large = sum(math.prod(v.shape) for v in self.network.trainable_variables) >= _LARGE_NETWORK
-        return is_large and runtime.topology().local_devices == 1
+        return sum(math.prod(v.shape) for v in self.network.trainable_variables) >= _LARGE_NETWORK
 
     def _start_plane(self, data):
         """Build the network; where there is a mesh, compute on it from now on."""

@@ -5,6 +5,7 @@ batch, already divided by what the whole batch counts, so that their sum over th
 data group is the gradient of the global mean.
 """
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel import runtime
@@ -195,6 +196,56 @@ def leave_clipping(optimizer):
             "them, which does not work where operations are cut over a mesh: leave one of the two"
         )
     optimizer._clip_gradients = lambda gradients: gradients
+
+
+def compiled(optimizer, shards):
+    """Return an optimizer's update of weights, compiled with XLA.
+
+    A function of XLA's runs on one device, so there is one for each.
+
+    Args:
+        optimizer: a Keras optimizer, built.
+        shards: list of Keras variables, on one or several devices.
+
+    Returns:
+        A function of the list of their gradients.
+    """
+    on_device = {}
+    for number, shard in enumerate(shards):
+        on_device.setdefault(shard.value.device, []).append(number)
+    if len(on_device) == 1:
+        return tf.function(lambda gradients: optimizer.apply(gradients, shards), jit_compile=True)
+    if not _updates_shards_alone(optimizer):
+        return lambda gradients: optimizer.apply(gradients, shards)
+    scalars = [optimizer.iterations, optimizer._learning_rate]
+    scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
+
+    def part(numbers):
+        def update(gradients, values):
+            # The scalars lie on one device; each counts the step for itself.
+            with keras.StatelessScope(list(zip(scalars, values))):
+                optimizer.apply(gradients, [shards[number] for number in numbers])
+
+        return tf.function(update, jit_compile=True)
+
+    parts = {device: part(numbers) for device, numbers in on_device.items()}
+
+    def update(gradients):
+        values = [tf.identity(scalar.value) for scalar in scalars]
+        for device, numbers in on_device.items():
+            with tf.device(device):
+                parts[device]([gradients[number] for number in numbers], values)
+        optimizer.iterations.assign_add(1)
+
+    return update
+
+
+def _updates_shards_alone(optimizer):
+    """Return whether all that an update changes belongs to one weight, but for the step."""
+    scalars = [variable for variable in optimizer.variables if variable.shape == ()]
+    known = [optimizer.iterations, getattr(optimizer, "_learning_rate", None)]
+    others = [s for s in scalars if not any(s is k for k in known)]
+    return not others and not optimizer.use_ema and not optimizer.gradient_accumulation_steps
 
 
 # What Keras' optimizers compute from all entries of a weight together.
