@@ -108,7 +108,8 @@ def init(config=None, *, seed=None, local_devices=1):
 
     Call it once, before any tensor is made: where operations are cut, DTensor starts
     TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
-    `python` the process runs alone.
+    `python` the process runs alone. On CPUs the ranks of a host take cores of their own,
+    unless the environment has `DTRANSFORMER_BIND_CORES=0`.
 
     Args:
         config: a `TransformerOpParallelConfig`; the current global one by default.

@@ -8,6 +8,7 @@ Each check starts its own mesh; what it raises is written to FILE, None where it
 import json
 import sys
 import traceback
+import unittest.mock
 
 import keras
 import numpy as np
@@ -253,6 +254,23 @@ def optimizers_clip_by_the_norms_of_the_whole():
         np.testing.assert_allclose(
             losses(trainer_of(network(), optimizer())), expected, rtol=PARITY_LOSS, err_msg=options
         )
+        stop()
+
+
+@check
+def updates_of_large_networks_are_compiled_on_every_device():
+    decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
+    for optimizer in (
+        lambda: keras.optimizers.AdamW(decay, weight_decay=0.1),
+        lambda: keras.optimizers.SGD(0.5, momentum=0.9),
+        lambda: keras.optimizers.Nadam(1e-2),  # has a number that all weights share
+    ):
+        expected = losses(trainer_of(network(), optimizer()))
+        start()
+        with unittest.mock.patch("dtransformer.trainers.trainer._LARGE_NETWORK", 0):
+            trainer = trainer_of(network(), optimizer())
+            np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+        assert int(trainer.optimizer.iterations.numpy()) == 3
         stop()
 
 

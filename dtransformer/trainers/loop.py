@@ -1,0 +1,139 @@
+"""The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
+
+import time
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import runtime
+from dtransformer.trainers import update
+from dtransformer.trainers.data import EpochStart, as_data, check_batches
+from dtransformer.trainers.throughput import Throughput, measured_peak
+
+
+class FitLoop(keras.Model):
+    """Fit, evaluate and predict as Keras does, with what several ranks need around it.
+
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(data)` and
+    `_start_plane(data)`, which make it ready, and `_plane`: what its steps compute on where
+    operations are cut over a mesh, None elsewhere.
+    """
+
+    _plane = None
+    _throughput = None
+
+    def make_train_function(self, force=False):
+        if self.train_function is not None and not force:
+            return self.train_function
+        super().make_train_function(force=True)
+        if self._plane is not None:
+            self.train_function = self._each_step(self.train_step)
+        step, steps = self.train_function, self.steps_per_execution
+        peak = update.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
+        self._throughput = Throughput(float(peak))
+        compiled = False
+
+        def timed_step(iterator):
+            nonlocal compiled
+            start = time.perf_counter()
+            logs = step(iterator)
+            tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
+            if compiled:
+                seconds = time.perf_counter() - start
+                self._throughput.add(seconds, tokens * steps, flops * steps)
+            compiled = True
+            return {**logs, **self._throughput.logs()}
+
+        self.train_function = timed_step
+        return self.train_function
+
+    def make_test_function(self, force=False):
+        if self._plane is None:
+            return super().make_test_function(force)
+        self.test_function = self._each_step(self.test_step)
+        return self.test_function
+
+    def make_predict_function(self, force=False):
+        if self._plane is None:
+            return super().make_predict_function(force)
+
+        def predict(batches):
+            outputs = [self.predict_step(batch) for batch in batches]
+            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        self.predict_function = predict
+        return self.predict_function
+
+    def _each_step(self, step):
+        """Return a function of an iterator that runs a step with each batch.
+
+        On a mesh the planes are compiled each for itself, and what joins them is Python.
+        """
+
+        def run(iterator):
+            logs = None
+            for _ in range(self.steps_per_execution):
+                try:
+                    logs = step(next(iterator))
+                except StopIteration:
+                    if logs is None:
+                        raise
+                    break
+            return logs
+
+        return run
+
+    def fit(
+        self, x=None, y=None, *, verbose="auto", callbacks=None, validation_data=None, **kwargs
+    ):
+        """Train; as `keras.Model.fit`.
+
+        Args:
+            x: this rank's share of the data, as Keras takes it; or an object with
+                `as_dataset()` and `set_epoch(epoch)`, such as `TranslationBatches`,
+                which shares and shuffles by itself. All ranks have to have the same
+                number of batches.
+            y, validation_data, and the others: as Keras'.
+            verbose: as Keras'; ranks other than 0 print nothing.
+            callbacks: list of Keras callbacks.
+
+        Returns:
+            A `keras.callbacks.History`.
+        """
+        callbacks = [EpochStart(x), *(callbacks or [])]
+        data = as_data(x)
+        if isinstance(data, tf.data.Dataset):
+            kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
+        self._prepare(data)
+        check_batches(data)
+        return super().fit(
+            data,
+            y,
+            verbose=verbose if runtime.is_chief() else 0,
+            callbacks=callbacks,
+            validation_data=as_data(validation_data),
+            **kwargs,
+        )
+
+    def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
+        """Compute loss and metrics over data; as `keras.Model.evaluate`."""
+        self._prepare(as_data(x))
+        verbose = verbose if runtime.is_chief() else 0
+        return super().evaluate(as_data(x), y, verbose=verbose, **kwargs)
+
+    def predict(self, x, *, verbose="auto", **kwargs):
+        """Compute the network's outputs; as `keras.Model.predict`.
+
+        Returns:
+            NumPy arrays. Logits of a padded vocabulary are cut to its true size.
+        """
+        verbose = verbose if runtime.is_chief() else 0
+        self._start_plane(as_data(x))
+        outputs = super().predict(as_data(x), verbose=verbose, **kwargs)
+        vocab_size = getattr(self.network, "vocab_size", None)
+        return outputs if vocab_size is None else outputs[..., :vocab_size]
+
+    def train_on_batch(self, x, *args, **kwargs):
+        """Train on one batch; as `keras.Model.train_on_batch`."""
+        self._prepare(x)
+        return super().train_on_batch(x, *args, **kwargs)
