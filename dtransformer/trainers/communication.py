@@ -8,6 +8,7 @@ from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.parallel import layout, runtime
 from dtransformer.parallel.audit import CommunicationReport, horovod_collectives
+from dtransformer.parallel.config import get_parallel_config
 
 
 def communication_report(network, plane, update_graph):
@@ -27,12 +28,14 @@ def communication_report(network, plane, update_graph):
     if plane is None:
         return CommunicationReport(tuple(over_horovod))
     names = {layer.name for layer in network._flatten_layers()}
-    on_mesh = [
+    times = get_parallel_config().micro_batch_num
+    on_mesh = times * [
         dataclasses.replace(c, layer=_layer_path(c.layer, names)) for c in plane.collectives()
     ]
     formula = {}
     if hasattr(network, "stream_shapes"):
         formula = block_formula(network, network.stream_shapes(plane.input_shapes))
+        formula = {block: times * entries for block, entries in formula.items()}
     return CommunicationReport((*on_mesh, *over_horovod), formula)
 
 

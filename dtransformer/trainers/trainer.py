@@ -13,6 +13,7 @@ from dtransformer.parallel import layout, runtime, variables
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.plan import WeightPlan
 from dtransformer.trainers import update
+from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
 from dtransformer.trainers.compute import MeshPlane
 from dtransformer.trainers.data import input_symbols
@@ -92,7 +93,11 @@ class Trainer(FitLoop):
                 weights, are compiled with XLA. `"auto"` compiles the update alone,
                 and only that of a large network: there it takes a quarter of the
                 time, elsewhere it is not faster on CPUs but longer to start.
-            auto_scale_loss: whether the loss is scaled under `mixed_float16`.
+            auto_scale_loss: whether the loss is scaled under `mixed_float16`: twice as
+                much after every 2,000 good steps, and half as much after a step whose
+                gradients overflow on any rank, which all of them skip. The logs have
+                `loss_scale` and the number of `skipped_steps`. For other numbers give a
+                `keras.optimizers.LossScaleOptimizer`.
         """
         loss = CrossEntropyLoss() if loss is None else loss
         self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
@@ -109,6 +114,7 @@ class Trainer(FitLoop):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
+        self._skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
         self._ready, self._plane = False, None
         self._compute, self._update = self._loss_and_gradients, self._update_weights
         self._evaluate = self._outputs_and_sums
@@ -123,6 +129,7 @@ class Trainer(FitLoop):
         elif jit_compile is True and not run_eagerly:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
         self._jit = jit_compile
+        self._compute = self._in_micro_batches(self._compute)
 
     # The compute plane: this rank's share of the batch.
 
@@ -138,8 +145,10 @@ class Trainer(FitLoop):
             outputs = self(inputs, training=True)
             sums = self._sums(inputs, outputs, labels, sample_weight)
             loss = tf.math.divide_no_nan(sums["loss"], sums["count"] if count is None else count)
-            for extra in self.losses:  # regularizers, the same on every rank
-                loss += tf.cast(extra, "float32") / runtime.data_shard()[1]
+            # Regularizers: each part of the batch has the same, and sums are sums of all parts.
+            num_parts = runtime.data_shard()[1] * get_parallel_config().micro_batch_num
+            for extra in self.losses:
+                loss += tf.cast(extra, "float32") / (1 if count is None else num_parts)
             loss *= loss_scale
         gradients = tape.gradient(loss, values)
         unused = [v.path for v, gradient in zip(weights, gradients) if gradient is None]
@@ -182,7 +191,7 @@ class Trainer(FitLoop):
         norm = tf.sqrt(tf.add_n(squares))
         if self._plane is not None:
             gradients = update.clip_as_whole(self.optimizer, gradients, squares, owners)
-        if any(is_cut) and isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
+        if any(is_cut) and self._scales_loss():
             # A slice that overflows on one rank has to be skipped on all.
             poison = tf.where(tf.math.is_finite(norm), 1.0, float("nan"))
             gradients[0] *= tf.cast(poison, gradients[0].dtype)
@@ -191,6 +200,9 @@ class Trainer(FitLoop):
         with tf.control_dependencies([norm]):
             self._update(gradients)
         return norm
+
+    def _scales_loss(self):
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
 
     def _update_weights(self, gradients):
         shards = variables.own_shards(self.network.trainable_variables)
@@ -243,9 +255,17 @@ class Trainer(FitLoop):
             gradients = update.scale(gradients, share)
         gradients = update.reduce_gradients(gradients, self._fusion_groups())
         rate = tf.convert_to_tensor(self.optimizer.learning_rate)
-        loss_scale = self.optimizer.scale_loss(1.0)  # both change with the update
+        loss_scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))  # change with the update
         norm = self._apply(gradients) / loss_scale
-        logs = self._track(totals, labels, outputs, sample_weight)
+        seen = totals
+        if self._scales_loss():  # a step that is skipped does not count
+            is_finite = tf.math.is_finite(norm)
+            self._skipped_steps.assign_add(tf.cast(tf.logical_not(is_finite), "int64"))
+            seen = {name: tf.where(is_finite, total, 0.0) for name, total in totals.items()}
+        logs = self._track(seen, labels, outputs, sample_weight)
+        if self._scales_loss():
+            logs["loss_scale"] = loss_scale
+            logs["skipped_steps"] = tf.identity(self._skipped_steps)
         logs["step_loss"] = tf.math.divide_no_nan(totals["loss"], totals["count"])
         logs["gradient_norm"] = norm
         logs["learning_rate"] = rate
@@ -301,6 +321,11 @@ class Trainer(FitLoop):
 
     # What comes before the first step.
 
+    @staticmethod
+    def _in_micro_batches(compute):
+        number = get_parallel_config().micro_batch_num
+        return compute if number == 1 else in_micro_batches(compute, number)
+
     def _prepare(self, data=None):
         """Build the network and the optimizer, and take rank 0's weights, once."""
         self._assert_compile_called("fit")
@@ -331,7 +356,8 @@ class Trainer(FitLoop):
             return
         layout.check_rules(self.network.variables)
         self._plane = MeshPlane(self)
-        self._compute, self._evaluate = self._plane.train, self._plane.test
+        self._compute = self._in_micro_batches(self._plane.train)
+        self._evaluate = self._plane.test
         if self.compiled:
             self._finish = tf.function(self._update_and_track, reduce_retracing=True)
             self._finish_test = tf.function(self._track_test, reduce_retracing=True)

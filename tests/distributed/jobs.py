@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel import runtime
@@ -101,7 +102,7 @@ class Classifier(keras.Model):
     def __init__(self):
         super().__init__()
         self.embedding = keras.layers.Embedding(VOCAB, 8)
-        self.dense = keras.layers.Dense(VOCAB)
+        self.dense = keras.layers.Dense(VOCAB, kernel_regularizer=keras.regularizers.L2(0.01))
 
     def call(self, inputs, training=False):
         return self.dense(self.embedding(inputs["target"]))
@@ -135,6 +136,41 @@ def plain_keras():
     )
 
 
+class Multiply(keras.Model):
+    """Multiplies its inputs with a weight."""
+
+    def __init__(self):
+        super().__init__(dtype="mixed_float16")
+        self.scale = self.add_weight(shape=(4,), initializer="ones", name="scale")
+
+    def call(self, inputs, training=False):
+        return inputs * self.scale
+
+
+def overflow():
+    """Train in float16 while the last rank's gradients overflow in the third of five steps."""
+    trainer = Trainer(Multiply())
+    trainer.compile(keras.optimizers.Adam(0.01), "mse")
+    result = {"weights_by_step": []}
+    for step in range(5):
+        x = np.ones((2, 4), "float16")
+        if step == 2 and runtime.rank() == runtime.size() - 1:
+            x[0, 0] = np.inf
+        logs = trainer.train_on_batch(x, np.zeros((2, 4), "float32"), return_dict=True)
+        result["weights_by_step"].append(trainer.network.get_weights()[0].tolist())
+        for name in ("step_loss", "loss", "loss_scale", "skipped_steps"):
+            result.setdefault(name, []).append(float(logs[name]))
+    result["step_losses"] = result["step_loss"][3:]
+    result["weights"] = float(np.abs(trainer.network.get_weights()[0]).sum())
+    return result
+
+
+def in_micro_batches(job):
+    """Run a job as it is alone, and in micro-batches on several ranks."""
+    with parallel_config(micro_batch_num=2 if runtime.size() > 1 else 1):
+        return job()
+
+
 JOBS = {
     "untied": lambda: train(translation_model()),
     "tied": lambda: train(translation_model(shared_embeddings=True, tied_head=True)),
@@ -148,6 +184,9 @@ JOBS = {
     ),
     "steps_per_execution": lambda: train(translation_model(), steps_per_execution=5),
     "plain_keras": plain_keras,
+    "plain_keras_in_micro_batches": lambda: in_micro_batches(plain_keras),
+    "micro_batches": lambda: in_micro_batches(lambda: train(translation_model())),
     "dropout": lambda: train(translation_model(dropout_rate=0.2), num_batches=3),
+    "overflow": overflow,
     "mixed_float16": lambda: train(translation_model(dtype="mixed_float16"), num_batches=3),
 }

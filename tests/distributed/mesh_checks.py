@@ -258,6 +258,19 @@ def optimizers_clip_by_the_norms_of_the_whole():
 
 
 @check
+def micro_batches_on_the_mesh():
+    expected = losses(trainer_of(network()))
+    start(micro_batch_num=2)
+    trainer = trainer_of(network())
+    np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+    report = trainer.communication_report()
+    # Twice two forward and two backward, of half the rows each.
+    assert len(found(report, "encoder/block_0")) == 8
+    assert report.formula["encoder/block_0"] == 4 * B * S * H
+    stop()
+
+
+@check
 def updates_of_large_networks_are_compiled_on_every_device():
     decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
     for optimizer in (

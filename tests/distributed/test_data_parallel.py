@@ -9,7 +9,7 @@ from tests.distributed.jobs import JOBS
 from tests.distributed.launch import launch, needs_horovod
 from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 
-EXACT_JOBS = [name for name in JOBS if name not in ("dropout", "mixed_float16")]
+EXACT_JOBS = [name for name in JOBS if name not in ("dropout", "mixed_float16", "overflow")]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,18 @@ def test_losses_fall(name, ranks):
 def test_16_bit_losses_are_those_of_one_process(ranks):
     alone = JOBS["mixed_float16"]()["step_losses"]
     np.testing.assert_allclose(ranks[0]["mixed_float16"]["step_losses"], alone, rtol=5e-3)
+
+
+@needs_horovod
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
+    for rank in ranks:
+        found = rank["overflow"]
+        weights, scales = found["weights_by_step"], found["loss_scale"]
+        assert weights[2] == weights[1], "to the last bit"
+        assert weights[1] != weights[0] and weights[3] != weights[2] != weights[4]
+        assert scales == [*[scales[0]] * 3, *[scales[0] / 2] * 2]
+        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
+        assert np.isfinite(found["loss"]).all(), "the step does not count in the epoch's mean"
 
 
 @needs_horovod

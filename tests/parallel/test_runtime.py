@@ -77,7 +77,6 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
         {"pipeline_stage": 2},
         {"context_parallel": 2},
         {"expert_parallel": 2},
-        {"micro_batch_num": 2},
         {"optimizer_shard": True},
         {"optimizer_shard": 3},
         {"recompute": True},
@@ -99,6 +98,7 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
         {"data_parallel": 8},
         {"optimizer_shard": 0},
         {"recompute": TransformerRecomputeConfig()},
+        {"micro_batch_num": 4},
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
     ids=str,
@@ -108,10 +108,10 @@ def test_what_is_carried_out(fields):
 
 
 def test_init_refuses_what_is_not_carried_out_and_stays_outside():
-    with pytest.raises(NotImplementedError, match="micro_batch_num=4"):
-        dtransformer.init(TransformerOpParallelConfig(micro_batch_num=4))
+    with pytest.raises(NotImplementedError, match="recompute=True"):
+        dtransformer.init(TransformerOpParallelConfig(recompute=True))
     assert not runtime.is_initialized()
-    assert dtransformer.get_parallel_config().micro_batch_num == 1
+    assert dtransformer.get_parallel_config().recompute is False
 
 
 @pytest.mark.parametrize("wrong", [{"model_parallel": 1}, 4, TransformerRecomputeConfig()])

@@ -1,0 +1,120 @@
+"""Promise: micro-batches change the memory a step needs, and none of its numbers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import parallel_config
+from dtransformer.layers import CrossEntropyLoss, Dropout
+from dtransformer.trainers import Trainer
+from tests.tolerances import TRAINING
+from tests.trainers.test_trainer import Record, sentences, small_model
+
+
+def fit(micro_batches, batch_size=6, num_rows=12, **options):
+    with parallel_config(micro_batch_num=micro_batches):
+        inputs, labels = sentences(num_rows)
+        trainer = Trainer(small_model())
+        trainer.compile(keras.optimizers.AdamW(1e-2), CrossEntropyLoss(0.1, ignore_id=0), **options)
+        record = Record()
+        trainer.fit(
+            inputs,
+            labels,
+            batch_size=batch_size,
+            shuffle=False,
+            epochs=2,
+            verbose=0,
+            callbacks=[record],
+        )
+    return record
+
+
+METRIC = "sparse_categorical_accuracy"
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return fit(1, metrics=[METRIC])
+
+
+@pytest.mark.parametrize(
+    "micro_batches, options",
+    [
+        (2, {}),
+        (4, {"metrics": [METRIC]}),
+        (6, {}),
+        (3, {"run_eagerly": True}),
+        (2, {"jit_compile": True}),
+    ],
+)
+def test_steps_are_those_of_whole_batches(micro_batches, options, whole):
+    parts = fit(micro_batches, **options)
+    for name in ("step_loss", "gradient_norm", "accuracy", *options.get("metrics", ())):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=TRAINING, err_msg=name)
+
+
+def test_a_keras_loss_with_regularizers_and_sample_weights():
+    def losses(micro_batches):
+        with parallel_config(micro_batch_num=micro_batches):
+            network = keras.Sequential(
+                [
+                    keras.Input((3,)),
+                    keras.layers.Dense(
+                        4,
+                        kernel_initializer=keras.initializers.GlorotUniform(1),
+                        kernel_regularizer=keras.regularizers.L2(0.1),
+                    ),
+                    keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(2)),
+                ]
+            )
+            trainer = Trainer(network)
+            trainer.compile(keras.optimizers.SGD(0.1), "mse")
+            rng = np.random.default_rng(0)
+            x, y, weights = (rng.random(shape).astype("float32") for shape in ((8, 3), (8, 1), 8))
+            for _ in range(3):
+                logs = trainer.train_on_batch(x, y, sample_weight=weights, return_dict=True)
+            return [float(logs[name]) for name in ("step_loss", "gradient_norm")]
+
+    np.testing.assert_allclose(losses(3), losses(1), rtol=TRAINING)
+
+
+def test_each_micro_batch_has_masks_of_its_own():
+    class Ones(keras.Model):
+        """Returns what dropout leaves of ones."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = self.add_weight(shape=(), initializer="ones")
+            self.dropout = Dropout(0.5)
+
+        def call(self, inputs, training=False):
+            return self.dropout(tf.ones_like(inputs), training=training) * self.scale
+
+    class Keep(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="keep")
+            self.outputs = self.add_weight(shape=(4, 64), initializer="zeros", name="outputs")
+
+        def update_state(self, labels, outputs, sample_weight=None):
+            self.outputs.assign(outputs)
+
+        def result(self):
+            return tf.reduce_sum(self.outputs)
+
+    with parallel_config(micro_batch_num=2):
+        trainer, keep = Trainer(Ones()), Keep()
+        trainer.compile(keras.optimizers.SGD(0.0), "mse", metrics=[keep])
+        x = np.zeros((4, 64), "float32")
+        trainer.train_on_batch(x, x)
+        first = keep.outputs.numpy()
+        keep.reset_state()
+        trainer.train_on_batch(x, x)
+    assert not np.array_equal(first[:2], first[2:])
+    assert not np.array_equal(first, keep.outputs.numpy()), "nor are they those of the next step"
+
+
+def test_more_micro_batches_than_rows():
+    for options in ({}, {"run_eagerly": True}):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="micro_batch_num=7"):
+            fit(7, **options)
