@@ -26,7 +26,7 @@ def in_micro_batches(compute, number):
 
     def accumulated(inputs, labels, sample_weight, count, loss_scale, seed):
         batch = inputs, labels, sample_weight
-        num_rows = _num_rows(labels, number)
+        num_rows = _num_rows(inputs, number)
 
         def part(i):
             rows = _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
@@ -46,9 +46,9 @@ def in_micro_batches(compute, number):
     return accumulated
 
 
-def _num_rows(labels, number):
+def _num_rows(inputs, number):
     """Return the number of rows b of a batch, a tensor where it is not known yet."""
-    first = tf.nest.flatten(labels)[0]
+    first = tf.nest.flatten(inputs)[0]
     num_rows = first.shape[0]
     message = f"micro_batch_num={number} is more than the rows of the batch"
     if num_rows is not None:
