@@ -28,6 +28,8 @@ class MeshFunction:
         self._function, self._gradients = function, gradients
         self._variables = network_variables
         self._traced = tf.function(self._trace, autograph=False)
+        # Each shape of a batch is compiled: DTensor has to know it.
+        self._traced._omit_frequent_tracing_warning = True
         self._is_new = False
         self.compiled = []  # names of functions, of the last compilation
 
