@@ -5,6 +5,7 @@ for several ranks only, DTensor where operations are cut.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -234,7 +235,8 @@ def _take_devices(local_rank, local_size, local_devices):
 def _bind_to(cores):
     """Keep all threads of this process on its own cores, whose caches hold what they work on."""
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _leave_mesh():
