@@ -33,6 +33,7 @@ Errors name the function, the shape, the group and what is wrong:
 import tensorflow as tf
 
 from dtransformer.parallel import groups
+from dtransformer.parallel.products import static_or_dynamic_shape
 from dtransformer.parallel.wire import Call, check_member, check_position, describe, tied
 
 # AutoGraph would translate these functions for every `tf.function`, to no purpose.
@@ -116,7 +117,11 @@ def gather(x, axis=0, root=0, group=None):
     return call.run(
         lambda x: _join(call.gather(x, root), axis),
         lambda g, _: scatter(
-            call.at(root, g, lambda g: _pad(g, axis, call.group.size * _shape(call.x)[axis])),
+            call.at(
+                root,
+                g,
+                lambda g: _pad(g, axis, call.group.size * static_or_dynamic_shape(call.x)[axis]),
+            ),
             axis,
             root,
             call.group,
@@ -154,7 +159,7 @@ def scatter(x, axis=0, root=0, group=None):
         lambda g, _: call.at(
             root,
             gather(g, axis, root, call.group),
-            lambda nothing: _pad(nothing, axis, _shape(call.x)[axis]),
+            lambda nothing: _pad(nothing, axis, static_or_dynamic_shape(call.x)[axis]),
         ),
     )
 
@@ -265,11 +270,6 @@ def _pair(text, x, other, group, sends):
     return pair
 
 
-def _shape(x):
-    """Return the list of dimensions, as ints where they are known."""
-    return [tf.shape(x)[i] if size is None else size for i, size in enumerate(x.shape)]
-
-
 def _move(x, source, destination):
     order = list(range(x.shape.rank))
     order.insert(destination, order.pop(source))
@@ -278,14 +278,14 @@ def _move(x, source, destination):
 
 def _split(x, axis, count):
     """[..., n · d, ...] -> [n, ..., d, ...]"""
-    axis, shape = axis % x.shape.rank, _shape(x)
+    axis, shape = axis % x.shape.rank, static_or_dynamic_shape(x)
     parts = [*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :]]
     return _move(tf.reshape(x, parts), axis, 0)
 
 
 def _join(rows, axis):
     """[n, ..., d, ...] -> [..., n · d, ...]"""
-    axis, shape = axis % (rows.shape.rank - 1), _shape(rows)
+    axis, shape = axis % (rows.shape.rank - 1), static_or_dynamic_shape(rows)
     whole = [*shape[1 : axis + 1], shape[0] * shape[axis + 1], *shape[axis + 2 :]]
     return tf.reshape(_move(rows, 0, axis), whole)
 
