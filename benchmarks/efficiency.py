@@ -12,9 +12,10 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
+
+from workload import output_lines, translation_trainer
 
 # Name -> ranks, local devices of each, model_parallel.
 LAYOUTS = {
@@ -43,14 +44,10 @@ def parse_arguments():
 
 def work(args):
     """Train with one layout on this rank; rank 0 prints the seconds of every step."""
-    import keras
     import numpy as np
 
     import dtransformer
-    from dtransformer.layers import CrossEntropyLoss
-    from dtransformer.models import TranslationTransformer
     from dtransformer.parallel.runtime import data_shard
-    from dtransformer.trainers import Trainer
 
     _, local_devices, model_parallel = LAYOUTS[args.worker]
     config = dtransformer.TransformerOpParallelConfig(
@@ -59,16 +56,8 @@ def work(args):
         vocab_emb_dp=args.whole_tables,
     )
     dtransformer.init(config, local_devices=local_devices)
-    model = TranslationTransformer(
-        args.vocab_size,
-        hidden_size=args.hidden_size,
-        num_heads=8,
-        encoder_layers=args.layers,
-        decoder_layers=args.layers,
-    )
-    model.build()
-    trainer = Trainer(model)
-    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(0.1))
+    trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
+    trainer.network.build()
     index, count = data_shard()
     shape = (args.batch_size, args.length)
     ids = np.random.default_rng(0).integers(4, args.vocab_size, shape, "int32")[index::count]
@@ -89,10 +78,8 @@ def launch(layout, arguments):
     if num_ranks > 1:
         horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
         command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        sys.exit(f"{layout} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    line = next(line for line in done.stdout.splitlines() if "step_seconds" in line)
+    lines = output_lines(layout, command, timeout=900)
+    line = next(line for line in lines if "step_seconds" in line)
     return json.loads(line[line.index("{") :])
 
 

@@ -11,9 +11,10 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
+
+from workload import output_lines, translation_trainer
 
 # Name -> fields of the parallel config.
 CASES = {
@@ -39,24 +40,12 @@ def parse_arguments():
 
 def work(args):
     """Train with one case; print what it takes."""
-    import keras
     import numpy as np
 
     import dtransformer
-    from dtransformer.layers import CrossEntropyLoss
-    from dtransformer.models import TranslationTransformer
-    from dtransformer.trainers import Trainer
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**CASES[args.worker]))
-    model = TranslationTransformer(
-        args.vocab_size,
-        hidden_size=args.hidden_size,
-        num_heads=8,
-        encoder_layers=args.layers,
-        decoder_layers=args.layers,
-    )
-    trainer = Trainer(model)
-    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(0.1))
+    trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
     rng = np.random.default_rng(0)
 
     def step(rows, length):
@@ -88,15 +77,9 @@ def main():
     report = {"options": {k: v for k, v in vars(args).items() if k not in ("worker", "cases")}}
     report["cases"] = {}
     for case in args.cases.split(","):
-        done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--worker", case],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        if done.returncode:
-            sys.exit(f"{case} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-        report["cases"][case] = json.loads(done.stdout.splitlines()[-1])
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", case]
+        lines = output_lines(case, command, timeout=1200)
+        report["cases"][case] = json.loads(lines[-1])
         print(case, report["cases"][case], file=sys.stderr)
     print(json.dumps(report, indent=2))
 

@@ -1,0 +1,32 @@
+"""What the benchmarks that start processes share: the model they train, and the start."""
+
+import subprocess
+import sys
+
+
+def translation_trainer(vocab_size, hidden_size, layers):
+    """Return a compiled `Trainer` of an encoder-decoder with as many layers of each kind."""
+    import keras  # not in the process that starts the others
+
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import TranslationTransformer
+    from dtransformer.trainers import Trainer
+
+    model = TranslationTransformer(
+        vocab_size,
+        hidden_size=hidden_size,
+        num_heads=8,
+        encoder_layers=layers,
+        decoder_layers=layers,
+    )
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(0.1))
+    return trainer
+
+
+def output_lines(name, command, timeout):
+    """Return the lines that a command prints; end with its output where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    return done.stdout.splitlines()
