@@ -22,6 +22,8 @@ CASES = {
     "micro_batches_2": {"micro_batch_num": 2},
     "micro_batches_4": {"micro_batch_num": 4},
     "micro_batches_8": {"micro_batch_num": 8},
+    "recompute": {"recompute": True},
+    "recompute_attention": {"recompute": {"select": ("attention",)}},
 }
 
 
@@ -44,7 +46,10 @@ def work(args):
 
     import dtransformer
 
-    dtransformer.init(dtransformer.TransformerOpParallelConfig(**CASES[args.worker]))
+    fields = dict(CASES[args.worker])
+    if isinstance(fields.get("recompute"), dict):
+        fields["recompute"] = dtransformer.TransformerRecomputeConfig(**fields["recompute"])
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields))
     trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
     rng = np.random.default_rng(0)
 

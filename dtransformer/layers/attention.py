@@ -11,6 +11,7 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.recompute import recomputed
 from dtransformer.parallel.layout import constrain
 from dtransformer.parallel.products import (
     column_parallel,
@@ -157,7 +158,11 @@ class MultiHeadAttention(Layer):
             (q,) = self._project({"query": query})
             k, v = cache["key"], cache["value"]
         q = q * tf.cast(self.head_dim**-0.5, q.dtype)
-        context = self._attend(q, k, v, attention_mask, training)
+        attend = lambda q, k, v: self._attend(q, k, v, attention_mask, training)
+        if self.recomputes and training and cache is None:
+            context = recomputed(attend, [q, k, v], [])
+        else:
+            context = attend(q, k, v)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
         context = tf.transpose(context, [0, 2, 1, 3])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))

@@ -22,6 +22,8 @@ class Layer(keras.layers.Layer):
     """
 
     _own_rules = {}
+    # Whether the backward pass computes the layer again: see recompute.py.
+    recomputes = False
 
     def shard(self, **rules):
         """Cut this layer, and the layers inside of it, by rules of its own.

@@ -1,8 +1,21 @@
 """What the blocks of a network have in common, and how they are spread over stages."""
 
+import tensorflow as tf
+
+from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
-from dtransformer.layers.norm import LayerNorm
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.recompute import as_recompute_config, recomputed
+from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
+from dtransformer.parallel.layout import is_on_mesh
+
+# What `TransformerRecomputeConfig.select` can name.
+_PARTS = {
+    "attention": MultiHeadAttention,
+    "feed_forward": FeedForward,
+    "norm": (LayerNorm, RMSNorm),
+}
 
 
 class TransformerBlock(Layer):
@@ -11,16 +24,41 @@ class TransformerBlock(Layer):
     Attributes:
         pipeline_stage: the stage that computes the block.
         comm_fusion: the group that the block's gradients are reduced with, or None.
+        recompute_config: what the backward pass computes again, from `recompute`.
     """
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.pipeline_stage = 0
         self.comm_fusion = None
+        self.recompute_config = TransformerRecomputeConfig()
 
     def set_comm_fusion(self, group):
         """Reduce the block's gradients together with the group's others."""
         self.comm_fusion = group
+
+    def recompute(self, config=True):
+        """Choose what the backward pass computes again instead of keeping it.
+
+        Args:
+            config: True for the whole block, False for nothing, or a
+                `TransformerRecomputeConfig`.
+        """
+        config = self.recompute_config = as_recompute_config(config)
+        self.recomputes = config.recompute
+        for part in self._flatten_layers(include_self=False):
+            chosen = [name for name, kind in _PARTS.items() if isinstance(part, kind)]
+            part.recomputes = not config.recompute and any(n in config.select for n in chosen)
+
+    def again(self, function, inputs, training):
+        """Return function(*inputs), computed again in the backward pass where that was chosen."""
+        if training and self.recomputes:
+            return recomputed(function, inputs, self.variables, self.recompute_config)
+        if training and not is_on_mesh():
+            # The block's gradients of an input are summed first, as they are with recompute:
+            # that keeps its results the same to the last bit.
+            inputs = [tf.identity(x) for x in inputs]
+        return function(*inputs)
 
 
 class BlockStack(Layer):
@@ -76,6 +114,8 @@ class BlockStack(Layer):
             )
             for number in range(num_layers)
         ]
+        for block in self.blocks:
+            block.recompute(get_parallel_config().recompute)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         self.final_norm = None
         if num_layers and not layer_arguments.get("post_layernorm_residual", False):

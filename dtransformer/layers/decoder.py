@@ -55,6 +55,12 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         cache=None,
         training=False,
     ):
+        compute = lambda x, memory: self._compute(
+            x, decoder_mask, memory, memory_mask, cache, training
+        )
+        return self.again(compute, [inputs, encoder_output], training and cache is None)
+
+    def _compute(self, inputs, decoder_mask, encoder_output, memory_mask, cache, training):
         new_cache = {}
 
         def attend(name, attention, x, memory, mask):

@@ -31,6 +31,13 @@ def dropout_seed(seed):
         _seed = outer
 
 
+def current_seed():
+    """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
+    if _seed is not None:
+        return _seed
+    return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
+
+
 @register
 class Dropout(Layer):
     """Set a random part of the inputs to zero and scale the others up.
@@ -62,11 +69,8 @@ class Dropout(Layer):
     def call(self, inputs, training=False):
         if not training or self.rate == 0:
             return inputs
-        if _seed is None:
-            seed = tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
-        else:
-            number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
-            seed = tf.bitwise.bitwise_xor(_seed, [number, 0])
+        number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
+        seed = tf.bitwise.bitwise_xor(current_seed(), [number, 0])
 
         @custom_gradient
         def drop(x):

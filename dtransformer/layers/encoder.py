@@ -109,6 +109,10 @@ class TransformerEncoderLayer(TransformerBlock):
         self.built = True
 
     def call(self, inputs, attention_mask=None, training=False):
+        compute = lambda x: self._compute(x, attention_mask, training)
+        return self.again(compute, [inputs], training)
+
+    def _compute(self, inputs, attention_mask, training):
         x = self.residual(
             self.attention_norm,
             lambda x: self.attention(x, x, x, attention_mask, training=training),

@@ -10,6 +10,7 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.recompute import recomputed
 from dtransformer.parallel.products import column_parallel, row_parallel
 
 
@@ -102,6 +103,12 @@ class FeedForward(Layer):
         self.built = True
 
     def call(self, inputs, training=False):
+        compute = lambda x: self._compute(x, training)
+        if self.recomputes and training:
+            return recomputed(compute, [inputs], self.variables)
+        return compute(inputs)
+
+    def _compute(self, inputs, training):
         # [batch, length, embed] -> [batch, length, mlp]
         (x,) = column_parallel(inputs, [self.mapping_kernel], ("mlp",))
         x = self.activation(x + self.mapping_bias)

@@ -5,6 +5,7 @@ import string
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
+from dtransformer.layers.recompute import recomputed
 from dtransformer.parallel.layout import custom_gradient
 
 
@@ -24,8 +25,10 @@ class _Norm(Layer):
         self.built = True
 
     def call(self, inputs):
-        y = self.normalize(tf.cast(inputs, self.compute_type))
-        return tf.cast(y, self.compute_dtype)
+        compute = lambda x: tf.cast(
+            self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype
+        )
+        return recomputed(compute, [inputs], self.variables) if self.recomputes else compute(inputs)
 
     def normalize(self, x):
         raise NotImplementedError

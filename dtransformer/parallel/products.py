@@ -12,12 +12,15 @@ what the slices add up to is then sent as this module says. Other shapes: b batc
 length, h whole features.
 """
 
+import contextlib
 import math
 
 import tensorflow as tf
 
 from dtransformer.parallel import layout
 from dtransformer.parallel.layout import constrain, pin
+
+_sums = None
 
 
 def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
@@ -109,9 +112,36 @@ def row_parallel(x, kernel, axes):
             dk = cut.product("bsf,bsh->fh", inputs, dy)
             return tf.reshape(dx, x.shape), tf.reshape(dk, kernel.shape)
 
-        return cut.product("bsf,fh->bsh", inputs, rows), gradient
+        return _kept(lambda: cut.product("bsf,fh->bsh", inputs, rows)), gradient
 
     return product(x, kernel)
+
+
+@contextlib.contextmanager
+def keep_sums(sums, replay):
+    """Keep the sums over the mesh axis that row-parallel products inside the block give.
+
+    Args:
+        sums: list, to which they are added; or from which they are taken, in the same
+            order, instead of being computed and sent again.
+        replay: whether they are taken.
+    """
+    global _sums
+    outer, _sums = _sums, (sums, replay)
+    try:
+        yield
+    finally:
+        _sums = outer
+
+
+def _kept(compute):
+    if _sums is None:
+        return compute()
+    sums, replay = _sums
+    if not replay:
+        sums.append(compute())
+        return sums[-1]
+    return sums.pop(0)
 
 
 class _Cut:

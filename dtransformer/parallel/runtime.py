@@ -19,7 +19,6 @@ import tensorflow as tf
 from dtransformer.parallel import groups, layout
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
-    TransformerRecomputeConfig,
     get_parallel_config,
     set_parallel_config,
 )
@@ -72,7 +71,6 @@ _NOT_YET = {
     "context_parallel": (1,),
     "expert_parallel": (1,),
     "optimizer_shard": (False, 0),
-    "recompute": (False, TransformerRecomputeConfig()),
 }
 
 

@@ -43,7 +43,9 @@ def block_formula(network, stream_shapes):
     """Return the entries that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
 
     One all-reduce of b·s·h forward and one backward for every attention and every
-    feed-forward layer.
+    feed-forward layer. A block that is recomputed repeats those forward, but for the last
+    one, which no gradient needs, unless its sums are kept. To gather an input that is kept
+    in slices is half an all-reduce.
 
     Args:
         network: a `keras.Model`.
@@ -59,7 +61,12 @@ def block_formula(network, stream_shapes):
             entries = math.prod(stream_shapes[stack.name]) // data_slices
             for block in stack.blocks:
                 parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
-                formula[f"{stack.name}/{block.name}"] = 2 * parts * entries
+                sums = 2.0 * parts
+                if block.recompute_config.recompute:
+                    config = block.recompute_config
+                    sums += (parts - 1) * config.mp_comm_recompute
+                    sums += 0.5 * config.recompute_slice_activation
+                formula[f"{stack.name}/{block.name}"] = round(sums * entries)
     return formula
 
 

@@ -99,6 +99,9 @@ class Trainer(FitLoop):
                 `loss_scale` and the number of `skipped_steps`. For other numbers give a
                 `keras.optimizers.LossScaleOptimizer`.
         """
+        # TensorFlow would reorder sums and products by what else a step computes: recompute
+        # changes that, and is not to change one bit of the results.
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         loss = CrossEntropyLoss() if loss is None else loss
         self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
         super().compile(

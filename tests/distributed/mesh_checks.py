@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import dtransformer
-from dtransformer import layers
+from dtransformer import TransformerRecomputeConfig, layers
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import layout, variables
 from dtransformer.parallel.computation import MeshFunction, put_rows, put_whole, whole
@@ -268,6 +268,27 @@ def micro_batches_on_the_mesh():
     assert len(found(report, "encoder/block_0")) == 8
     assert report.formula["encoder/block_0"] == 4 * B * S * H
     stop()
+
+
+@check
+def recompute_on_the_mesh():
+    options = {"dropout_rate": 0.1}
+    start()
+    expected = losses(trainer_of(network(**options)))
+    stop()
+    for config, sums in (
+        (TransformerRecomputeConfig(recompute=True), 5),
+        (TransformerRecomputeConfig(recompute=True, mp_comm_recompute=False), 4),
+        (TransformerRecomputeConfig(recompute=True, recompute_slice_activation=True), 5.5),
+        (TransformerRecomputeConfig(select=("attention", "feed_forward", "norm")), 4),
+    ):
+        start(recompute=config)
+        trainer = trainer_of(network(**options))
+        np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+        report = trainer.communication_report()
+        assert report.formula["encoder/block_0"] == sums * B * S * H
+        assert report.summed_entries("encoder/block_0") == sums * B * S * H
+        stop()
 
 
 @check

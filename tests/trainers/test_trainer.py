@@ -462,6 +462,7 @@ class TestAgainstKeras:
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_every_precision_compiled_or_not(policy, jit_compile):
+    keras.utils.set_random_seed(0)
     x, y = points()
     with dtype_policy(policy):
         trainer = dense_trainer(keras.optimizers.Adam(0.05), jit_compile=jit_compile)
@@ -667,8 +668,8 @@ def test_fit_and_evaluate_before_compile():
 
 
 def test_a_config_that_is_not_carried_out_is_refused():
-    with parallel_config(recompute=True):
-        with pytest.raises(NotImplementedError, match="recompute=True"):
+    with parallel_config(expert_parallel=2):
+        with pytest.raises(NotImplementedError, match="expert_parallel=2"):
             Trainer(dense_network())
 
 

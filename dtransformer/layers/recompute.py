@@ -1,0 +1,106 @@
+"""Recompute: the backward pass computes activations again instead of keeping them.
+
+Reference: Chen et al., 2016, "Training deep nets with sublinear memory cost", arXiv
+1604.06174; what is worth it in a Transformer: Korthikanti et al., 2022, arXiv
+2205.05198, §5.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
+
+from dtransformer.layers import dropout
+from dtransformer.parallel import layout
+from dtransformer.parallel.config import TransformerRecomputeConfig
+from dtransformer.parallel.products import keep_sums
+
+
+def as_recompute_config(value):
+    """Return True, False or a `TransformerRecomputeConfig` as the latter."""
+    if isinstance(value, TransformerRecomputeConfig):
+        return value
+    return TransformerRecomputeConfig(recompute=bool(value))
+
+
+def recomputed(function, inputs, weights, config=None):
+    """Return function(*inputs), of which the backward pass keeps the inputs only.
+
+    Dropout masks are the same both times.
+
+    Args:
+        function: a function of tensors that returns one tensor. What else it reads has
+            no gradient.
+        inputs: list of float tensors [b, s, h].
+        weights: list of the Keras variables that it reads.
+        config: a `TransformerRecomputeConfig`, of what is kept on a mesh; by default
+            nothing but the inputs.
+
+    Returns:
+        A tensor.
+    """
+    config = config or TransformerRecomputeConfig()
+    with AutocastScope(None):
+        values = [tf.convert_to_tensor(weight.value) for weight in weights]
+    seed, num_inputs = dropout.current_seed(), len(inputs)
+    keeps_sums = not config.mp_comm_recompute and layout.is_on_mesh()
+    slices = config.recompute_slice_activation and layout.is_on_mesh()
+
+    def run(args, sums, replay):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dropout.dropout_seed(seed))
+            stack.enter_context(keras.StatelessScope(list(zip(weights, args[num_inputs:]))))
+            if keeps_sums:
+                stack.enter_context(keep_sums(sums, replay))
+            return function(*args[:num_inputs])
+
+    @layout.custom_gradient
+    def forward(*args):
+        sums = []
+        # Their layout is that of the second time, when they are whole again: else dropout would
+        # draw other masks.
+        args = [_whole(x) if slices and i < num_inputs else x for i, x in enumerate(args)]
+        result = run(args, sums, replay=False)
+        kept = [_slice(x) if slices else x for x in args[:num_inputs]]
+
+        def gradient(dy):
+            again = [_after(_whole(x) if slices else x, dy) for x in kept]
+            again += args[num_inputs:]
+            with tf.GradientTape() as tape:
+                tape.watch(again)
+                y = run(again, list(sums), replay=True)
+            gradients = tape.gradient(y, again, dy, unconnected_gradients="zero")
+            return [_whole(g) if slices and i < num_inputs else g for i, g in enumerate(gradients)]
+
+        return result, gradient
+
+    return forward(*inputs, *values)
+
+
+def _after(x, dy):
+    """Return x once dy is known: nothing may be computed again before.
+
+    Compilers, and DTensor, respect a dependence on values only: what is added is 0 where
+    dy is a number.
+    """
+    if x.shape != dy.shape or not layout.is_on_mesh():
+        # On a mesh a single entry lies on one device: there all are looked at.
+        dy = tf.reduce_min(dy) if layout.is_on_mesh() else tf.reduce_min(tf.reshape(dy, [-1])[:1])
+    return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
+
+
+def _slice(x):
+    """Cut what a device keeps of an activation [b, s, h] along s, where that is divisible."""
+    batch, length, *others = _specs(x)
+    axis = layout.mesh_axis("mlp")
+    divides = x.shape[1] % layout.axis_size(axis) == 0
+    return layout.pin(x, (batch, axis if length is None and divides else length, *others))
+
+
+def _whole(x):
+    return layout.pin(x, _specs(x))
+
+
+def _specs(x):
+    return layout.activation_specs(("batch", "length", None), x.shape)

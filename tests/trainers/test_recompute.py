@@ -1,0 +1,87 @@
+"""Promise: recompute changes the memory a step needs, and not one bit of its results."""
+
+import keras
+import numpy as np
+import pytest
+
+from dtransformer import TransformerRecomputeConfig, parallel_config
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers.block import TransformerBlock, spread_evenly
+from dtransformer.models import TranslationTransformer
+from dtransformer.trainers import Trainer
+from tests.trainers.test_trainer import VOCAB, sentences
+
+SIZES = {"hidden_size": 16, "num_heads": 2, "encoder_layers": 2, "decoder_layers": 2}
+
+
+def train(recompute=False, **options):
+    """Return losses, gradients' norms and weights of three steps with dropout."""
+    with parallel_config(recompute=recompute):
+        trainer = Trainer(TranslationTransformer(VOCAB, **SIZES, **options))
+        trainer.compile(keras.optimizers.AdamW(1e-2), CrossEntropyLoss(0.1, ignore_id=0))
+        inputs, labels = sentences()
+        logs = [trainer.train_on_batch(inputs, labels, return_dict=True) for _ in range(3)]
+        numbers = [[float(log[name]) for name in ("step_loss", "gradient_norm")] for log in logs]
+        return numbers, trainer.network.get_weights(), trainer
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return train()
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        True,
+        TransformerRecomputeConfig(recompute=True, mp_comm_recompute=False),
+        TransformerRecomputeConfig(select=("attention",)),
+        TransformerRecomputeConfig(select=("feed_forward", "norm")),
+    ],
+    ids=["whole", "without_sums", "attention", "feed_forward_and_norm"],
+)
+def test_results_are_the_same_to_the_last_bit(recompute, kept):
+    numbers, weights, _ = train(recompute)
+    assert numbers == kept[0]
+    for weight, expected in zip(weights, kept[1], strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+def test_in_16_bits(dtype):
+    expected, weights, _ = train(dtype=dtype)
+    numbers, others, _ = train(True, dtype=dtype)
+    assert numbers == expected
+    for weight, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+def test_blocks_are_chosen_one_by_one(kept):
+    def every_second(network, layer_id, **others):
+        spread_evenly(network, layer_id, **others)
+        network.recompute(layer_id % 2 == 1)
+
+    numbers, _, trainer = train(lambda_func=every_second)
+    assert numbers == kept[0]
+    layers = trainer.network._flatten_layers()
+    blocks = [layer for layer in layers if isinstance(layer, TransformerBlock)]
+    assert {block.path[-15:]: block.recomputes for block in blocks} == {
+        f"{stack}/block_{number}": number == 1
+        for stack in ("encoder", "decoder")
+        for number in (0, 1)
+    }
+
+
+def test_predictions_and_evaluation_do_not_change(kept):
+    inputs, labels = sentences()
+    expected, found = kept[2], train(True)[2]
+    np.testing.assert_array_equal(
+        found.predict(inputs, verbose=0), expected.predict(inputs, verbose=0)
+    )
+    assert found.evaluate(inputs, labels, verbose=0) == expected.evaluate(inputs, labels, verbose=0)
+
+
+def test_in_micro_batches():
+    with parallel_config(micro_batch_num=2):
+        expected, found = train(), train(True)
+    assert found[0] == expected[0]
