@@ -45,6 +45,7 @@ def assert_all_close(actual, expected, tolerance):
 # Several ranks against one process after 20 steps in float32.
 PARITY_LOSS = 1e-5
 PARITY_WEIGHTS = 2e-5
+PARITY_LOGITS = 1e-4
 
 # Training on one process against the same steps by hand or by Keras, in float32.
 TRAINING = 2e-5

@@ -9,7 +9,7 @@ import typing
 import yaml
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
 
 
 @dataclasses.dataclass
@@ -232,6 +232,8 @@ def _set(config, key, value, origin):
     section, name = key.split(".")
     options = getattr(config, section)
     try:
+        if key == "parallel.recompute" and isinstance(value, dict):
+            value = TransformerRecomputeConfig(**value)
         if section != "parallel":
             value = _convert(key, value, typing.get_type_hints(type(options))[name])
         setattr(options, name, value)

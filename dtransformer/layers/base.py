@@ -1,5 +1,7 @@
 """The base of every layer: weights with logical axes and reproducible values."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -7,6 +9,7 @@ from keras.src.backend.common.name_scope import current_path
 
 from dtransformer.parallel import layout, runtime
 from dtransformer.parallel.config import MESH_AXES, get_parallel_config
+from dtransformer.parallel.gathered import kind_of
 from dtransformer.parallel.variables import MeshVariable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -81,20 +84,35 @@ class Layer(keras.layers.Layer):
         with keras.name_scope(self.name, caller=self):
             path = f"{current_path()}/{name}"
         initializer = seeded(keras.initializers.get(initializer), path)
-        if layout.get_mesh() is None:
-            weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
-        else:
+        what = {
+            "dtype": kwargs.get("dtype") or self.variable_dtype,
+            "trainable": kwargs.get("trainable", True),
+            "constraint": kwargs.get("constraint"),
+        }
+        if layout.get_mesh() is not None:
             with layout.override_rules(self._own_rules):
                 specs = layout.weight_specs(axes, shape, path)
-            weight = self._add_mesh_weight(shape, initializer, specs, name, **kwargs)
+                stored = layout.with_data_axis(specs, shape, path, **what)
+            make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
+            weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
+        else:
+            autocasts = kwargs.get("autocast", True)
+            what["compute_dtype"] = self.compute_dtype if autocasts else what["dtype"]
+            make = kind_of(path, shape, **what)
+            if make is not None:
+                weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
+            else:
+                weight = super().add_weight(
+                    shape=shape, initializer=initializer, name=name, **kwargs
+                )
         weight.logical_axes = axes
         return weight
 
-    def _add_mesh_weight(
+    def _add_parted_weight(
         self,
+        make,
         shape,
         initializer,
-        specs,
         name,
         dtype=None,
         trainable=True,
@@ -102,11 +120,10 @@ class Layer(keras.layers.Layer):
         regularizer=None,
         constraint=None,
     ):
-        """As Keras' `add_weight`, for a variable whose slices lie on the mesh."""
+        """As Keras' `add_weight`, for a variable of which this rank holds a part."""
         with keras.name_scope(self.name, caller=self):
-            weight = MeshVariable(
+            weight = make(
                 initializer,
-                specs=specs,
                 shape=shape,
                 dtype=self.variable_dtype if dtype is None else dtype,
                 trainable=trainable,

@@ -7,6 +7,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.recompute import as_recompute_config, recomputed
+from dtransformer.parallel import gathered
 from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
 from dtransformer.parallel.layout import is_on_mesh
 
@@ -52,13 +53,17 @@ class TransformerBlock(Layer):
 
     def again(self, function, inputs, training):
         """Return function(*inputs), computed again in the backward pass where that was chosen."""
-        if training and self.recomputes:
-            return recomputed(function, inputs, self.variables, self.recompute_config)
-        if training and not is_on_mesh():
-            # The block's gradients of an input are summed first, as they are with recompute:
-            # that keeps its results the same to the last bit.
-            inputs = [tf.identity(x) for x in inputs]
-        return function(*inputs)
+        if not training:
+            with gathered.block(inputs):
+                return function(*inputs)
+        with gathered.block(inputs) as output:
+            if self.recomputes:
+                return output(recomputed(function, inputs, self.variables, self.recompute_config))
+            if not is_on_mesh():
+                # The block's gradients of an input are summed first, as they are with
+                # recompute: that keeps its results the same to the last bit.
+                inputs = [tf.identity(x) for x in inputs]
+            return output(function(*inputs))
 
 
 class BlockStack(Layer):

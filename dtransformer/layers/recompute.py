@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from dtransformer.layers import dropout
-from dtransformer.parallel import layout
+from dtransformer.parallel import gathered, layout
 from dtransformer.parallel.config import TransformerRecomputeConfig
 from dtransformer.parallel.products import keep_sums
 
@@ -41,16 +41,30 @@ def recomputed(function, inputs, weights, config=None):
         A tensor.
     """
     config = config or TransformerRecomputeConfig()
+    outer = gathered.current_pass()
+    is_parted = lambda w: outer is not None and isinstance(w, gathered.GatheredVariable)
+    parted = [weight for weight in weights if is_parted(weight)]
+    whole = [weight for weight in weights if not is_parted(weight)]
     with AutocastScope(None):
-        values = [tf.convert_to_tensor(weight.value) for weight in weights]
+        values = [tf.convert_to_tensor(gathered.source(weight)) for weight in whole]
+        values += [outer.part(weight) for weight in parted]
+    name = outer.message("recomputed") if parted else ""
+    number = outer.number if parted else 0
     seed, num_inputs = dropout.current_seed(), len(inputs)
     keeps_sums = not config.mp_comm_recompute and layout.is_on_mesh()
     slices = config.recompute_slice_activation and layout.is_on_mesh()
 
-    def run(args, sums, replay):
+    def run(args, sums, replay, gate=None):
+        values = args[num_inputs:]
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout.dropout_seed(seed))
-            stack.enter_context(keras.StatelessScope(list(zip(weights, args[num_inputs:]))))
+            stack.enter_context(keras.StatelessScope(list(zip(whole, values))))
+            if parted:
+                parts = {id(w): part for w, part in zip(parted, values[len(whole) :])}
+                keeps = replay and not config.parallel_optimizer_comm_recompute
+                options = {"parts": parts, "keeps": keeps, "gate": gate}
+                again = "/again" * replay
+                stack.enter_context(gathered.reading(f"{name}{again}", **options))
             if keeps_sums:
                 stack.enter_context(keep_sums(sums, replay))
             return function(*args[:num_inputs])
@@ -61,7 +75,7 @@ def recomputed(function, inputs, weights, config=None):
         # Their layout is that of the second time, when they are whole again: else dropout would
         # draw other masks.
         args = [_whole(x) if slices and i < num_inputs else x for i, x in enumerate(args)]
-        result = run(args, sums, replay=False)
+        result = run(args, sums, replay=False, gate=outer.before_block if parted else None)
         kept = [_slice(x) if slices else x for x in args[:num_inputs]]
 
         def gradient(dy):
@@ -69,7 +83,8 @@ def recomputed(function, inputs, weights, config=None):
             again += args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(again)
-                y = run(again, list(sums), replay=True)
+                gate = outer.after_block.get(number + 1, dy) if parted else None
+                y = run(again, list(sums), replay=True, gate=gate)
             gradients = tape.gradient(y, again, dy, unconnected_gradients="zero")
             return [_whole(g) if slices and i < num_inputs else g for i, g in enumerate(gradients)]
 

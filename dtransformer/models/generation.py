@@ -7,7 +7,7 @@ TensorFlow operations, to be compiled into one `tf.function`.
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import layout
+from dtransformer.parallel import gathered, layout
 from dtransformer.parallel.computation import MeshFunction, put_whole, whole
 from dtransformer.parallel.products import static_or_dynamic_shape
 
@@ -55,10 +55,14 @@ def compiled(model, options):
     """
     if layout.get_mesh() is not None:
         return _compiled_on_mesh(model, options)
+
     # One compiled function for all batch sizes and lengths.
-    function = tf.function(
-        lambda source, max_length, seed: generate(model, source, max_length, seed, *options)
-    ).get_concrete_function(
+    def run(source, max_length, seed):
+        with gathered.reading("generate", keeps=True) as weights:
+            weights.fetch(model.variables)
+            return generate(model, source, max_length, seed, *options)
+
+    function = tf.function(run).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
         tf.TensorSpec([], "int32"),
         tf.TensorSpec([2], "int32"),

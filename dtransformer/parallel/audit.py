@@ -66,11 +66,15 @@ class Collective:
         return 0 if None in self.shape else math.prod(self.shape)
 
     @property
+    def entries_sent(self):
+        """The number of entries that each device sends, by a ring's algorithm."""
+        times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
+        return self.elements * times * (self.group_size - 1) / self.group_size
+
+    @property
     def bytes_sent(self):
         """The bytes that each device sends, by a ring's algorithm."""
-        times = 2 if self.sent_as == "all-reduce" else 1
-        share = times * (self.group_size - 1) / self.group_size
-        return round(self.elements * tf.as_dtype(self.dtype).size * share)
+        return round(self.entries_sent * tf.as_dtype(self.dtype).size)
 
 
 _seen = set()
@@ -98,7 +102,7 @@ def mesh_collectives(function_names):
         except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
             continue
         for node in nodes.values():
-            if node.op in _OPERATIONS:
+            if node.op in _OPERATIONS and not node.op.startswith("Horovod"):
                 found.append(_of_node(node, nodes))
     return found
 
@@ -153,7 +157,7 @@ def horovod_collectives(graph, group_size):
         group_size: number of ranks of the data group.
     """
     found = []
-    for operation in graph.get_operations():
+    for operation in _operations(graph):
         if operation.type in _OPERATIONS and operation.type.startswith("Horovod"):
             for output in operation.outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
@@ -170,6 +174,17 @@ def horovod_collectives(graph, group_size):
                     )
                 )
     return found
+
+
+def _operations(graph):
+    """Yield the operations of a graph and of the functions that it calls, each call's once."""
+    for operation in graph.get_operations():
+        yield operation
+        for attribute in operation.node_def.attr.values():
+            if attribute.HasField("func"):
+                function = graph._get_function(attribute.func.name)
+                if function is not None and getattr(function, "graph", None) is not None:
+                    yield from _operations(function.graph)
 
 
 @dataclasses.dataclass(frozen=True)

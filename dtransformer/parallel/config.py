@@ -9,9 +9,12 @@ allowed.
 import contextlib
 import dataclasses
 import difflib
+import math
+import re
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model", None)
+GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def _is_int(value):
@@ -75,6 +78,27 @@ def _parts(name, value):
     for part in value:
         if part not in RECOMPUTE_PARTS:
             raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
+
+
+def _patterns(name, value):
+    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
+        raise TypeError(
+            f"{name} must be a tuple of regular expressions, got {value!r} ({type(value).__name__})"
+        )
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{name} takes regular expressions, got {value!r}: {pattern!r} is none ({error})"
+            ) from error
+
+
+def _gradient_dtype(name, value):
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
+    if value not in GRADIENT_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(GRADIENT_DTYPES)}; got {value!r}")
 
 
 def _rules(name, value):
@@ -214,6 +238,13 @@ class TransformerOpParallelConfig(_Checked):
         micro_batch_num: number of micro-batches that a batch is split into.
         optimizer_shard: False or 0, True or 1 (optimizer states are cut over the
             data group), 2 (gradients too), 3 (parameters too).
+        parallel_optimizer_threshold: weights of fewer KB stay whole on every rank.
+        parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
+            one is found stay whole, too.
+        gradient_accumulation_shard: whether the gradients of micro-batches are added up
+            as slices, at levels 2 and 3: they are sent once for every micro-batch.
+        gradient_dtype: `"float32"`, or `"float16"` or `"bfloat16"`, in which gradients
+            are sent between the ranks of the data group.
         gradient_aggregation_group: number of groups that gradients are fused
             into for communication.
         recompute: True, False or a `TransformerRecomputeConfig`.
@@ -243,6 +274,10 @@ class TransformerOpParallelConfig(_Checked):
     expert_parallel: int = _field(1, _count)
     micro_batch_num: int = _field(1, _count)
     optimizer_shard: bool | int = _field(False, _shard_level)
+    parallel_optimizer_threshold: float = _field(64, _non_negative)
+    parallel_optimizer_exclude: tuple = _field((), _patterns)
+    gradient_accumulation_shard: bool = _field(False, _flag)
+    gradient_dtype: str = _field("float32", _gradient_dtype)
     gradient_aggregation_group: int = _field(4, _count)
     recompute: bool | TransformerRecomputeConfig = _field(False, _recompute)
     vocab_emb_dp: bool = _field(True, _flag)
@@ -275,6 +310,23 @@ class TransformerOpParallelConfig(_Checked):
         return MoEParallelConfig(
             self._known_data_parallel(), self.model_parallel, self.expert_parallel
         )
+
+    def why_whole(self, path, shape, item_bytes, has_constraint):
+        """Return why `optimizer_shard` does not cut a weight; "" where it does.
+
+        Args:
+            path: its path in the network.
+            shape: its shape on this rank.
+            item_bytes: bytes of an entry.
+            has_constraint: whether Keras projects it after every update.
+        """
+        if has_constraint:
+            return "its constraint needs the whole"
+        if math.prod(shape) * item_bytes < self.parallel_optimizer_threshold * 1024:
+            return f"less than {self.parallel_optimizer_threshold} KB"
+        if any(re.search(pattern, path) for pattern in self.parallel_optimizer_exclude):
+            return "excluded"
+        return ""
 
     def resolve(self, num_ranks, local_devices=1):
         """Return a copy whose `data_parallel` is known, for a job's ranks and their devices.

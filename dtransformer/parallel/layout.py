@@ -168,6 +168,30 @@ def weight_specs(axes, shape, path):
     return specs
 
 
+def with_data_axis(specs, shape, path, dtype, trainable, constraint):
+    """Return how a weight is stored: cut over the data axis, too, with `optimizer_shard=3`.
+
+    Args:
+        specs: tuple of what cuts each dimension where the weight is used.
+        shape, path, dtype, trainable, constraint: the weight's.
+
+    Returns:
+        A tuple like `specs`. The first dimension that is whole and divisible is cut; none
+        of a weight that is small or excluded, as of one that other ranks update.
+    """
+    config = get_parallel_config()
+    axis = mesh_axis("batch")
+    if config.optimizer_shard != 3 or not trainable or axis is None or axis in specs:
+        return specs
+    local = [size // axis_size(spec) for size, spec in zip(shape, specs)]
+    if config.why_whole(path, local, tf.as_dtype(dtype).size, constraint is not None):
+        return specs
+    for dimension, (size, spec) in enumerate(zip(shape, specs)):
+        if spec is None and size % axis_size(axis) == 0:
+            return (*specs[:dimension], axis, *specs[dimension + 1 :])
+    return specs
+
+
 def check_axes(axes, rank, what):
     """Check logical names against a number of dimensions.
 

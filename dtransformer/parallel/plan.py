@@ -5,7 +5,8 @@ import math
 
 import tensorflow as tf
 
-from dtransformer.parallel import layout
+from dtransformer.parallel import layout, runtime
+from dtransformer.parallel.gathered import GatheredVariable
 from dtransformer.parallel.variables import specs_of
 
 
@@ -18,7 +19,8 @@ class WeightRow:
         shape: shape of the whole.
         dtype: name of its type.
         axes: the logical name, or None, of every dimension; () where it has none.
-        cut: the mesh axis, or None, that cuts every dimension.
+        cut: the mesh axis, or None, that cuts every dimension; ("ranks",) where each rank
+            of the data group has a flat slice.
         num_slices: number of slices that the whole is cut into.
     """
 
@@ -32,7 +34,7 @@ class WeightRow:
     @property
     def entries_per_device(self):
         """The number of entries that each device holds."""
-        return math.prod(self.shape) // self.num_slices
+        return -(-math.prod(self.shape) // self.num_slices)
 
     @property
     def bytes_per_device(self):
@@ -47,27 +49,32 @@ class WeightPlan:
     Args:
         rows: tuple of `WeightRow`s.
         num_local_devices: number of devices of each rank.
+        shard: the `dtransformer.trainers.shard.ShardPlan`, printed below; None without one.
     """
 
     rows: tuple
     num_local_devices: int = 1
+    shard: object = None
 
     @classmethod
-    def of(cls, variables):
+    def of(cls, variables, shard=None):
         """Return the plan of a list of Keras variables."""
         mesh = layout.get_mesh()
+        num_ranks = runtime.data_group().size
         rows = tuple(
             WeightRow(
                 path=v.path,
                 shape=tuple(v.shape),
                 dtype=tf.as_dtype(v.dtype).name,
                 axes=tuple(getattr(v, "logical_axes", ())),
-                cut=specs_of(v),
-                num_slices=math.prod(layout.axis_size(axis) for axis in specs_of(v)),
+                cut=("ranks",) if isinstance(v, GatheredVariable) else specs_of(v),
+                num_slices=num_ranks
+                if isinstance(v, GatheredVariable)
+                else math.prod(layout.axis_size(axis) for axis in specs_of(v)),
             )
             for v in variables
         )
-        return cls(rows, 1 if mesh is None else mesh.num_local_devices())
+        return cls(rows, 1 if mesh is None else mesh.num_local_devices(), shard)
 
     @property
     def entries_per_device(self):
@@ -112,4 +119,4 @@ class WeightPlan:
             f"{self.bytes_per_device - cut:,} of whole ones, {self.bytes_per_device:,} in all; each "
             f"rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])

@@ -17,7 +17,7 @@ import math
 
 import tensorflow as tf
 
-from dtransformer.parallel import layout
+from dtransformer.parallel import gathered, layout
 from dtransformer.parallel.layout import constrain, pin
 
 _sums = None
@@ -28,7 +28,7 @@ def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
 
     Args:
         x: tensor [..., *inputs].
-        kernel: tensor [*inputs, *outputs], or [outputs, inputs] with
+        kernel: tensor or variable [*inputs, *outputs], or [outputs, inputs] with
             `transpose_kernel`.
         num_inputs: number of dimensions that are summed over.
         transpose_kernel: whether the kernel's two dimensions are swapped.
@@ -36,6 +36,12 @@ def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
     Returns:
         A tensor [..., *outputs].
     """
+    return gathered.used(
+        lambda x, kernel: _matmul(x, kernel, num_inputs, transpose_kernel), x, kernel
+    )
+
+
+def _matmul(x, kernel, num_inputs, transpose_kernel):
     kernel = tf.cast(kernel, x.dtype)
     outputs = [kernel.shape[0]] if transpose_kernel else kernel.shape[num_inputs:].as_list()
     inner = kernel.shape[1] if transpose_kernel else math.prod(kernel.shape[:num_inputs])
@@ -57,11 +63,11 @@ def column_parallel(x, kernels, axes):
     Returns:
         A list of tensors [b, s, *outputs], whole along s.
     """
-    kernels = [tf.cast(kernel, x.dtype) for kernel in kernels]
     axis = _cutting_axis(axes)
     if axis is None:
         x = constrain(x, ("batch", None, None))
         return [constrain(matmul(x, kernel), ("batch", None, *axes)) for kernel in kernels]
+    kernels = [tf.cast(kernel, x.dtype) for kernel in kernels]
     cut = _Cut(axis, x)
 
     @layout.custom_gradient
@@ -95,10 +101,10 @@ def row_parallel(x, kernel, axes):
     Returns:
         A tensor [b, s, h], cut along s under sequence parallelism.
     """
-    kernel = tf.cast(kernel, x.dtype)
     axis = _cutting_axis(axes)
     if axis is None:
         return constrain(matmul(x, kernel, num_inputs=len(axes)), ("batch", "length", None))
+    kernel = tf.cast(kernel, x.dtype)
     cut = _Cut(axis, x)
 
     @layout.custom_gradient

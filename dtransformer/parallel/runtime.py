@@ -70,7 +70,6 @@ _NOT_YET = {
     "pipeline_stage": (1,),
     "context_parallel": (1,),
     "expert_parallel": (1,),
-    "optimizer_shard": (False, 0),
 }
 
 

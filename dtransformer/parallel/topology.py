@@ -21,6 +21,7 @@ class Topology:
     Args:
         stage, data, context, model: size of the grid along each axis.
         local_devices: number of devices of each rank.
+        whole_islands: whether an island has all devices of a stage: the whole data axis.
 
     Raises:
         ValueError: the devices of a rank do not make up whole rows of the grid, or an
@@ -40,6 +41,7 @@ class Topology:
     context: int = 1
     model: int = 1
     local_devices: int = 1
+    whole_islands: bool = False
 
     def __post_init__(self):
         row, local = self.model * self.context, self.local_devices
@@ -64,6 +66,8 @@ class Topology:
             context=config.context_parallel,
             model=config.model_parallel,
             local_devices=local_devices,
+            # Weights that are cut over both axes are gathered inside of the computation.
+            whole_islands=config.optimizer_shard == 3 and config.model_parallel > 1,
         )
 
     @property
@@ -84,6 +88,8 @@ class Topology:
     @property
     def inner_data(self):
         """The number of slices of the batch that one island computes."""
+        if self.whole_islands:
+            return self.data
         return max(self.local_devices // (self.model * self.context), 1)
 
     def coordinates(self, rank):
@@ -130,7 +136,7 @@ class Topology:
 
     @property
     def _ranks_per_island(self):
-        return max(self.model * self.context // self.local_devices, 1)
+        return max(self.inner_data * self.model * self.context // self.local_devices, 1)
 
     def island(self, rank):
         """Return the ranks that compute together with `rank`, on one mesh."""

@@ -7,6 +7,7 @@ into one DTensor, without a copy.
 
 import contextlib
 import itertools
+import math
 
 import keras
 import numpy as np
@@ -18,7 +19,37 @@ from tensorflow.experimental import dtensor
 from dtransformer.parallel import layout, runtime
 
 
-class MeshVariable(keras.Variable):
+class PartedVariable(keras.Variable):
+    """A Keras variable of which this rank holds a part only; its shape is that of the whole.
+
+    Attributes:
+        shards: list of what this rank holds of it, as ordinary Keras variables.
+    """
+
+    _gathered = None
+
+    @property
+    def value(self):
+        if in_stateless_scope():
+            current = get_stateless_scope().get_current_value(self)
+            if current is not None:
+                return self._to_use(self._maybe_autocast(current))
+        if in_symbolic_scope():  # shapes are asked for only
+            return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
+        return self._read()
+
+    def _read(self):
+        raise NotImplementedError
+
+    def _to_use(self, value):
+        """Return a value as computations use it."""
+        return value
+
+    def __array__(self, dtype=None):
+        return np.asarray(self.numpy(), dtype)
+
+
+class MeshVariable(PartedVariable):
     """A Keras variable of which each device of the mesh holds a slice.
 
     Its shape is that of the whole. Computations on the mesh see it as a DTensor.
@@ -27,18 +58,19 @@ class MeshVariable(keras.Variable):
         initializer: a function of (shape, dtype) that returns the whole value. It runs
             in the host's memory; devices get their slices only.
         specs: tuple with the mesh axis, or None, that cuts each dimension.
+        specs_in_use: the same for what computations see of it, by default `specs`; what
+            is cut besides is gathered whenever it is read.
         **kwargs: as `keras.Variable` has them.
 
     Attributes:
-        specs: as given.
+        specs, specs_in_use: as given.
         shards: list of the distinct slices that this rank's devices hold, as ordinary
             Keras variables. Of a slice that the mesh repeats on several devices of this
             rank, the first device keeps the variable.
     """
 
-    def __init__(self, initializer, *, specs, **kwargs):
-        self.specs = specs
-        self._gathered = None
+    def __init__(self, initializer, *, specs, specs_in_use=None, **kwargs):
+        self.specs, self.specs_in_use = specs, specs_in_use or specs
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
@@ -61,20 +93,21 @@ class MeshVariable(keras.Variable):
                 )
         self._value = None
 
-    @property
-    def value(self):
-        if in_stateless_scope():
-            current = get_stateless_scope().get_current_value(self)
-            if current is not None:
-                return self._maybe_autocast(current)
-        if in_symbolic_scope():  # shapes are asked for only
-            return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
+    def _read(self):
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{self.path} is cut over the mesh and can be read there only: call the network "
                 "through its Trainer (fit, evaluate, predict), or through generate"
             )
         return self._maybe_autocast(self.packed())
+
+    def _to_use(self, value):
+        return value if self.specs == self.specs_in_use else layout.pin(value, self.specs_in_use)
+
+    @property
+    def stored(self):
+        """The value as it is stored, in a computation on the mesh."""
+        return get_stateless_scope().get_current_value(self)
 
     def packed(self):
         """Return the whole as one DTensor."""
@@ -99,9 +132,6 @@ class MeshVariable(keras.Variable):
         if self._gathered is not None:
             return self._gathered
         return gather_whole(self, [shard.numpy() for shard in self.shards])
-
-    def __array__(self, dtype=None):
-        return np.asarray(self.numpy(), dtype)
 
 
 class _Slice(tuple):
@@ -168,15 +198,15 @@ def gathered(variables):
     All ranks have to come here, and gather one variable after the other; rank 0 keeps
     them in the host's memory.
     """
-    on_mesh = [v for v in variables if isinstance(v, MeshVariable)]
+    parted = [v for v in variables if isinstance(v, PartedVariable)]
     try:
-        for variable in on_mesh:
+        for variable in parted:
             whole = variable.numpy()
             if runtime.is_chief():
                 variable._gathered = whole
         yield
     finally:
-        for variable in on_mesh:
+        for variable in parted:
             variable._gathered = None
 
 
@@ -192,8 +222,9 @@ def take_first_values(network_variables, optimizer_variables):
         return
     alike = {"root_rank": group.ranks[0], "process_set": group.process_set}
     for number, variable in enumerate([*network_variables, *optimizer_variables]):
+        is_parted = isinstance(variable, PartedVariable)
         is_whole = number < len(network_variables) and not any(specs_of(variable))
-        if not is_whole and group.size == 1:
+        if not is_whole and group.size == 1 or is_parted and not isinstance(variable, MeshVariable):
             continue
         for position, shard in enumerate(own_shards([variable])):
             name = f"first_value_{number}_{position}"
@@ -205,7 +236,7 @@ def own_shards(variables):
     """Return what this rank updates of variables: their shards, or the variable itself."""
     return list(
         itertools.chain.from_iterable(
-            v.shards if isinstance(v, MeshVariable) else [v] for v in variables
+            v.shards if isinstance(v, PartedVariable) else [v] for v in variables
         )
     )
 
@@ -215,6 +246,18 @@ def specs_of(variable):
     if isinstance(variable, MeshVariable):
         return variable.specs
     return (None,) * len(variable.shape)
+
+
+def share_of(variable):
+    """Return 1 over the number of the island's ranks that have the same part of a variable.
+
+    None where every rank has the whole.
+    """
+    specs = specs_of(variable)
+    if not any(specs):
+        return None
+    num_slices = math.prod(layout.axis_size(axis) for axis in specs)
+    return num_slices / (runtime.island().size * len(variable.shards))
 
 
 def packed(variable):

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel import runtime
-from dtransformer.trainers import update
+from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.data import EpochStart, as_data, check_batches
 from dtransformer.trainers.throughput import Throughput, measured_peak
 
@@ -29,7 +29,7 @@ class FitLoop(keras.Model):
         if self._plane is not None:
             self.train_function = self._each_step(self.train_step)
         step, steps = self.train_function, self.steps_per_execution
-        peak = update.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
+        peak = grads.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
         self._throughput = Throughput(float(peak))
         compiled = False
 

@@ -9,16 +9,18 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.parallel import layout, runtime, variables
+from dtransformer.parallel import gathered, layout, runtime, variables
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.plan import WeightPlan
-from dtransformer.trainers import update
+from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
 from dtransformer.trainers.compute import MeshPlane
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.loop import FitLoop
+from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
+from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
 from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
 
 # Number of entries from which on XLA's start pays.
@@ -54,6 +56,7 @@ class Trainer(FitLoop):
         self.objective = None
         self._accuracy_tracker = None
         self._plane = None
+        self._update = None
         self._ready = False
         self._update_graph = None
         self._jit = "auto"
@@ -61,7 +64,10 @@ class Trainer(FitLoop):
     def call(self, inputs, training=False):
         if self._plane is not None and tf.executing_eagerly():
             return self._plane.predict(inputs)
-        return self.network(inputs, training=training)
+        if gathered.current_pass() is not None:
+            return self.network(inputs, training=training)
+        with gathered.reading("call"):
+            return self.network(inputs, training=training)
 
     def build(self, input_shape=None):
         if not self.network.built:
@@ -117,13 +123,12 @@ class Trainer(FitLoop):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
-        self._skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
-        self._ready, self._plane = False, None
-        self._compute, self._update = self._loss_and_gradients, self._update_weights
+        self._ready, self._plane, self._update = False, None, None
+        self._compute = self._loss_and_gradients
         self._evaluate = self._outputs_and_sums
         self._finish, self._finish_test = self._update_and_track, self._track_test
         if layout.get_mesh() is not None:
-            update.check_elementwise(self.optimizer)
+            check_elementwise(getattr(self.optimizer, "inner_optimizer", self.optimizer))
             if run_eagerly or jit_compile is True:
                 option = "run_eagerly" if run_eagerly else "jit_compile"
                 raise ValueError(
@@ -142,11 +147,13 @@ class Trainer(FitLoop):
         Without a count it is this rank's own.
         """
         weights = self.network.trainable_variables
-        values = [weight.value for weight in weights]
-        with tf.GradientTape() as tape, dropout_seed(seed):
+        values = [gathered.source(weight) for weight in weights]
+        with tf.GradientTape() as tape, dropout_seed(seed), gathered.reading("train"):
             tape.watch(values)
             outputs = self(inputs, training=True)
             sums = self._sums(inputs, outputs, labels, sample_weight)
+            if count is None and self._sums_early():
+                count = grads.reduce_sum({"count": sums["count"]}, name="count")["count"]
             loss = tf.math.divide_no_nan(sums["loss"], sums["count"] if count is None else count)
             # Regularizers: each part of the batch has the same, and sums are sums of all parts.
             num_parts = runtime.data_shard()[1] * get_parallel_config().micro_batch_num
@@ -159,6 +166,26 @@ class Trainer(FitLoop):
             raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
         # Kept where metrics want them only: logits are large.
         return gradients, outputs if self._compile_metrics is not None else None, sums
+
+    def _check_early_sums(self):
+        """Raise a ValueError where gradients cannot be summed as soon as they are known."""
+        if self._jit is True and self._sums_early():
+            raise ValueError(
+                "jit_compile=True does not work with optimizer_shard=3, which sends messages while "
+                "the network is computed: leave it at 'auto'"
+            )
+        early = self._sums_early() or self._accumulates_slices()
+        in_parts = get_parallel_config().micro_batch_num > 1
+        if early and in_parts and not hasattr(self.objective, "token_weights"):
+            raise ValueError(
+                "with optimizer_shard=3 or gradient_accumulation_shard=True, micro-batches need a "
+                "loss whose weights do not depend on the outputs: use dtransformer.layers."
+                "CrossEntropyLoss, or micro_batch_num=1"
+            )
+
+    def _sums_early(self):
+        """Return whether some gradients are summed over the ranks as soon as they are known."""
+        return any(isinstance(w, gathered.GatheredVariable) for w in self.network.weights)
 
     def _outputs_and_sums(self, inputs, labels, sample_weight):
         """Return the outputs, where metrics want them, and this rank's sums."""
@@ -186,53 +213,6 @@ class Trainer(FitLoop):
             sums["flops"] = self.network.flops_per_step(inputs)
         return sums
 
-    # The update plane: the gradients of the whole batch.
-
-    def _apply(self, gradients):
-        owners, is_cut = self._owners()
-        squares = update.square_norms(gradients, is_cut)
-        norm = tf.sqrt(tf.add_n(squares))
-        if self._plane is not None:
-            gradients = update.clip_as_whole(self.optimizer, gradients, squares, owners)
-        if any(is_cut) and self._scales_loss():
-            # A slice that overflows on one rank has to be skipped on all.
-            poison = tf.where(tf.math.is_finite(norm), 1.0, float("nan"))
-            gradients[0] *= tf.cast(poison, gradients[0].dtype)
-        # Weight decay needs no gradient: at the end of the data, where the step fails for want
-        # of a batch, it would go on without one.
-        with tf.control_dependencies([norm]):
-            self._update(gradients)
-        return norm
-
-    def _scales_loss(self):
-        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
-
-    def _update_weights(self, gradients):
-        shards = variables.own_shards(self.network.trainable_variables)
-        self.optimizer.apply(gradients, shards)
-
-    def _owners(self):
-        """Return for each shard the number of its weight, and whether it is a slice."""
-        owners, is_cut = [], []
-        for number, weight in enumerate(self.network.trainable_variables):
-            num_shards = len(variables.own_shards([weight]))
-            owners += [number] * num_shards
-            is_cut += [any(variables.specs_of(weight))] * num_shards
-        return owners, is_cut
-
-    def _fusion_groups(self):
-        group_of = {
-            id(weight): block.comm_fusion
-            for block in self.network._flatten_layers()
-            if isinstance(block, TransformerBlock)
-            for weight in block.trainable_variables
-        }
-        weights = self.network.trainable_variables
-        return update.fusion_groups(
-            [group_of.get(id(weights[owner])) for owner in self._owners()[0]],
-            get_parallel_config().gradient_aggregation_group,
-        )
-
     # Keras calls these with each batch: without a mesh inside a tf.function of its own.
 
     def train_step(self, data):
@@ -240,7 +220,7 @@ class Trainer(FitLoop):
         count = None
         if hasattr(self.objective, "token_weights"):  # known before the forward pass
             count = tf.reduce_sum(self.objective.token_weights(labels, sample_weight))
-            count = update.reduce_sum({"count": count}, name="count")["count"]
+            count = grads.reduce_sum({"count": count}, name="count")["count"]
         loss_scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0), "float32")
         gradients, outputs, sums = self._compute(
             inputs, labels, sample_weight, count, loss_scale, self._dropout_seed()
@@ -252,23 +232,24 @@ class Trainer(FitLoop):
         """Reduce and apply the gradients; return the logs."""
         if not tf.executing_eagerly():
             self._update_graph = tf.compat.v1.get_default_graph()
-        totals = update.reduce_sum(sums, name="sums")
-        if count is None:
+        totals = grads.reduce_sum(sums, name="sums")
+        if count is None and not self._sums_early():
             share = tf.math.divide_no_nan(sums["count"], totals["count"])
-            gradients = update.scale(gradients, share)
-        gradients = update.reduce_gradients(gradients, self._fusion_groups())
-        rate = tf.convert_to_tensor(self.optimizer.learning_rate)
-        loss_scale = tf.convert_to_tensor(self.optimizer.scale_loss(1.0))  # change with the update
-        norm = self._apply(gradients) / loss_scale
+            gradients = grads.scale(gradients, share)
+        rate = tf.convert_to_tensor(self.optimizer.learning_rate)  # changes with the update
+        loss_scale = self._update.loss_scale
+        scale = loss_scale.value()
+        if not self._accumulates_slices():
+            gradients = self._update.reduce(gradients)
+        norm = self._update.apply(gradients)
         seen = totals
-        if self._scales_loss():  # a step that is skipped does not count
+        if loss_scale.is_used:  # a step that is skipped does not count
             is_finite = tf.math.is_finite(norm)
-            self._skipped_steps.assign_add(tf.cast(tf.logical_not(is_finite), "int64"))
             seen = {name: tf.where(is_finite, total, 0.0) for name, total in totals.items()}
         logs = self._track(seen, labels, outputs, sample_weight)
-        if self._scales_loss():
-            logs["loss_scale"] = loss_scale
-            logs["skipped_steps"] = tf.identity(self._skipped_steps)
+        if loss_scale.is_used:
+            logs["loss_scale"] = scale
+            logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
         logs["step_loss"] = tf.math.divide_no_nan(totals["loss"], totals["count"])
         logs["gradient_norm"] = norm
         logs["learning_rate"] = rate
@@ -281,7 +262,7 @@ class Trainer(FitLoop):
         return self._finish_test(sums, *self._seen(labels, outputs, sample_weight))
 
     def _track_test(self, sums, labels, outputs, sample_weight):
-        return self._track(update.reduce_sum(sums, "test_sums"), labels, outputs, sample_weight)
+        return self._track(grads.reduce_sum(sums, "test_sums"), labels, outputs, sample_weight)
 
     def predict_step(self, data):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -310,7 +291,7 @@ class Trainer(FitLoop):
             self._compile_metrics.update_state(labels, outputs, sample_weight)
             if runtime.data_shard()[1] > 1:  # what each rank added, from all of them
                 added = {str(i): s - b for i, (s, b) in enumerate(zip(states, before))}
-                added = update.reduce_sum(added, name="metrics")
+                added = grads.reduce_sum(added, name="metrics")
                 for i, (state, start) in enumerate(zip(states, before)):
                     state.assign(start + added[str(i)])
             logs.update(self._compile_metrics.result())
@@ -324,10 +305,22 @@ class Trainer(FitLoop):
 
     # What comes before the first step.
 
-    @staticmethod
-    def _in_micro_batches(compute):
+    def _in_micro_batches(self, compute):
         number = get_parallel_config().micro_batch_num
-        return compute if number == 1 else in_micro_batches(compute, number)
+        if number == 1:
+            return compute
+
+        def reduced(*args):
+            gradients, outputs, sums = compute(*args)
+            return self._update.reduce(gradients), outputs, sums
+
+        return in_micro_batches(reduced if self._accumulates_slices() else compute, number)
+
+    @staticmethod
+    def _accumulates_slices():
+        config = get_parallel_config()
+        accumulates = config.gradient_accumulation_shard and config.micro_batch_num > 1
+        return accumulates and config.optimizer_shard >= 2
 
     def _prepare(self, data=None):
         """Build the network and the optimizer, and take rank 0's weights, once."""
@@ -336,15 +329,37 @@ class Trainer(FitLoop):
             return
         self._start_plane(data)
         self.built = True
-        weights = self.network.trainable_variables
-        if not self.optimizer.built:
-            self.optimizer.build(variables.own_shards(weights))
-        if self._plane is not None:
-            update.leave_clipping(self.optimizer)
-        if self._compiles_update():
-            self._update = update.compiled(self.optimizer, variables.own_shards(weights))
-        variables.take_first_values(self.network.variables, self.optimizer.variables)
+        self._check_early_sums()
+        self._start_update()
+        states = [] if any(self._update.is_sliced) else self.optimizer.variables
+        variables.take_first_values(self.network.variables, states)
         self._ready = True
+
+    def _start_update(self):
+        if self._update is None:
+            weights = self.network.trainable_variables
+            self._update = UpdatePlane(
+                self.optimizer, weights, self._fusion_groups(weights), self._compiles_update()
+            )
+
+    def _fusion_groups(self, weights):
+        """Return for each weight the group that its gradient is reduced with, or None."""
+        layers = self.network._flatten_layers()
+        blocks = [layer for layer in layers if isinstance(layer, TransformerBlock)]
+        if get_parallel_config().optimizer_shard >= 2:
+            # Each block for itself: as soon as its gradients are there, they are cut.
+            groups = [
+                f"block {i}" if block.comm_fusion is None else block.comm_fusion
+                for i, block in enumerate(blocks)
+            ]
+        else:
+            groups = [block.comm_fusion for block in blocks]
+        group_of = {
+            id(weight): group
+            for block, group in zip(blocks, groups)
+            for weight in block.trainable_variables
+        }
+        return [group_of.get(id(weight)) for weight in weights]
 
     def _compiles_update(self):
         if self._jit != "auto" or self.run_eagerly:
@@ -396,7 +411,8 @@ class Trainer(FitLoop):
         if not self.network.built:
             raise ValueError("the network has no weights yet: build it, or call it on a batch")
         layout.check_rules(self.network.variables)
-        return WeightPlan.of(self.network.variables)
+        shard = shard_plan(self.network.trainable_variables)
+        return WeightPlan.of(self.network.variables, shard if shard.level else None)
 
     def communication_report(self):
         """Return which collectives the last compiled training step sends; print it.
@@ -412,6 +428,32 @@ class Trainer(FitLoop):
             ValueError: no step was compiled yet.
         """
         return communication_report(self.network, self._plane, self._update_graph)
+
+    def memory_report(self, inputs=None):
+        """Return what this rank's memory is needed for; print it.
+
+        Args:
+            inputs: a batch of inputs, as `call` takes them, for which the activations
+                that blocks keep are worked out; on a mesh by default the last batch.
+
+        Returns:
+            A `dtransformer.trainers.memory.MemoryReport`: bytes of weights, gradients,
+            optimizer states and activations, by the plan and the theory, next to those
+            of the tensors that there are.
+
+        Raises:
+            ValueError: no step was run yet.
+
+        Example:
+
+        >>> print(trainer.memory_report(batch))  # doctest: +SKIP
+        """
+        if self._update is None or self._update.gradient_bytes is None:
+            raise ValueError("no training step was run yet: call fit or train_on_batch first")
+        shapes = None if self._plane is None else self._plane.input_shapes
+        if inputs is not None:
+            shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
+        return memory_report(self.network, self.optimizer, self._update, shapes)
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights and the optimizer's state from rank 0; as `keras.Model.save_weights`.
@@ -436,14 +478,13 @@ class Trainer(FitLoop):
             self.network.build()
         self.network.load_weights(filepath, **kwargs)
         if self.compiled and str(filepath).endswith(".h5"):
-            if not self.optimizer.built:
-                self.optimizer.build(variables.own_shards(self.network.trainable_variables))
+            self._start_update()
             if self._has_state():
                 load_optimizer(filepath, self.optimizer)
 
     def _has_state(self):
         """Return whether there is a state of the optimizer, of whole weights."""
-        return self.compiled and self.optimizer.built and not any(self._owners()[1])
+        return self._update is not None and not self._update.has_parts
 
     def get_compile_config(self):
         """Return nothing: a trainer that is loaded has to be compiled again."""

@@ -1,184 +1,228 @@
-"""The update plane: what happens once a step on the slices that this rank holds.
+"""The update plane: what happens once a step on the parts of the weights that this rank has.
 
-It knows nothing of layers. Gradients come in as sums over this rank's share of the
-batch, already divided by what the whole batch counts, so that their sum over the
-data group is the gradient of the global mean.
+It knows nothing of layers: gradients come in, weights have changed when it is done.
 """
+
+import math
 
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import runtime
+from dtransformer.parallel import runtime, slices
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.gathered import CopiedVariable, GatheredVariable, SlicedVariable
+from dtransformer.parallel.variables import own_shards, share_of
+from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.flat_variable import FlatVariable
+from dtransformer.trainers.loss_scale import LossScale
+from dtransformer.trainers.shard import ShardPlan
 
 
-def fusion_groups(group_ids, num_groups):
-    """Divide gradients into the groups that are reduced together.
+# Entries of the weights that a function of XLA's updates, but for the last weight's.
+_ENTRIES_AT_ONCE = 2**22
+
+
+class UpdatePlane:
+    """Reduces gradients and updates weights, under the current config.
 
     Args:
-        group_ids: for each gradient the group that its block asks for, or None.
-        num_groups: number of groups for the gradients that no block speaks for.
+        optimizer: a Keras optimizer; it is built, if it is not yet.
+        weights: list of the Keras variables that are trained.
+        group_ids: for each weight the group that its gradient is reduced with, or None.
+        compiles: whether the update is compiled with XLA.
 
-    Returns:
-        A list of lists of positions, each in rising order. Gradients with the same
-        id share a group; the others are spread evenly over `num_groups` groups if
-        no block speaks at all, and share one group otherwise.
+    Attributes:
+        plan: the `ShardPlan`.
+        loss_scale: the `LossScale`.
+        gradient_bytes: bytes of the gradients that this rank keeps until it has them all:
+            whole ones, and from level 2 on their slices; None before the first step.
 
-    Example:
-
-    >>> fusion_groups([None, 1, 1, 2, None], num_groups=4)
-    [[0, 4], [1, 2], [3]]
-    >>> fusion_groups([None] * 5, num_groups=2)
-    [[0, 1, 2], [3, 4]]
+    Raises:
+        ValueError: the optimizer cannot update parts of weights, and has to.
     """
-    if all(group is None for group in group_ids):
-        size = max(-(-len(group_ids) // num_groups), 1)
-        return [
-            list(range(start, min(start + size, len(group_ids))))
-            for start in range(0, len(group_ids), size)
+
+    def __init__(self, optimizer, weights, group_ids, compiles):
+        self.loss_scale = LossScale(optimizer)
+        self.plan, self.gradient_bytes = shard_plan(weights), None
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._group = runtime.data_group()
+        self._shards, self._owners, self._shares = [], [], []
+        for number, weight in enumerate(weights):
+            parts = own_shards([weight])
+            self._shards += parts
+            self._owners += [number] * len(parts)
+            self._shares += [share_of(weight)] * len(parts)
+        self.is_sliced = [row.num_slices > 1 for row in self.plan.rows]
+        # Those that are stored as slices: their gradients come as slices, too.
+        owners = [weights[owner] for owner in self._owners]
+        is_stored = [isinstance(owner, GatheredVariable) for owner in owners]
+        self._units = [
+            FlatVariable(shard, row.slice_entries)
+            if row.num_slices > 1 and not isinstance(owner, SlicedVariable)
+            else shard
+            for shard, row, owner in zip(self._shards, self.plan.rows, owners)
         ]
-    groups = {}
-    for position, group in enumerate(group_ids):
-        groups.setdefault(group, []).append(position)
-    return list(groups.values())
-
-
-def reduce_sum(scalars, name):
-    """Return the sums of scalars over the data group, in one message.
-
-    Args:
-        scalars: dict of tensors of one type, all scalars or not.
-        name: name of the reduction, the same on every rank.
-    """
-    group = runtime.data_group()
-    if group.size == 1:
-        return scalars
-    hvd = runtime.horovod()
-    sums = hvd.grouped_allreduce(
-        list(scalars.values()), op=hvd.Sum, name=name, process_set=group.process_set
-    )
-    return dict(zip(scalars, sums))
-
-
-def scale(gradients, factor):
-    """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
-    return [
-        tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient * factor
-        for gradient in gradients
-    ]
-
-
-def reduce_gradients(gradients, groups):
-    """Return the sums of the gradients over the data group, as dense tensors.
-
-    Dense gradients are reduced group by group. The gradient of an embedding, which
-    is a set of rows, travels as rows where that is less than the whole table.
-
-    Args:
-        gradients: list of tensors and `tf.IndexedSlices`.
-        groups: lists of positions, from `fusion_groups`.
-
-    Returns:
-        A list of tensors.
-    """
-    data_group = runtime.data_group()
-    if data_group.size == 1:
-        return [tf.convert_to_tensor(gradient) for gradient in gradients]
-    hvd = runtime.horovod()
-    reduced = list(gradients)
-    for number, group in enumerate(groups):
-        dense = [i for i in group if not isinstance(gradients[i], tf.IndexedSlices)]
-        if dense:
-            sums = hvd.grouped_allreduce(
-                [gradients[i] for i in dense],
-                op=hvd.Sum,
-                name=f"gradients_{number}",
-                process_set=data_group.process_set,
-            )
-            for i, total in zip(dense, sums):
-                reduced[i] = total
-        for i in set(group) - set(dense):
-            reduced[i] = _reduce_rows(hvd, data_group, gradients[i], f"rows_{i}")
-    return reduced
-
-
-def _reduce_rows(hvd, group, rows, name):
-    """Reduce a gradient of rows, in the form that sends less."""
-    ranks = {"process_set": group.process_set}
-    num_rows = tf.shape(rows.indices, out_type="int64")[0]
-    most_rows = hvd.allreduce(num_rows, op=hvd.Max, name=f"{name}_count", **ranks)
-    # A ring all-reduce sends the table twice, an all-gather each rank's rows once.
-    gathered_is_less = most_rows * group.size < 2 * tf.cast(rows.dense_shape[0], "int64")
-
-    def gather():
-        values = hvd.allgather(rows.values, name=f"{name}_values", **ranks)
-        indices = hvd.allgather(rows.indices, name=f"{name}_indices", **ranks)
-        return tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
-
-    def reduce():
-        table = tf.math.unsorted_segment_sum(rows.values, rows.indices, rows.dense_shape[0])
-        return hvd.allreduce(table, op=hvd.Sum, name=f"{name}_table", **ranks)
-
-    total = tf.cond(gathered_is_less, gather, reduce)
-    total.set_shape([None, *rows.values.shape[1:]])
-    return total
-
-
-def square_norms(gradients, is_cut=()):
-    """Return the square of each gradient's Euclidean norm, that of the whole weight's.
-
-    Args:
-        gradients: list of tensors.
-        is_cut: for each gradient whether it is a slice, of which the other ranks of the
-            island hold the rest; False where it is not given.
-
-    Returns:
-        A list of float32 scalars.
-    """
-    squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
-    island, cut = runtime.island(), [i for i, part in enumerate(is_cut) if part]
-    if island.size > 1 and cut:
-        hvd = runtime.horovod()
-        sums = hvd.allreduce(
-            tf.stack([squares[i] for i in cut]),
-            op=hvd.Sum,
-            name="square_norms",
-            process_set=island.process_set,
+        # What is whole of those whose slices are updated: variables that slices are gathered to.
+        self._wholes = {
+            i: owner.copy if isinstance(owner, CopiedVariable) else self._shards[i].value
+            for i, owner in enumerate(owners)
+            if isinstance(owner, CopiedVariable) or isinstance(self._units[i], FlatVariable)
+        }
+        self._flat = [i for i, unit in enumerate(self._units) if isinstance(unit, FlatVariable)]
+        self._clips = any(self.is_sliced) or any(share is not None for share in self._shares)
+        if any(self.is_sliced):
+            check_elementwise(self._optimizer)
+            _check_slices(self._optimizer)
+        if not optimizer.built:
+            optimizer.build(self._units)
+        if self._clips:
+            leave_clipping(self._optimizer)
+        groups = grads.fusion_groups(
+            [group_ids[owner] for owner in self._owners],
+            get_parallel_config().gradient_aggregation_group,
         )
-        for i, total in zip(cut, tf.unstack(sums, num=len(cut))):
-            squares[i] = total
-    return squares
+        self._is_stored = is_stored
+        self._groups = [[i for i in group if not is_stored[i]] for group in groups]
+        self._compute = self._compiled() if compiles else self._update_some
+
+    @property
+    def has_parts(self):
+        """Whether this rank's states of the optimizer are those of parts of weights."""
+        return self._clips
+
+    def reduce(self, gradients):
+        """Return the sums of the gradients over the data group: slices where so planned."""
+        dtype = get_parallel_config().gradient_dtype
+        dtype = None if dtype == "float32" else dtype
+        shapes = [self._wholes.get(i, shard).shape for i, shard in enumerate(self._shards)]
+        for gradient, shape in zip(gradients, shapes):
+            if not isinstance(gradient, tf.IndexedSlices):
+                gradient.set_shape(shape)  # XLA's results have none
+        kept = gradients
+        gradients = [
+            gradient if stored else grads.cast(gradient, unit.dtype)
+            for gradient, unit, stored in zip(gradients, self._units, self._is_stored)
+        ]
+        reduced = grads.reduce(gradients, self._groups, self.is_sliced, dtype)
+        if self.plan.level >= 2:
+            shapes, kept = [gradient.shape for gradient in reduced], reduced
+        self.gradient_bytes = sum(
+            math.prod(shape) * gradient.dtype.size for shape, gradient in zip(shapes, kept)
+        )
+        return reduced
+
+    def apply(self, gradients):
+        """Update the weights with what `reduce` returned; return the norm of all gradients."""
+        squares = grads.square_norms(gradients, self.is_sliced, self._shares)
+        norm = tf.sqrt(tf.add_n(squares))
+        scale = self.loss_scale.value()
+        norm /= scale
+        if self.loss_scale.is_used:
+            gradients = grads.scale(gradients, 1 / scale)
+            squares = [square / scale**2 for square in squares]
+        if self._clips:
+            gradients = grads.clip_as_whole(self._optimizer, gradients, squares, self._owners)
+        # Weight decay needs no gradient: at the end of the data, where the step fails for want
+        # of a batch, it would go on without one.
+        with tf.control_dependencies([norm]):
+            self.loss_scale.run(norm, lambda: self._update(gradients))
+        return norm
+
+    def _update(self, gradients):
+        sliced = self._flat
+        old = [
+            slices.own_slice(tf.convert_to_tensor(self._shards[i].value), self._group)
+            for i in sliced
+        ]
+        new = dict(zip(sliced, self._compute(gradients, old)))
+        for i, whole in self._wholes.items():
+            if i not in new:  # the master weights have changed
+                new[i] = tf.cast(self._units[i].value, whole.dtype)
+        for number, positions in enumerate(self._groups):
+            messages = {}  # of one type each
+            for i in positions:
+                if i in new:
+                    messages.setdefault(new[i].dtype.name, []).append(i)
+            for kind, together in messages.items():
+                shapes = [self._wholes[i].shape for i in together]
+                name = f"weights_{number}_{kind}"
+                parts = [new[i] for i in together]
+                whole = slices.all_gather(parts, shapes, self._group, name)
+                for i, value in zip(together, whole):
+                    self._wholes[i].assign(value)
+
+    def _update_some(self, gradients, values, numbers=None):
+        """Let the optimizer update some of the units; return the new values of the slices."""
+        units = self._units if numbers is None else [self._units[number] for number in numbers]
+        flat = [unit for unit in units if isinstance(unit, FlatVariable)]
+        for unit, value in zip(flat, values, strict=True):
+            unit.hold(value)
+        self._optimizer.apply(gradients, units)
+        return [unit.release() for unit in flat]
+
+    def _compiled(self):
+        """Return the update, compiled with XLA.
+
+        A function of XLA's runs on one device, and has the old and the new values of all that
+        it updates in memory. So there is one for each device and for every few weights.
+        """
+        on_device = {}
+        for number in range(len(self._units)):
+            parts = on_device.setdefault(self._shards[number].value.device, [[]])
+            if sum(math.prod(self._units[i].shape) for i in parts[-1]) > _ENTRIES_AT_ONCE:
+                parts.append([])
+            parts[-1].append(number)
+        if [len(parts) for parts in on_device.values()] == [1]:
+            return tf.function(self._update_some, jit_compile=True)
+        if not _updates_shards_alone(self._optimizer):
+            return self._update_some
+        scalars = [self._optimizer.iterations, self._optimizer._learning_rate]
+        scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
+
+        def compiled(numbers):
+            def update(gradients, values, scalar_values):
+                # The scalars lie on one device; each part counts the step for itself.
+                with keras.StatelessScope(list(zip(scalars, scalar_values))):
+                    new = self._update_some(gradients, values, numbers)
+                return new, tf.zeros([])  # what the next part waits for
+
+            return tf.function(update, jit_compile=True)
+
+        functions = {
+            device: [(numbers, compiled(numbers)) for numbers in parts]
+            for device, parts in on_device.items()
+        }
+
+        def update(gradients, values):
+            given = dict(zip(self._flat, values, strict=True))
+            scalar_values = [tf.identity(scalar.value) for scalar in scalars]
+            new = {}
+            for device, parts in functions.items():
+                done = []
+                for numbers, function in parts:
+                    own = [number for number in numbers if number in given]
+                    with tf.device(device), tf.control_dependencies(done):
+                        results, done = function(
+                            [gradients[number] for number in numbers],
+                            [given[number] for number in own],
+                            scalar_values,
+                        )
+                    done = [done]
+                    new.update(zip(own, results))
+            self._optimizer.iterations.assign_add(1)
+            return [new[number] for number in given]
+
+        return update
 
 
-def clip_as_whole(optimizer, gradients, squares, owners):
-    """Clip slices of gradients as an optimizer asks, by the norms of the whole.
-
-    Args:
-        optimizer: a Keras optimizer; `leave_clipping` lets it clip no more.
-        gradients: list of tensors, scaled as the optimizer scales the loss.
-        squares: of each gradient, from `square_norms`.
-        owners: for each gradient the number of the weight that it belongs to.
-
-    Returns:
-        A list of tensors.
-    """
-    loss_scale = optimizer.scale_loss(1.0)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if optimizer.clipvalue:
-        bounds = [tf.cast(optimizer.clipvalue * loss_scale, g.dtype) for g in gradients]
-        return [tf.clip_by_value(g, -bound, bound) for g, bound in zip(gradients, bounds)]
-    limit = optimizer.clipnorm or optimizer.global_clipnorm
-    if not limit:
-        return gradients
-    limit *= loss_scale
-    numbers = owners if optimizer.clipnorm else [0] * len(owners)
-    norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, numbers, max(numbers) + 1))
-    factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(numbers) + 1)
-    return [
-        gradient * tf.cast(factors[number], gradient.dtype)
-        for gradient, number in zip(gradients, numbers)
+def shard_plan(weights):
+    """Return the `ShardPlan` of a list of weights under the current config."""
+    described = [
+        (weight.path, part.shape, tf.as_dtype(part.dtype).size, weight.constraint is not None)
+        for weight in weights
+        for part in ([weight] if isinstance(weight, SlicedVariable) else own_shards([weight]))
     ]
+    return ShardPlan.of(described, get_parallel_config(), runtime.data_group().size)
 
 
 def leave_clipping(optimizer):
@@ -187,57 +231,14 @@ def leave_clipping(optimizer):
     Raises:
         ValueError: the optimizer is to clip sums of several steps' gradients.
     """
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
     if clips and optimizer.gradient_accumulation_steps:
         raise ValueError(
             f"{type(optimizer).__name__} is to accumulate gradients "
             f"(gradient_accumulation_steps={optimizer.gradient_accumulation_steps}) and to clip "
-            "them, which does not work where operations are cut over a mesh: leave one of the two"
+            "them, which does not work where weights are cut: use micro_batch_num instead"
         )
     optimizer._clip_gradients = lambda gradients: gradients
-
-
-def compiled(optimizer, shards):
-    """Return an optimizer's update of weights, compiled with XLA.
-
-    A function of XLA's runs on one device, so there is one for each.
-
-    Args:
-        optimizer: a Keras optimizer, built.
-        shards: list of Keras variables, on one or several devices.
-
-    Returns:
-        A function of the list of their gradients.
-    """
-    on_device = {}
-    for number, shard in enumerate(shards):
-        on_device.setdefault(shard.value.device, []).append(number)
-    if len(on_device) == 1:
-        return tf.function(lambda gradients: optimizer.apply(gradients, shards), jit_compile=True)
-    if not _updates_shards_alone(optimizer):
-        return lambda gradients: optimizer.apply(gradients, shards)
-    scalars = [optimizer.iterations, optimizer._learning_rate]
-    scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
-
-    def part(numbers):
-        def update(gradients, values):
-            # The scalars lie on one device; each counts the step for itself.
-            with keras.StatelessScope(list(zip(scalars, values))):
-                optimizer.apply(gradients, [shards[number] for number in numbers])
-
-        return tf.function(update, jit_compile=True)
-
-    parts = {device: part(numbers) for device, numbers in on_device.items()}
-
-    def update(gradients):
-        values = [tf.identity(scalar.value) for scalar in scalars]
-        for device, numbers in on_device.items():
-            with tf.device(device):
-                parts[device]([gradients[number] for number in numbers], values)
-        optimizer.iterations.assign_add(1)
-
-    return update
 
 
 def _updates_shards_alone(optimizer):
@@ -262,7 +263,18 @@ def check_elementwise(optimizer):
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _NOT_ELEMENTWISE:
             raise ValueError(
-                f"{type(optimizer).__name__} computes with whole weights, and model_parallel cuts "
-                "them: use an optimizer that updates each entry by itself, such as AdamW, Adam, "
-                "Lion, SGD, RMSprop or Nadam"
+                f"{type(optimizer).__name__} computes with whole weights, and model_parallel or "
+                "optimizer_shard cuts them: use an optimizer that updates each entry by itself, "
+                "such as AdamW, Adam, Lion, SGD, RMSprop or Nadam"
+            )
+
+
+def _check_slices(optimizer):
+    """Refuse what an optimizer keeps of whole weights, or does not do in every step."""
+    for name in ("use_ema", "gradient_accumulation_steps"):
+        if getattr(optimizer, name):
+            raise ValueError(
+                f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
+                "work where optimizer_shard cuts weights"
+                + ("" if name == "use_ema" else ": use micro_batch_num instead")
             )

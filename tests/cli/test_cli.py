@@ -158,7 +158,7 @@ def test_unusable_runs_are_named(run, tmp_path, monkeypatch, capsys):
         (["model.hidden_act=gelly", "tokenizer.vocab_size=48"], ["gelly", "gelu"]),
         (["tokenizer.vocab_size=5000"], ["5000"]),
         (["parallel.model_parallel=2"], ["model_parallel=2", "2 ranks", "1"]),
-        (["parallel.optimizer_shard=2"], ["optimizer_shard=2"]),
+        (["parallel.expert_parallel=2"], ["expert_parallel=2"]),
         (["data.max_length=2", "tokenizer.vocab_size=48"], ["max_length"]),
     ],
 )

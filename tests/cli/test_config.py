@@ -4,6 +4,7 @@ import pytest
 
 from dtransformer.cli.config import load_config, save_config
 from dtransformer.errors import InputError
+from dtransformer.parallel.config import TransformerRecomputeConfig
 
 
 def write(tmp_path, text):
@@ -77,3 +78,11 @@ def test_wrong_settings(setting, words):
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match="nowhere.yaml"):
         load_config("nowhere.yaml")
+
+
+def test_recompute_is_given_as_a_mapping(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("parallel:\n  recompute:\n    select: [attention]\n  optimizer_shard: 2\n")
+    parallel = load_config(path).parallel
+    assert parallel.recompute == TransformerRecomputeConfig(select=("attention",))
+    assert parallel.optimizer_shard == 2

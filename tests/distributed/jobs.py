@@ -91,6 +91,9 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},
         "evaluation": {name: float(value) for name, value in evaluation.items()},
         "weights": float(sum(np.abs(weight).sum() for weight in model.get_weights())),
+        "memory": {
+            row.what: (row.planned, row.measured) for row in trainer.memory_report().rows[:3]
+        },
     }
 
 
@@ -165,6 +168,12 @@ def overflow():
     return result
 
 
+def sharded(job, level, **fields):
+    """Run a job with every weight cut over the ranks."""
+    with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0, **fields):
+        return job()
+
+
 def in_micro_batches(job):
     """Run a job as it is alone, and in micro-batches on several ranks."""
     with parallel_config(micro_batch_num=2 if runtime.size() > 1 else 1):
@@ -188,5 +197,34 @@ JOBS = {
     "micro_batches": lambda: in_micro_batches(lambda: train(translation_model())),
     "dropout": lambda: train(translation_model(dropout_rate=0.2), num_batches=3),
     "overflow": overflow,
+    "sharded_overflow": lambda: sharded(overflow, 2),
+    "gathered_overflow": lambda: sharded(overflow, 3),
+    "slices_of_micro_batches": lambda: sharded(
+        lambda: in_micro_batches(lambda: train(translation_model())),
+        2,
+        gradient_accumulation_shard=True,
+    ),
+    "gathered_and_recomputed": lambda: sharded(
+        lambda: in_micro_batches(lambda: train(translation_model(tied_head=True))),
+        3,
+        recompute=True,
+    ),
+    "gathered_plain_keras_loss": lambda: sharded(
+        lambda: train(
+            translation_model(),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted=True,
+        ),
+        3,
+    ),
+    "gradients_in_16_bits": lambda: sharded(
+        lambda: train(translation_model(), num_batches=3), 1, gradient_dtype="bfloat16"
+    ),
+    "all_gradients_in_16_bits": lambda: sharded(
+        lambda: train(translation_model(), num_batches=3), 0, gradient_dtype="float16"
+    ),
+    "master_weights": lambda: sharded(
+        lambda: train(translation_model(dtype="mixed_float16"), num_batches=3), 1
+    ),
     "mixed_float16": lambda: train(translation_model(dtype="mixed_float16"), num_batches=3),
 }

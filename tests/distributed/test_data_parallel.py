@@ -9,7 +9,13 @@ from tests.distributed.jobs import JOBS
 from tests.distributed.launch import launch, needs_horovod
 from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 
-EXACT_JOBS = [name for name in JOBS if name not in ("dropout", "mixed_float16", "overflow")]
+OVERFLOWS = [name for name in JOBS if name.endswith("overflow")]
+IN_16_BITS = ["gradients_in_16_bits", "all_gradients_in_16_bits"]
+EXACT_JOBS = [
+    name
+    for name in JOBS
+    if name not in ("dropout", "mixed_float16", "master_weights", *OVERFLOWS, *IN_16_BITS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +62,44 @@ def test_losses_fall(name, ranks):
 
 
 @needs_horovod
+def test_master_weights_are_cut_and_losses_stay_those_of_whole_ones(ranks):
+    whole, cut = ranks[0]["mixed_float16"], ranks[0]["master_weights"]
+    assert cut["step_losses"] == whole["step_losses"], "to the last bit"
+    assert cut["weights"] == whole["weights"]
+    for planned, measured in cut["memory"].values():
+        assert planned == measured
+    # In bytes of a parameter: 4 of the weight are 2 of its copy, and with two states a rank has
+    # half of 12; but tables and norms, a sixth of this network, are computed with in float32.
+    entries = whole["memory"]["weights"][0] / 4
+    for what, allowed in (("weights", 2.6), ("gradients", 2.6), ("optimizer states", 6)):
+        assert cut["memory"][what][0] < allowed * entries
+
+
+@needs_horovod
 def test_16_bit_losses_are_those_of_one_process(ranks):
     alone = JOBS["mixed_float16"]()["step_losses"]
     np.testing.assert_allclose(ranks[0]["mixed_float16"]["step_losses"], alone, rtol=5e-3)
 
 
 @needs_horovod
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(name, ranks):
     for rank in ranks:
-        found = rank["overflow"]
+        found = rank[name]
         weights, scales = found["weights_by_step"], found["loss_scale"]
         assert weights[2] == weights[1], "to the last bit"
         assert weights[1] != weights[0] and weights[3] != weights[2] != weights[4]
         assert scales == [*[scales[0]] * 3, *[scales[0] / 2] * 2]
         assert found["skipped_steps"] == [0, 0, 1, 1, 1]
         assert np.isfinite(found["loss"]).all(), "the step does not count in the epoch's mean"
+
+
+@needs_horovod
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_gradients_may_travel_in_16_bits(name, ranks):
+    alone = JOBS[name]()["step_losses"]
+    np.testing.assert_allclose(ranks[0][name]["step_losses"], alone, rtol=1e-3)
+    assert ranks[0][name]["step_losses"] != alone
 
 
 @needs_horovod

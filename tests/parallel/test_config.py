@@ -42,6 +42,10 @@ DEFAULTS = {
         "expert_parallel": 1,
         "micro_batch_num": 1,
         "optimizer_shard": False,
+        "parallel_optimizer_threshold": 64,
+        "parallel_optimizer_exclude": (),
+        "gradient_accumulation_shard": False,
+        "gradient_dtype": "float32",
         "gradient_aggregation_group": 4,
         "recompute": False,
         "vocab_emb_dp": True,
@@ -64,6 +68,12 @@ KINDS = {
         ["mlp", ("mlp", None), 1],
         [{"mlp": "stage"}, {"mlp": 0}, {1: "model"}],
     ),
+    "patterns": (
+        [(), ("bias",), ("norm/", "^head")],
+        ["bias", None, (1,), {"norm"}, True],
+        [("(",), ("bias", "*")],
+    ),
+    "type": (["float32", "float16", "bfloat16"], [None, 16, True], ["float64", "", "half"]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
         ["attention", None, 1, {"norm"}, True],
@@ -72,6 +82,10 @@ KINDS = {
 }
 KIND_OF = {
     "vocab_emb_dp": "flag",
+    "gradient_accumulation_shard": "flag",
+    "parallel_optimizer_threshold": "non-negative",
+    "parallel_optimizer_exclude": "patterns",
+    "gradient_dtype": "type",
     "sequence_parallel": "flag",
     "mp_comm_recompute": "flag",
     "parallel_optimizer_comm_recompute": "flag",

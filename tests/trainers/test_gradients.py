@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.trainers import update
+from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.objective import KerasObjective, as_objective, hits
 from tests.tolerances import TRAINING
 
@@ -29,7 +29,7 @@ from tests.tolerances import TRAINING
     ],
 )
 def test_fusion_groups(group_ids, num_groups, expected):
-    assert update.fusion_groups(group_ids, num_groups) == expected
+    assert grads.fusion_groups(group_ids, num_groups) == expected
 
 
 @pytest.mark.parametrize("num_groups", range(1, 9))
@@ -38,7 +38,7 @@ def test_every_gradient_is_in_one_group(number, num_groups):
     rng = np.random.default_rng(number)
     asked = [None, *range(5)]
     for group_ids in ([None] * number, [asked[i] for i in rng.integers(0, 6, number)]):
-        groups = update.fusion_groups(group_ids, num_groups)
+        groups = grads.fusion_groups(group_ids, num_groups)
         assert sorted(sum(groups, [])) == list(range(number))
         assert all(group == sorted(group) and group for group in groups)
         if set(group_ids) == {None}:
@@ -53,7 +53,7 @@ def rows(values, indices, num_rows):
 def test_square_norms_are_those_of_every_gradient():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in ((3, 4), (5,), (2, 2, 2), ())]
-    squares = update.square_norms([tf.constant(array, "float32") for array in arrays])
+    squares = grads.square_norms([tf.constant(array, "float32") for array in arrays])
     for square, array in zip(squares, arrays, strict=True):
         assert square.dtype == tf.float32
         assert float(square) == pytest.approx((array**2).sum(), TRAINING)
@@ -61,13 +61,13 @@ def test_square_norms_are_those_of_every_gradient():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_norm_of_16_bit_gradients_does_not_overflow(dtype):
-    (square,) = update.square_norms([tf.fill([100], tf.constant(1000.0, dtype))])
+    (square,) = grads.square_norms([tf.fill([100], tf.constant(1000.0, dtype))])
     assert float(square) == pytest.approx(1e8, rel=2e-2)
 
 
 def test_scale_keeps_rows_as_rows():
     dense, sparse = tf.constant([1.0, -2.0]), rows([[1.0, 2.0], [3.0, 4.0]], [4, 1], 6)
-    scaled_dense, scaled_sparse = update.scale([dense, sparse], tf.constant(0.5))
+    scaled_dense, scaled_sparse = grads.scale([dense, sparse], tf.constant(0.5))
     np.testing.assert_array_equal(scaled_dense, [0.5, -1.0])
     assert isinstance(scaled_sparse, tf.IndexedSlices)
     expected = 0.5 * tf.convert_to_tensor(sparse).numpy()
@@ -76,11 +76,11 @@ def test_scale_keeps_rows_as_rows():
 
 def test_alone_nothing_is_reduced_and_rows_are_summed():
     dense, sparse = tf.constant([1.0, -2.0]), rows([[1.0, 2.0], [3.0, 4.0]], [1, 1], 3)
-    reduced = update.reduce_gradients([dense, sparse], [[0, 1]])
+    reduced = grads.reduce([dense, sparse], [[0, 1]], [False, False])
     np.testing.assert_array_equal(reduced[0], dense)
     np.testing.assert_array_equal(reduced[1], [[0, 0], [4, 6], [0, 0]])
     sums = {"loss": tf.constant(2.0), "count": tf.constant(3.0)}
-    assert update.reduce_sum(sums, name="sums") == sums
+    assert grads.reduce_sum(sums, name="sums") == sums
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Promise: the optimizer's work is divided by a plan, and done on slices as on wholes."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import TransformerOpParallelConfig
+from dtransformer.parallel.slices import slice_size
+from dtransformer.trainers.flat_variable import FlatVariable
+from dtransformer.trainers.loss_scale import LossScale
+from dtransformer.trainers.shard import ShardPlan
+from dtransformer.trainers.update import UpdatePlane, check_elementwise
+
+WEIGHTS = [
+    ("encoder/kernel", (512, 100), 4, False),
+    ("encoder/bias", (100,), 4, False),
+    ("decoder/kernel", (333, 101), 4, False),
+    ("decoder/limited", (512, 512), 4, True),
+    ("head/kernel", (64, 1000), 4, False),
+]
+
+
+def plan(num_slices=4, **fields):
+    return ShardPlan.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_slices)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_plan(level):
+    found = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
+    assert [row.num_slices for row in found.rows] == [4, 1, 4, 1, 1]
+    whys = [row.why for row in found.rows]
+    assert whys == ["", "less than 64 KB", "", "its constraint needs the whole", "excluded"]
+    entries = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
+    assert [row.slice_entries for row in found.rows] == entries
+    assert found.slice_entries == sum(entries)
+    assert found.entries == 51_200 + 100 + 33_633 + 262_144 + 64_000
+    assert found.level == level
+
+
+def test_without_ranks_or_a_level_nothing_is_cut():
+    for found in (plan(), plan(num_slices=1, optimizer_shard=3)):
+        assert found.level == 0
+        assert found.slice_entries == found.entries
+
+
+def test_the_plan_is_printed():
+    text = str(plan(optimizer_shard=2, parallel_optimizer_threshold=0))
+    assert "encoder/kernel 512×100 4 12,800" in " ".join(text.split())
+    assert "its constraint needs the whole" in text
+    assert "level 2: states and gradients are cut over 4 ranks" in text
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "lion": lambda: keras.optimizers.Lion(0.01, weight_decay=0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.01),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.01),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_updates_slices_as_it_does_wholes(name, compiled):
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((5, 4)).astype("float32")
+    steps = rng.standard_normal((3, 5, 4)).astype("float32")
+    whole = keras.Variable(start, name="kernel")
+    optimizer = OPTIMIZERS[name]()
+    for gradient in steps:
+        optimizer.apply([tf.constant(gradient)], [whole])
+
+    owners = [keras.Variable(start, name="kernel"), keras.Variable(start, name="bias")]
+    flat = [FlatVariable(owner, 10) for owner in owners]
+    sliced = OPTIMIZERS[name]()
+    sliced.exclude_from_weight_decay(var_names=["bias"])
+    sliced.build(flat)
+
+    @tf.function(jit_compile=compiled)
+    def update(gradients, values):
+        for variable, value in zip(flat, values):
+            variable.hold(value)
+        sliced.apply(gradients, flat)
+        return [variable.release() for variable in flat]
+
+    halves = [start.reshape(2, 10)[0], start.reshape(2, 10)[0]]
+    for gradient in steps:
+        first = gradient.reshape(2, 10)[0]
+        halves = update([tf.constant(first)] * 2, [tf.constant(half) for half in halves])
+    expected = whole.numpy().reshape(2, 10)[0]
+    np.testing.assert_allclose(halves[0], expected, rtol=1e-5, atol=1e-7)
+    if optimizer.weight_decay:
+        assert np.abs(halves[1] - expected).max() > 1e-3, "the bias does not decay"
+
+
+def test_states_are_as_large_as_slices():
+    variable = FlatVariable(keras.Variable(np.zeros((5, 3), "float32")), slice_size(15, 4))
+    optimizer = keras.optimizers.AdamW()
+    optimizer.build([variable])
+    assert [v.shape for v in optimizer.variables if v.shape.rank] == [(4,), (4,)]
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
+def test_optimizers_of_whole_weights_are_refused(kind):
+    with pytest.raises(ValueError, match=f"{kind} computes with whole weights.*AdamW"):
+        check_elementwise(getattr(keras.optimizers, kind)(0.1))
+
+
+class TestLossScale:
+    def run(self, norms, growth_steps=3):
+        weight = keras.Variable(np.ones(2, "float32"))
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=growth_steps
+        )
+        optimizer.build([weight])
+        scale, scales, updates = LossScale(optimizer), [], []
+        for norm in norms:
+            scale.run(tf.constant(norm), lambda: updates.append(norm))
+            scales.append(float(scale.value()))
+        return scales, updates, int(scale.skipped_steps)
+
+    def test_it_doubles_after_good_steps(self):
+        assert self.run([1.0] * 7) == ([8, 8, 16, 16, 16, 32, 32], [1.0] * 7, 0)
+
+    @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+    def test_an_overflow_halves_it_skips_the_step_and_starts_to_count_anew(self, bad):
+        scales, updates, skipped = self.run([1.0, 1.0, bad, 1.0, 1.0, 1.0])
+        assert scales == [8, 8, 4, 4, 4, 8]
+        assert (updates, skipped) == ([1.0] * 5, 1)
+
+    def test_without_one_nothing_is_skipped(self):
+        scale = LossScale(keras.optimizers.SGD(0.1))
+        updates = []
+        scale.run(tf.constant(float("nan")), lambda: updates.append(1))
+        assert (float(scale.value()), updates) == (1.0, [1])
+
+
+def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+    plane = UpdatePlane(optimizer, [weight], [None], compiles=False)
+    norm = plane.apply(plane.reduce([tf.constant([4.0, 8.0, 8.0])]))
+    assert float(norm) == pytest.approx(3.0)
+    np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])
