@@ -17,12 +17,15 @@ import time
 
 from workload import output_lines, translation_trainer
 
-# Name -> ranks, local devices of each, model_parallel.
+# Name -> ranks, local devices of each, fields of the parallel config.
 LAYOUTS = {
-    "one_process": (1, 1, 1),
-    "mp2_devices": (1, 2, 2),
-    "mp2_ranks": (2, 1, 2),
-    "dp2": (2, 1, 1),
+    "one_process": (1, 1, {}),
+    "mp2_devices": (1, 2, {"model_parallel": 2}),
+    "mp2_ranks": (2, 1, {"model_parallel": 2}),
+    "dp2": (2, 1, {}),
+    "dp2_shard1": (2, 1, {"optimizer_shard": 1}),
+    "dp2_shard2": (2, 1, {"optimizer_shard": 2}),
+    "dp2_shard3": (2, 1, {"optimizer_shard": 3}),
 }
 
 
@@ -49,9 +52,9 @@ def work(args):
     import dtransformer
     from dtransformer.parallel.runtime import data_shard
 
-    _, local_devices, model_parallel = LAYOUTS[args.worker]
+    _, local_devices, fields = LAYOUTS[args.worker]
     config = dtransformer.TransformerOpParallelConfig(
-        model_parallel=model_parallel,
+        **fields,
         sequence_parallel=args.sequence_parallel,
         vocab_emb_dp=args.whole_tables,
     )

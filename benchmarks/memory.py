@@ -1,55 +1,82 @@
 """Measure the peak memory and the time of a training step; print JSON.
 
     python benchmarks/memory.py
-    python benchmarks/memory.py --cases whole,micro_batches_8 --layers 12 --batch_size 32
+    python benchmarks/memory.py --cases whole,recompute --layers 12 --batch_size 32
+    python benchmarks/memory.py --cases level0,level1,level2,level3 --hidden_size 768 --batch_size 4
+    python benchmarks/memory.py --cases level0_of_4,level3_of_4 --budget_mb 700
 
-Each case runs in a process of its own. `activation_bytes` is the peak resident memory
-above that of a step with hardly any tokens.
+Each case runs in processes of its own; figures are rank 0's. `activation_bytes` is the peak
+resident memory above that of a step with hardly any tokens, `training_bytes` that above the
+process before it has a model. With `--budget_mb` no rank may take more than that for model
+and training: where it is not enough, the case has `"fits": false`.
 """
 
 import argparse
 import json
+import os
+import pathlib
 import resource
 import statistics
+import subprocess
 import sys
 import time
 
-from workload import output_lines, translation_trainer
+from workload import translation_trainer
 
-# Name -> fields of the parallel config.
+# Name -> number of ranks, fields of the parallel config.
 CASES = {
-    "whole": {},
-    "micro_batches_2": {"micro_batch_num": 2},
-    "micro_batches_4": {"micro_batch_num": 4},
-    "micro_batches_8": {"micro_batch_num": 8},
-    "recompute": {"recompute": True},
-    "recompute_attention": {"recompute": {"select": ("attention",)}},
+    "whole": (1, {}),
+    "micro_batches_2": (1, {"micro_batch_num": 2}),
+    "micro_batches_4": (1, {"micro_batch_num": 4}),
+    "micro_batches_8": (1, {"micro_batch_num": 8}),
+    "recompute": (1, {"recompute": True}),
+    "recompute_attention": (1, {"recompute": {"select": ("attention",)}}),
+    **{f"level{level}": (2, {"optimizer_shard": level}) for level in range(4)},
+    **{f"level{level}_of_4": (4, {"optimizer_shard": level}) for level in range(4)},
 }
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="names, with commas")
+    parser.add_argument("--cases", default="whole,recompute", help="names, with commas")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
     parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=2000)
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=64, help="sentences of each rank")
     parser.add_argument("--length", type=int, default=64, help="tokens of each side")
+    parser.add_argument("--budget_mb", type=int, help="of each rank, for model and training")
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def limit_memory(num_bytes):
+    """Let this process take no more than so many bytes of memory besides what it has."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    kilobytes = next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
+    limit = int(kilobytes) * 1024 + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def work(args):
-    """Train with one case; print what it takes."""
+    """Train with one case on this rank; rank 0 prints what it takes."""
     import numpy as np
+    import tensorflow as tf
 
     import dtransformer
 
-    fields = dict(CASES[args.worker])
+    fields = dict(CASES[args.worker][1])
     if isinstance(fields.get("recompute"), dict):
         fields["recompute"] = dtransformer.TransformerRecomputeConfig(**fields["recompute"])
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields))
+    tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow has its threads now
+    empty = peak_bytes()
+    if args.budget_mb:
+        limit_memory(args.budget_mb * 2**20)
     trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
     rng = np.random.default_rng(0)
 
@@ -60,19 +87,44 @@ def work(args):
         return time.perf_counter() - start
 
     # One row a micro-batch: all but the activations is there.
-    step(CASES[args.worker].get("micro_batch_num", 1), 4)
-    without_activations = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step(fields.get("micro_batch_num", 1), 4)
+    without_activations = peak_bytes()
     seconds = [step(args.batch_size, args.length) for _ in range(args.steps + 1)][1:]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(
-        json.dumps(
-            {
-                "activation_bytes": peak - without_activations,
-                "peak_bytes": peak,
-                "seconds_per_step": statistics.median(seconds),
-            }
-        )
+    result = {
+        "activation_bytes": peak_bytes() - without_activations,
+        "training_bytes": peak_bytes() - empty,
+        "peak_bytes": peak_bytes(),
+        "seconds_per_step": statistics.median(seconds),
+        "parameters": trainer.network.count_params(),
+    }
+    shape = tf.TensorSpec([args.batch_size, args.length])
+    report = trainer.memory_report({"source": shape, "target": shape})
+    for row in report.rows:
+        result[row.what] = {"planned": row.planned, "measured": row.measured}
+    if dtransformer.is_chief():
+        print(json.dumps(result), flush=True)
+    dtransformer.shutdown()
+
+
+def run(case, arguments, budget):
+    """Run the processes of a case; return what rank 0 printed."""
+    num_ranks = CASES[case][0]
+    command = [sys.executable, __file__, *arguments, "--worker", case]
+    if num_ranks > 1:
+        horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
+        command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"} if budget else None
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, env=environment, check=False
     )
+    lines = [line for line in done.stdout.splitlines() if "activation_bytes" in line]
+    if lines and not done.returncode:
+        return {"fits": True, **json.loads(lines[0][lines[0].index("{") :])}
+    if budget:
+        words = ("bad_alloc", "allocat", "OOM", "ResourceExhausted", "MemoryError")
+        told = [line for line in done.stderr.splitlines() if any(word in line for word in words)]
+        return {"fits": False, "exit": done.returncode, "said": told[-1:] or done.stderr[-500:]}
+    sys.exit(f"{case} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
 
 
 def main():
@@ -82,9 +134,7 @@ def main():
     report = {"options": {k: v for k, v in vars(args).items() if k not in ("worker", "cases")}}
     report["cases"] = {}
     for case in args.cases.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", case]
-        lines = output_lines(case, command, timeout=1200)
-        report["cases"][case] = json.loads(lines[-1])
+        report["cases"][case] = run(case, sys.argv[1:], args.budget_mb)
         print(case, report["cases"][case], file=sys.stderr)
     print(json.dumps(report, indent=2))
 

@@ -30,7 +30,7 @@ def measure(network, layout, folder, expected):
     results = layouts.read(folder, network, layout)
     if results is None:
         return {**entry, "network": network, "passes": False}
-    found = layouts.differences(results, expected)
+    found = layouts.differences(results, expected, network)
     passes = found["loss"] <= PARITY_LOSS and found["weights"] <= PARITY_WEIGHTS
     return {**entry, "network": network, **found, "passes": passes}
 
@@ -58,9 +58,17 @@ def table(entries, networks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", nargs="+", default=["*"], help="names, or patterns of them")
     parser.add_argument(
-        "--networks", nargs="+", choices=layouts.NETWORKS, default=list(layouts.NETWORKS)
+        "--layouts",
+        nargs="+",
+        default=[name for name, layout in layouts.LAYOUTS.items() if not layout.level],
+        help="names, or patterns of them; '*+shard?' are those of a sharded optimizer",
+    )
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=layouts.NETWORKS,
+        help="by default all that hold the layouts' promises",
     )
     parser.add_argument("--steps", type=int, default=layouts.STEPS)
     parser.add_argument("--epsilon", type=float, default=layouts.EPSILON, help="AdamW's")
@@ -74,6 +82,9 @@ def main():
     if not chosen:
         parser.error(f"no layout has such a name; there are {', '.join(layouts.LAYOUTS)}")
 
+    sharded = all(layout.level for layout in chosen)
+    default = ["adamw", "sgd", "lion"] if sharded else ["untied", "tied"]
+    arguments.networks = arguments.networks or default
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in sorted({layout.ranks for layout in chosen}):

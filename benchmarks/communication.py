@@ -1,0 +1,86 @@
+"""Count what each rank sends in a training step at every level of optimizer sharding; print JSON.
+
+    python benchmarks/communication.py
+    python benchmarks/communication.py --ranks 4 --hidden_size 512
+
+The entries come from the compiled step's collectives. `parameters_sent` is their number in
+units of all parameters, by a ring's algorithm, without the factor (d - 1) / d of d ranks: the
+theory has 2, 2, 2 and 3. Tables of embeddings are looked up without a second gather, so that
+level 3 sends 2 of theirs.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+from workload import output_lines, translation_trainer
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--levels", default="0,1,2,3", help="with commas")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="of the encoder, and of the decoder")
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--vocab_size", type=int, default=1000)
+    parser.add_argument("--gradient_dtype", default="float32")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def work(args):
+    """Train a step at one level on this rank; rank 0 prints what it sends."""
+    import math
+
+    import numpy as np
+
+    import dtransformer
+
+    config = dtransformer.TransformerOpParallelConfig(
+        optimizer_shard=args.worker, gradient_dtype=args.gradient_dtype
+    )
+    dtransformer.init(config)
+    trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
+    # As many tokens as entries of the vocabulary: the gradients of tables travel as tables.
+    ids = np.tile(np.arange(args.vocab_size, dtype="int32") % 60 + 4, 2).reshape(-1, 40)
+    trainer.train_on_batch({"source": ids, "target": ids}, ids)
+    sent = [c for c in trainer.communication_report().collectives if c.over == "horovod"]
+    # Of the two ways in which a table's gradient can travel, that of few rows is not taken.
+    sent = [c for c in sent if None not in c.shape]
+    weights = trainer.network.trainable_variables
+    parameters = sum(math.prod(w.shape) for w in weights)
+    tables = sum(math.prod(w.shape) for w in weights if w.path.endswith("_embedding/table"))
+    entries = sum(c.entries_sent for c in sent)
+    theory = 3 - tables / parameters if args.worker == 3 else 2
+    result = {
+        "parameters": parameters,
+        "entries_sent": round(entries),
+        "bytes_sent": sum(c.bytes_sent for c in sent),
+        "collectives": len(sent),
+        "parameters_sent": entries / parameters / (1 - 1 / args.ranks),
+        "theory": theory,
+    }
+    if dtransformer.is_chief():
+        print(json.dumps(result), flush=True)
+    dtransformer.shutdown()
+
+
+def main():
+    args = parse_arguments()
+    if args.worker is not None:
+        return work(args)
+    report = {"options": {k: v for k, v in vars(args).items() if k not in ("worker", "levels")}}
+    report["levels"] = {}
+    horovodrun = str(pathlib.Path(sys.executable).with_name("horovodrun"))
+    for level in args.levels.split(","):
+        command = [horovodrun, "--gloo", "-np", str(args.ranks), sys.executable, __file__]
+        lines = output_lines(level, [*command, *sys.argv[1:], "--worker", level], timeout=600)
+        line = next(line for line in lines if "entries_sent" in line)
+        report["levels"][level] = json.loads(line[line.index("{") :])
+        print(level, report["levels"][level], file=sys.stderr)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
