@@ -11,10 +11,9 @@ level 3 sends 2 of theirs.
 
 import argparse
 import json
-import pathlib
 import sys
 
-from workload import output_lines, translation_trainer
+from workload import command_of, json_with, output_lines, translation_trainer
 
 
 def parse_arguments():
@@ -72,12 +71,10 @@ def main():
         return work(args)
     report = {"options": {k: v for k, v in vars(args).items() if k not in ("worker", "levels")}}
     report["levels"] = {}
-    horovodrun = str(pathlib.Path(sys.executable).with_name("horovodrun"))
     for level in args.levels.split(","):
-        command = [horovodrun, "--gloo", "-np", str(args.ranks), sys.executable, __file__]
-        lines = output_lines(level, [*command, *sys.argv[1:], "--worker", level], timeout=600)
-        line = next(line for line in lines if "entries_sent" in line)
-        report["levels"][level] = json.loads(line[line.index("{") :])
+        command = command_of(args.ranks, [__file__, *sys.argv[1:], "--worker", level])
+        lines = output_lines(level, command, timeout=600)
+        report["levels"][level] = json_with("entries_sent", lines)
         print(level, report["levels"][level], file=sys.stderr)
     print(json.dumps(report, indent=2))
 

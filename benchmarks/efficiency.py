@@ -10,12 +10,11 @@ tokens per second to those of one process.
 
 import argparse
 import json
-import pathlib
 import statistics
 import sys
 import time
 
-from workload import output_lines, translation_trainer
+from workload import command_of, json_with, output_lines, translation_trainer
 
 # Name -> ranks, local devices of each, fields of the parallel config.
 LAYOUTS = {
@@ -77,13 +76,8 @@ def work(args):
 def launch(layout, arguments):
     """Run a layout's ranks; return what rank 0 printed."""
     num_ranks = LAYOUTS[layout][0]
-    command = [sys.executable, __file__, *arguments, "--worker", layout]
-    if num_ranks > 1:
-        horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
-        command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
-    lines = output_lines(layout, command, timeout=900)
-    line = next(line for line in lines if "step_seconds" in line)
-    return json.loads(line[line.index("{") :])
+    command = command_of(num_ranks, [__file__, *arguments, "--worker", layout])
+    return json_with("step_seconds", output_lines(layout, command, timeout=900))
 
 
 def main():

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 
-from workload import translation_trainer
+from workload import command_of, json_with, translation_trainer
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -109,17 +109,14 @@ def work(args):
 def run(case, arguments, budget):
     """Run the processes of a case; return what rank 0 printed."""
     num_ranks = CASES[case][0]
-    command = [sys.executable, __file__, *arguments, "--worker", case]
-    if num_ranks > 1:
-        horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
-        command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
+    command = command_of(num_ranks, [__file__, *arguments, "--worker", case])
     environment = {**os.environ, "MALLOC_ARENA_MAX": "2"} if budget else None
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=1200, env=environment, check=False
     )
-    lines = [line for line in done.stdout.splitlines() if "activation_bytes" in line]
-    if lines and not done.returncode:
-        return {"fits": True, **json.loads(lines[0][lines[0].index("{") :])}
+    result = json_with("activation_bytes", done.stdout.splitlines())
+    if result and not done.returncode:
+        return {"fits": True, **result}
     if budget:
         words = ("bad_alloc", "allocat", "OOM", "ResourceExhausted", "MemoryError")
         told = [line for line in done.stderr.splitlines() if any(word in line for word in words)]

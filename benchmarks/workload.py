@@ -1,5 +1,7 @@
 """What the benchmarks that start processes share: the model they train, and the start."""
 
+import json
+import pathlib
 import subprocess
 import sys
 
@@ -22,6 +24,21 @@ def translation_trainer(vocab_size, hidden_size, layers):
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(0.1))
     return trainer
+
+
+def command_of(num_ranks, arguments):
+    """Return the command that runs a Python program, on several ranks under horovodrun."""
+    command = [sys.executable, *arguments]
+    if num_ranks > 1:
+        horovodrun = pathlib.Path(sys.executable).with_name("horovodrun")
+        command = [str(horovodrun), "--gloo", "-np", str(num_ranks), *command]
+    return command
+
+
+def json_with(word, lines):
+    """Return the JSON object of the first line that has a word; None without one."""
+    line = next((line for line in lines if word in line), None)
+    return None if line is None else json.loads(line[line.index("{") :])
 
 
 def output_lines(name, command, timeout):

@@ -94,17 +94,14 @@ class Layer(keras.layers.Layer):
                 specs = layout.weight_specs(axes, shape, path)
                 stored = layout.with_data_axis(specs, shape, path, **what)
             make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
-            weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
         else:
             autocasts = kwargs.get("autocast", True)
             what["compute_dtype"] = self.compute_dtype if autocasts else what["dtype"]
             make = kind_of(path, shape, **what)
-            if make is not None:
-                weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
-            else:
-                weight = super().add_weight(
-                    shape=shape, initializer=initializer, name=name, **kwargs
-                )
+        if make is None:
+            weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
+        else:
+            weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
         weight.logical_axes = axes
         return weight
 

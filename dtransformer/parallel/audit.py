@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from dtransformer.parallel import layout
+from dtransformer.parallel.tables import columns
 
 # TensorFlow's and Horovod's operations -> what they do.
 _OPERATIONS = {
@@ -231,11 +232,11 @@ class CommunicationReport:
             lines.append(
                 (c.layer, direction, kind, shape, c.dtype, c.over, c.group_size, number, sent)
             )
-        lines = _columns(lines)
+        lines = columns(lines)
         lines += ["", "By kind of layer:"]
         totals = [("layers", "collectives", "bytes sent")]
         totals += [(kind, n, f"{sent:,}") for kind, (n, sent) in sorted(self.totals().items())]
-        lines += _columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
+        lines += columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
         if self.formula:
             lines += ["", "Blocks, entries summed over the model axis, by the theory:"]
             blocks = [("block", "theory", "sent")]
@@ -243,7 +244,7 @@ class CommunicationReport:
                 (path, f"{entries:,}", f"{self.summed_entries(path):,}")
                 for path, entries in self.formula.items()
             ]
-            lines += _columns(blocks)
+            lines += columns(blocks)
         return "\n".join(lines)
 
     def summed_entries(self, path):
@@ -268,10 +269,3 @@ def layer_kind(path):
     'encoder/block/attention'
     """
     return "/".join(re.sub(r"_\d+$", "", part) for part in path.split("/"))
-
-
-def _columns(lines):
-    lines = [[str(cell) for cell in line] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in lines]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

@@ -35,8 +35,12 @@ class SlicedVariable(PartedVariable):
     def _initialize_with_initializer(self, initializer):
         with tf.device("CPU:0"):
             whole = tf.convert_to_tensor(initializer(self._shape, dtype=self._dtype))
-        self.shards = [keras.Variable(_copy_of_slice(whole), dtype=self._dtype, name=self.name)]
+        self._keep(whole)
         self._value = None
+
+    def _keep(self, whole):
+        """Make what this rank holds of the whole."""
+        self.shards = [keras.Variable(_copy_of_slice(whole), dtype=self._dtype, name=self.name)]
 
     def _direct_assign(self, value):
         self.shards[0].assign(_copy_of_slice(tf.constant(value)))
@@ -68,12 +72,9 @@ class CopiedVariable(SlicedVariable):
         self._copy_dtype = copy_dtype
         super().__init__(initializer, **kwargs)
 
-    def _initialize_with_initializer(self, initializer):
-        with tf.device("CPU:0"):
-            whole = tf.convert_to_tensor(initializer(self._shape, dtype=self._dtype))
-        self.shards = [keras.Variable(_copy_of_slice(whole), dtype=self._dtype, name=self.name)]
+    def _keep(self, whole):
+        super()._keep(whole)
         self.copy = tf.Variable(tf.cast(whole, self._copy_dtype), name=self.name)
-        self._value = None
 
     def _read(self):
         return self._maybe_autocast(tf.convert_to_tensor(self.copy))

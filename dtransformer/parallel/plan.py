@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import layout, runtime
 from dtransformer.parallel.gathered import GatheredVariable
+from dtransformer.parallel.tables import columns
 from dtransformer.parallel.variables import specs_of
 
 
@@ -101,22 +102,14 @@ class WeightPlan:
             table.append(
                 (row.path, shape, row.dtype, names(row.axes), names(row.cut), f"{num_bytes:,}")
             )
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column == len(header) - 1 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths))
-            )
-            for line in table
-        ]
-        lines.insert(1, "-" * len(lines[0]))
+        lines = columns(table, right=(len(header) - 1,))
         entries = sum(math.prod(row.shape) for row in self.rows)
         cut = sum(row.bytes_per_device for row in self.rows if any(row.cut))
         lines += [
             lines[1],
             f"{len(self.rows)} weights of {entries:,} entries; each device holds "
             f"{self.entries_per_device:,}: {cut:,} bytes of cut weights and "
-            f"{self.bytes_per_device - cut:,} of whole ones, {self.bytes_per_device:,} in all; each "
-            f"rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
+            f"{self.bytes_per_device - cut:,} of whole ones, {self.bytes_per_device:,} in all; "
+            f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
         ]
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])

@@ -15,6 +15,7 @@ from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.parallel import layout, runtime
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.gathered import CopiedVariable, GatheredVariable, SlicedVariable
+from dtransformer.parallel.tables import columns
 from dtransformer.parallel.variables import own_shards
 
 
@@ -55,12 +56,7 @@ class MemoryReport:
         lines += [(row.what, number(row.planned), number(row.measured)) for row in self.rows]
         lines.append(("all", number(sum(row.planned for row in self.rows)), "–"))
         lines.append(("peak of the process", "–", number(self.peak)))
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        text = [
-            f"{what.ljust(widths[0])}  {planned.rjust(widths[1])}  {measured.rjust(widths[2])}"
-            for what, planned, measured in lines
-        ]
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+        return "\n".join(columns(lines, right=(1, 2)))
 
 
 def memory_report(network, optimizer, update, input_shapes):

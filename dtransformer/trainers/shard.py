@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 from dtransformer.parallel.slices import slice_size
+from dtransformer.parallel.tables import columns
 
 LEVELS = ("nothing", "optimizer states", "states and gradients", "states, gradients and weights")
 
@@ -93,15 +94,7 @@ class ShardPlan:
         for row in self.rows:
             shape = "×".join(map(str, row.shape)) or "scalar"
             lines.append((row.path, shape, str(row.num_slices), f"{row.slice_entries:,}", row.why))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = [
-            "  ".join(
-                cell.rjust(width) if column in (2, 3) else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths))
-            ).rstrip()
-            for line in lines
-        ]
-        text.insert(1, "-" * len(text[0]))
+        text = columns(lines, right=(2, 3))
         text.append(text[1])
         text.append(
             f"Optimizer sharding, level {self.level}: {LEVELS[self.level]} are cut over "

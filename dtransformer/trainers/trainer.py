@@ -128,7 +128,7 @@ class Trainer(FitLoop):
         self._evaluate = self._outputs_and_sums
         self._finish, self._finish_test = self._update_and_track, self._track_test
         if layout.get_mesh() is not None:
-            check_elementwise(getattr(self.optimizer, "inner_optimizer", self.optimizer))
+            check_elementwise(self.optimizer)
             if run_eagerly or jit_compile is True:
                 option = "run_eagerly" if run_eagerly else "jit_compile"
                 raise ValueError(

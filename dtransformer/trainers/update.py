@@ -17,7 +17,6 @@ from dtransformer.trainers.flat_variable import FlatVariable
 from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.shard import ShardPlan
 
-
 # Entries of the weights that a function of XLA's updates, but for the last weight's.
 _ENTRIES_AT_ONCE = 2**22
 
@@ -55,7 +54,7 @@ class UpdatePlane:
         self.is_sliced = [row.num_slices > 1 for row in self.plan.rows]
         # Those that are stored as slices: their gradients come as slices, too.
         owners = [weights[owner] for owner in self._owners]
-        is_stored = [isinstance(owner, GatheredVariable) for owner in owners]
+        self._is_stored = [isinstance(owner, GatheredVariable) for owner in owners]
         self._units = [
             FlatVariable(shard, row.slice_entries)
             if row.num_slices > 1 and not isinstance(owner, SlicedVariable)
@@ -81,8 +80,7 @@ class UpdatePlane:
             [group_ids[owner] for owner in self._owners],
             get_parallel_config().gradient_aggregation_group,
         )
-        self._is_stored = is_stored
-        self._groups = [[i for i in group if not is_stored[i]] for group in groups]
+        self._groups = [[i for i in group if not self._is_stored[i]] for group in groups]
         self._compute = self._compiled() if compiles else self._update_some
 
     @property
@@ -129,12 +127,11 @@ class UpdatePlane:
         return norm
 
     def _update(self, gradients):
-        sliced = self._flat
         old = [
             slices.own_slice(tf.convert_to_tensor(self._shards[i].value), self._group)
-            for i in sliced
+            for i in self._flat
         ]
-        new = dict(zip(sliced, self._compute(gradients, old)))
+        new = dict(zip(self._flat, self._compute(gradients, old)))
         for i, whole in self._wholes.items():
             if i not in new:  # the master weights have changed
                 new[i] = tf.cast(self._units[i].value, whole.dtype)

@@ -319,6 +319,38 @@ def launch_runs(num_ranks, folder, runs, timeout, options=()):
     return process.returncode, process.stdout
 
 
+def parse(run):
+    """Return the network and the `Layout` of a "NETWORK/LAYOUT"."""
+    network, name = run.split("/")
+    return network, LAYOUTS[name]
+
+
+def reader(folder, runs, used):
+    """Return a function of a run that returns what each of its ranks gives.
+
+    The first run of a number of ranks launches all of that number.
+
+    Args:
+        folder: where results are written.
+        runs: list of "NETWORK/LAYOUT".
+        used: those of them that are used, too.
+    """
+    outputs = {}
+
+    def ranks_of(run):
+        network, layout = parse(run)
+        if layout.ranks not in outputs:
+            together = [other for other in runs if parse(other)[1].ranks == layout.ranks]
+            options = ["--use", *used]
+            outputs[layout.ranks] = launch_runs(layout.ranks, folder, together, 600, options)[1]
+        results = [read(folder, network, layout, rank) for rank in range(layout.ranks)]
+        if None in results:
+            pytest.fail(f"{run} failed:\n{outputs[layout.ranks][-20000:]}")
+        return results
+
+    return ranks_of
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
@@ -329,8 +361,7 @@ def main():
     arguments = parser.parse_args()
     failed = False
     for run in arguments.runs:
-        network, name = run.split("/")
-        layout = LAYOUTS[name]
+        network, layout = parse(run)
         try:
             layout.start()
             trainer, results = train(network, arguments.steps, arguments.epsilon)

@@ -8,7 +8,7 @@ import pytest
 from dtransformer.trainers import Trainer
 from tests.distributed import layouts
 from tests.distributed.launch import needs_horovod
-from tests.distributed.layouts import weights
+from tests.distributed.layouts import parse, weights
 from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 
 # One launch for each number of ranks. More layouts: python benchmarks/parity.py
@@ -23,11 +23,6 @@ USED = ("untied/dp2mp4@1x8+rows+sp", "tied/mp2@2x1+rows+sp")
 CUT = re.compile(
     r"(query|key|value|mapping)_(kernel|bias)|(output|projection)_kernel|head/(kernel|bias)"
 )
-
-
-def parse(run):
-    network, name = run.split("/")
-    return network, layouts.LAYOUTS[name]
 
 
 def each(runs):
@@ -56,20 +51,7 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def ranks_of(folder, alone):
     """A function of a run that returns what each of its ranks gives."""
-    outputs = {}
-
-    def ranks_of(run):
-        network, layout = parse(run)
-        if layout.ranks not in outputs:
-            runs = [other for other in RUNS if parse(other)[1].ranks == layout.ranks]
-            options = ["--use", *USED]
-            outputs[layout.ranks] = layouts.launch_runs(layout.ranks, folder, runs, 600, options)[1]
-        results = [layouts.read(folder, network, layout, rank) for rank in range(layout.ranks)]
-        if None in results:
-            pytest.fail(f"{run} failed:\n{outputs[layout.ranks][-20000:]}")
-        return results
-
-    return ranks_of
+    return layouts.reader(folder, RUNS, USED)
 
 
 @each(RUNS)

@@ -5,6 +5,7 @@ import pytest
 
 from tests.distributed import layouts
 from tests.distributed.launch import needs_horovod
+from tests.distributed.layouts import parse
 from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 
 # One launch for each number of ranks. The whole grid: python benchmarks/parity.py
@@ -16,11 +17,6 @@ RUNS = """
 """.split()
 USED = "tied/dp2@2x1+shard3"
 WITHOUT_MESH = [run for run in RUNS if "mp" not in run]
-
-
-def parse(run):
-    network, name = run.split("/")
-    return network, layouts.LAYOUTS[name]
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +38,7 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def ranks_of(folder, alone):
     """A function of a run that returns what each of its ranks gives."""
-    outputs = {}
-
-    def ranks_of(run):
-        network, layout = parse(run)
-        if layout.ranks not in outputs:
-            runs = [other for other in RUNS if parse(other)[1].ranks == layout.ranks]
-            options = ["--use", USED]
-            outputs[layout.ranks] = layouts.launch_runs(layout.ranks, folder, runs, 600, options)[1]
-        results = [layouts.read(folder, network, layout, rank) for rank in range(layout.ranks)]
-        if None in results:
-            pytest.fail(f"{run} failed:\n{outputs[layout.ranks][-20000:]}")
-        return results
-
-    return ranks_of
+    return layouts.reader(folder, RUNS, [USED])
 
 
 @needs_horovod

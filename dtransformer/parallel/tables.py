@@ -1,0 +1,20 @@
+"""Tables as text."""
+
+
+def columns(lines, right=()):
+    """Return the lines of a table, with a rule under the first one.
+
+    Args:
+        lines: list of rows of cells, the header first.
+        right: numbers of the columns that are aligned to the right.
+    """
+    lines = [[str(cell) for cell in line] for line in lines]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
