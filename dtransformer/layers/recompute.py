@@ -54,7 +54,7 @@ def recomputed(function, inputs, weights, config=None):
     keeps_sums = not config.mp_comm_recompute and layout.is_on_mesh()
     slices = config.recompute_slice_activation and layout.is_on_mesh()
 
-    def run(args, sums, replay, gate=None):
+    def run(args, sums, replay, seed=seed, gate=None):
         values = args[num_inputs:]
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout.dropout_seed(seed))
@@ -84,7 +84,7 @@ def recomputed(function, inputs, weights, config=None):
             with tf.GradientTape() as tape:
                 tape.watch(again)
                 gate = outer.after_block.get(number + 1, dy) if parted else None
-                y = run(again, list(sums), replay=True, gate=gate)
+                y = run(again, list(sums), replay=True, seed=_seed_after(seed, dy), gate=gate)
             gradients = tape.gradient(y, again, dy, unconnected_gradients="zero")
             return [_whole(g) if slices and i < num_inputs else g for i, g in enumerate(gradients)]
 
@@ -101,8 +101,23 @@ def _after(x, dy):
     """
     if x.shape != dy.shape or not layout.is_on_mesh():
         # On a mesh a single entry lies on one device: there all are looked at.
-        dy = tf.reduce_min(dy) if layout.is_on_mesh() else tf.reduce_min(tf.reshape(dy, [-1])[:1])
+        dy = tf.reduce_min(dy) if layout.is_on_mesh() else _first_entry(dy)
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
+
+
+def _seed_after(seed, dy):
+    """Return the seed once dy is known: else masks are kept, as they depend on shapes only.
+
+    On a mesh they are: a byte an entry is less than what waiting for all devices costs.
+    """
+    if layout.is_on_mesh():
+        return seed
+    first = _first_entry(dy)
+    return seed + tf.where(first == first, 0, 1)
+
+
+def _first_entry(x):
+    return tf.reduce_min(tf.reshape(x, [-1])[:1])
 
 
 def _slice(x):

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtransformer import TransformerRecomputeConfig, parallel_config
 from dtransformer.layers import CrossEntropyLoss
@@ -84,3 +85,30 @@ def test_in_micro_batches():
     with parallel_config(micro_batch_num=2):
         expected, found = train(), train(True)
     assert found[0] == expected[0]
+
+
+def peak_of_a_step(recompute):
+    """Return the bytes that a step has at its peak, above what stays."""
+    with parallel_config(recompute=recompute):
+        sizes = {"encoder_layers": 4, "decoder_layers": 4, "hidden_size": 64, "num_heads": 4}
+        trainer = Trainer(TranslationTransformer(VOCAB, **sizes))
+        trainer.compile(keras.optimizers.SGD(), CrossEntropyLoss(ignore_id=0))
+        ids = np.ones([32, 64], "int32")
+        step = lambda: trainer.train_on_batch({"source": ids, "target": ids}, ids)
+        step()
+        try:
+            tf.config.experimental.reset_memory_stats("CPU:0")
+            step()
+            info = tf.config.experimental.get_memory_info("CPU:0")
+        except ValueError:
+            pytest.skip("TensorFlow's allocator does not count here")
+        return info["peak"] - info["current"]
+
+
+def test_a_step_takes_a_fraction_of_the_memory():
+    kept = peak_of_a_step(False)
+    assert peak_of_a_step(True) < 0.3 * kept  # an eighth, and what the block at work takes
+    attention = TransformerRecomputeConfig(select=("attention",))
+    # The scores, the weights and their dropout: 2 · 4 + 1 bytes of each of the squares.
+    squares = 12 * 32 * 4 * 64 * 64
+    assert peak_of_a_step(attention) < kept - 0.75 * 9 * squares
