@@ -5,6 +5,7 @@ PYTHON ?= python3
 NP ?= 1
 MP ?= 1
 DEVICES ?= 1
+JOBS ?= 2
 
 BIN := .venv/bin
 CONFIG ?= examples/wmt14/embedded.yaml
@@ -46,8 +47,8 @@ train: data/embedded/train.en.sgm  ## train on the embedded corpus, score, and t
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'
 
-test: .venv/ready  ## run the tests
-	$(BIN)/python -m pytest
+test: .venv/ready  ## run the tests, in two processes (JOBS=1: in one)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 bench: .venv/ready  ## measure training on one process; prints JSON
 	$(BIN)/python benchmarks/single_process.py
