@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as lists of instructions, and what carries them out."""
