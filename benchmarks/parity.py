@@ -27,7 +27,7 @@ COMPARED = ("loss", "weights")
 def measure(network, layout, folder, expected):
     """Return one entry of the results."""
     entry = {"layout": layout.name, "ranks": layout.ranks, "devices": layout.devices}
-    results = layouts.read(folder, network, layout)
+    results = layouts.read_all(folder, network, layout)
     if results is None:
         return {**entry, "network": network, "passes": False}
     found = layouts.differences(results, expected, network)
@@ -61,8 +61,9 @@ def main():
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=[name for name, layout in layouts.LAYOUTS.items() if not layout.level],
-        help="names, or patterns of them; '*+shard?' are those of a sharded optimizer",
+        default=[n for n, layout in layouts.LAYOUTS.items() if layout.level + layout.stages == 1],
+        help="names, or patterns of them; '*+shard?' are those of a sharded optimizer, '*pp*' "
+        "those of a pipeline",
     )
     parser.add_argument(
         "--networks",
@@ -84,6 +85,8 @@ def main():
 
     sharded = all(layout.level for layout in chosen)
     default = ["adamw", "sgd", "lion"] if sharded else ["untied", "tied"]
+    if all(layout.stages > 1 for layout in chosen):
+        default = ["deep", "deep_tied"]
     arguments.networks = arguments.networks or default
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:

@@ -66,6 +66,11 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
         raise InputError(
             f"{folder}: holds a trained run already; give --overwrite, or another --run"
         )
+    if config.parallel.pipeline_stage > 1:
+        raise InputError(
+            f"parallel.pipeline_stage: {config.parallel.pipeline_stage}: the command cannot save "
+            "the stages of a pipeline yet; set it to 1, or use a Trainer in a script"
+        )
     try:
         dtransformer.init(
             config.parallel,

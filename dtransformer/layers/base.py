@@ -7,9 +7,10 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
-from dtransformer.parallel import layout, runtime
+from dtransformer.parallel import layout, runtime, stages
 from dtransformer.parallel.config import MESH_AXES, get_parallel_config
 from dtransformer.parallel.gathered import kind_of
+from dtransformer.parallel.products import static_or_dynamic_shape
 from dtransformer.parallel.variables import MeshVariable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -27,6 +28,26 @@ class Layer(keras.layers.Layer):
     _own_rules = {}
     # Whether the backward pass computes the layer again: see recompute.py.
     recomputes = False
+    # The pipeline stage that has the layer, -1 for the last; None where each may compute it.
+    pipeline_stage = None
+    # Other stages that have its weights, and which of its results are weights.
+    stages_with_copies = frozenset()
+    results_that_are_weights = ()
+
+    def __new__(cls, *args, **kwargs):
+        layer = super().__new__(cls, *args, **kwargs)
+        build = layer.build
+
+        @functools.wraps(build)
+        def build_here(*args, **kwargs):
+            if not stages.is_elsewhere(layer):
+                return build(*args, **kwargs)
+            with layer._open_name_scope():
+                layer._path = current_path()
+            layer.built = True
+
+        layer.build = build_here
+        return layer
 
     def shard(self, **rules):
         """Cut this layer, and the layers inside of it, by rules of its own.
@@ -58,10 +79,31 @@ class Layer(keras.layers.Layer):
         return self
 
     def __call__(self, *args, **kwargs):
+        if self.pipeline_stage is not None:
+            if stages.current_view() is not None:
+                return stages.current_view().call(self, self._call_here, args, kwargs)
+            stages.check_here(self)
+        return self._call_here(*args, **kwargs)
+
+    def _call_here(self, *args, **kwargs):
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with layout.override_rules(self._own_rules):
             return super().__call__(*args, **kwargs)
+
+    # What a pipeline asks of a layer that is placed on a stage.
+
+    def stand_in(self, inputs, *args, **kwargs):
+        """Return tensors of the shapes and types of `call`'s results, with any values."""
+        return tf.zeros(static_or_dynamic_shape(inputs), self.compute_dtype)
+
+    def needed_inputs(self, *args, **kwargs):
+        """Return those of `call`'s arguments that its results depend on."""
+        return args, kwargs
+
+    def copies(self):
+        """Return the results that are weights, by their numbers, where a copy of them is."""
+        return {}
 
     def add_weight(self, shape, initializer="glorot_uniform", *, axes, name, **kwargs):
         """Add a weight.
@@ -131,6 +173,10 @@ class Layer(keras.layers.Layer):
         weight.constraint = keras.constraints.get(constraint)
         self._track_variable(weight)
         return weight
+
+    def load_own_variables(self, store):
+        if not stages.is_elsewhere(self):
+            super().load_own_variables(store)
 
     def save_own_variables(self, store):
         for number, variable in enumerate(

@@ -128,6 +128,7 @@ class BlockStack(Layer):
             self.final_norm = LayerNorm(
                 compute_type=compute_type, dtype=self.dtype_policy, name="final_norm"
             )
+            self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
     def build(self, input_shape, *args):
         for part in [*self.blocks, self.final_norm]:

@@ -8,6 +8,7 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.layout import constrain, is_on_mesh
 from dtransformer.parallel.products import column_parallel, matmul, static_or_dynamic_shape
 from dtransformer.parallel.rows import look_up
+from dtransformer.parallel.stages import is_elsewhere
 
 
 def padded_vocab_size(vocab_size):
@@ -43,6 +44,8 @@ class _VocabLayer(Layer):
             store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows.shape))
 
     def load_own_variables(self, store):
+        if is_elsewhere(self):
+            return
         if not store.keys() and self._load_error is not None:
             raise self._load_error  # Keras tries a layer that failed again, where it finds nothing
         padded = {}
@@ -108,6 +111,9 @@ class VocabEmbedding(_VocabLayer):
     (TensorShape([1, 3, 8]), TensorShape([100, 8]))
     """
 
+    pipeline_stage = 0
+    results_that_are_weights = (1,)
+
     def __init__(self, vocab_size, embedding_size, initializer="normal", **kwargs):
         super().__init__(**kwargs)
         self.vocab_size = check_size("vocab_size", vocab_size)
@@ -127,6 +133,14 @@ class VocabEmbedding(_VocabLayer):
         # The look-up comes before the cast to 16 bits: its gradient stays row slices.
         rows = look_up(self.table.value, tf.cast(ids, "int32"))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
+
+    def stand_in(self, ids):
+        rows = [*static_or_dynamic_shape(ids), self.embedding_size]
+        table = [padded_vocab_size(self.vocab_size), self.embedding_size]
+        return tf.zeros(rows, self.compute_dtype), tf.zeros(table, self.variable_dtype)
+
+    def copies(self):
+        return {1: tf.convert_to_tensor(self.table)}
 
     def compute_output_shape(self, input_shape):
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
@@ -162,6 +176,7 @@ class VocabHead(_VocabLayer):
     """
 
     vocab_axis = 1
+    pipeline_stage = -1
 
     def __init__(
         self,
@@ -204,6 +219,13 @@ class VocabHead(_VocabLayer):
             logits = tf.where(is_entry, logits, tf.constant(logits.dtype.min, logits.dtype))
         return logits
 
+    def stand_in(self, inputs, table=None):
+        shape = static_or_dynamic_shape(inputs)[:-1]
+        return tf.zeros([*shape, padded_vocab_size(self.vocab_size)], self.compute_dtype)
+
+    def needed_inputs(self, inputs, table=None):
+        return [inputs, table] if self.tied else [inputs]
+
     def compute_output_shape(self, inputs_shape, table_shape=None):
         return (*inputs_shape[:-1], padded_vocab_size(self.vocab_size))
 
@@ -237,6 +259,8 @@ class PositionEmbedding(Layer):
     Output shape:
         [b, s, h]
     """
+
+    pipeline_stage = 0
 
     def __init__(self, max_length, kind="sinusoidal", initializer="normal", **kwargs):
         super().__init__(**kwargs)

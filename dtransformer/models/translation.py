@@ -9,6 +9,7 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
+from dtransformer.parallel import runtime
 from dtransformer.parallel.layout import constrain
 
 
@@ -270,6 +271,11 @@ class TranslationTransformer(keras.Model):
                 with a temperature.
         """
         generation.check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
+        if runtime.stage()[1] > 1:
+            raise NotImplementedError(
+                "generate does not go through the stages of a pipeline yet: load the weights into "
+                "a network on one rank, or use pipeline_stage=1"
+            )
         self.build()
         source = tf.convert_to_tensor(source, dtype="int32")
         self._check_positions(max_source_length=source.shape[1], max_target_length=max_length)

@@ -15,6 +15,7 @@ import re
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model", None)
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
 
 
 def _is_int(value):
@@ -94,11 +95,14 @@ def _patterns(name, value):
             ) from error
 
 
-def _gradient_dtype(name, value):
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
-    if value not in GRADIENT_DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(GRADIENT_DTYPES)}; got {value!r}")
+def _one_of(*allowed):
+    def check(name, value):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+    return check
 
 
 def _rules(name, value):
@@ -233,6 +237,8 @@ class TransformerOpParallelConfig(_Checked):
             leave.
         model_parallel: number of slices of each operation's weights.
         pipeline_stage: number of stages that the blocks are spread over.
+        pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
+            micro-batches as there are stages, or `"gpipe"`, which keeps all.
         context_parallel: number of slices of the sequence in attention.
         expert_parallel: number of slices of the experts.
         micro_batch_num: number of micro-batches that a batch is split into.
@@ -270,6 +276,7 @@ class TransformerOpParallelConfig(_Checked):
     data_parallel: int | None = _field(None, _optional_count)
     model_parallel: int = _field(1, _count)
     pipeline_stage: int = _field(1, _count)
+    pipeline_schedule: str = _field("1f1b", _one_of(*PIPELINE_SCHEDULES))
     context_parallel: int = _field(1, _count)
     expert_parallel: int = _field(1, _count)
     micro_batch_num: int = _field(1, _count)
@@ -277,7 +284,7 @@ class TransformerOpParallelConfig(_Checked):
     parallel_optimizer_threshold: float = _field(64, _non_negative)
     parallel_optimizer_exclude: tuple = _field((), _patterns)
     gradient_accumulation_shard: bool = _field(False, _flag)
-    gradient_dtype: str = _field("float32", _gradient_dtype)
+    gradient_dtype: str = _field("float32", _one_of(*GRADIENT_DTYPES))
     gradient_aggregation_group: int = _field(4, _count)
     recompute: bool | TransformerRecomputeConfig = _field(False, _recompute)
     vocab_emb_dp: bool = _field(True, _flag)

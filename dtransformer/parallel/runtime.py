@@ -30,6 +30,7 @@ _SECONDS_FOR_THE_RANK_AT_FAULT = 5
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
 # of the time of the cores that compute.
 _CYCLE_MILLISECONDS = "5"
+_THREADS_FOR_MESSAGES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class _Job:
     hvd: object = None
     island: groups.Group | None = None
     data_group: groups.Group | None = None
+    pipeline_group: groups.Group | None = None
 
 
 _job = _Job()
@@ -67,7 +69,6 @@ def _import_horovod():
 
 # What the config knows and this version cannot carry out, with what to set instead.
 _NOT_YET = {
-    "pipeline_stage": (1,),
     "context_parallel": (1,),
     "expert_parallel": (1,),
 }
@@ -86,6 +87,15 @@ def check_supported(config):
                 f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
             )
 
+    if config.pipeline_stage > 1:
+        for name, allowed in {"model_parallel": 1, "optimizer_shard": 0}.items():
+            if getattr(config, name) != allowed:
+                raise NotImplementedError(
+                    f"pipeline_stage={config.pipeline_stage} together with {name}="
+                    f"{getattr(config, name)}: this version cannot carry it out yet; set "
+                    f"{name}={allowed}"
+                )
+
 
 def check_joined(config):
     """Check that the job was joined with a config.
@@ -93,11 +103,13 @@ def check_joined(config):
     Raises:
         RuntimeError: operations are to be cut, and `init` has made no mesh for it.
     """
-    if config.model_parallel != _job.topology.model:
-        raise RuntimeError(
-            f"the config has model_parallel={config.model_parallel}, and the job was joined with "
-            f"{_job.topology.model}: call dtransformer.init(config) before the network is made"
-        )
+    joined = {"model_parallel": _job.topology.model, "pipeline_stage": _job.topology.stage}
+    for name, number in joined.items():
+        if getattr(config, name) != number:
+            raise RuntimeError(
+                f"the config has {name}={getattr(config, name)}, and the job was joined with "
+                f"{number}: call dtransformer.init(config) before the network is made"
+            )
 
 
 def init(config=None, *, seed=None, local_devices=1):
@@ -150,7 +162,8 @@ def init(config=None, *, seed=None, local_devices=1):
     topology = Topology.from_config(config, size, local_devices)
     check_supported(config)
     if not _initialized:  # before the first operation
-        _take_devices(local_rank, hvd.local_size() if hvd else 1, local_devices)
+        local_size = hvd.local_size() if hvd else 1
+        _take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
         atexit.register(_at_exit)
     addresses = [None]
     if hvd:
@@ -166,7 +179,10 @@ def init(config=None, *, seed=None, local_devices=1):
         _job,
         island=_own_group(rank, [topology.island(r) for r in everyone]),
         data_group=_own_group(rank, [topology.data_group(r) for r in everyone]),
+        pipeline_group=_own_group(rank, [topology.pipeline_group(r) for r in everyone]),
     )
+    for pair in dict.fromkeys(pair for r in everyone for pair in topology.stage_pairs(r)):
+        groups.new_group(pair)
     return topology
 
 
@@ -199,7 +215,7 @@ def device_type():
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
-def _take_devices(local_rank, local_size, local_devices):
+def _take_devices(local_rank, local_size, local_devices, is_pipeline):
     """Take this rank's GPUs, or its share of the machine's cores."""
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
@@ -221,6 +237,8 @@ def _take_devices(local_rank, local_size, local_devices):
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
+        if is_pipeline:  # messages have to leave while the only core computes
+            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_FOR_MESSAGES)
     except RuntimeError:  # TensorFlow has started: slower, but not wrong
         warnings.warn(
             "dtransformer.init() comes after the first tensor, so that the devices of this host "
@@ -248,6 +266,7 @@ def shutdown():
     """Leave the job, once every rank is here. Without a job, do nothing."""
     global _job, _initialized
     _leave_mesh()
+    barrier()
     _leave_job()
     _job, _initialized = _Job(), False
 
@@ -312,6 +331,16 @@ def island():
 def data_group():
     """Return the `Group` of the ranks that hold the same slices of the weights."""
     return _job.data_group or groups.whole_job()
+
+
+def pipeline_group():
+    """Return the `Group` of the ranks that hold the stages of one copy of the network."""
+    return _job.pipeline_group or groups.new_group([rank()])
+
+
+def stage():
+    """Return (index, number): this rank's pipeline stage, and how many there are."""
+    return _job.topology.stage_of(_job.rank), _job.topology.stage
 
 
 def barrier():

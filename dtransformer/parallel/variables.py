@@ -224,6 +224,7 @@ def take_first_values(network_variables, optimizer_variables):
     for number, variable in enumerate([*network_variables, *optimizer_variables]):
         is_parted = isinstance(variable, PartedVariable)
         is_whole = number < len(network_variables) and not any(specs_of(variable))
+        is_whole = is_whole and runtime.stage()[1] == 1
         if not is_whole and group.size == 1 or is_parted and not isinstance(variable, MeshVariable):
             continue
         for position, shard in enumerate(own_shards([variable])):

@@ -25,7 +25,7 @@ def communication_report(network, plane, update_graph):
     if update_graph is None:
         raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
     over_horovod = horovod_collectives(update_graph, runtime.data_shard()[1])
-    if plane is None:
+    if plane is None or layout.get_mesh() is None:
         return CommunicationReport(tuple(over_horovod))
     names = {layer.name for layer in network._flatten_layers()}
     times = get_parallel_config().micro_batch_num

@@ -48,12 +48,27 @@ def input_symbols(data):
     Raises:
         ValueError: the data do not tell their shapes before they are read.
     """
+    return tf.nest.map_structure(
+        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), _first_inputs(data)
+    )
+
+
+def input_specs(data):
+    """Return specs like those of a small batch's inputs; dimensions that may vary are 4.
+
+    Raises:
+        ValueError: the data do not tell their shapes before they are read.
+    """
+    return tf.nest.map_structure(
+        lambda x: tf.TensorSpec([4, *(size or 4 for size in x.shape[1:])], x.dtype),
+        _first_inputs(data),
+    )
+
+
+def _first_inputs(data):
     if isinstance(data, tf.data.Dataset):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
-    elif hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
+        return inputs
+    if hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
         raise ValueError("the network is not built: call it on a batch before training")
-    else:
-        inputs = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
-    return tf.nest.map_structure(
-        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), inputs
-    )
+    return tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)

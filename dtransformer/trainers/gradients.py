@@ -166,6 +166,15 @@ def square_norms(gradients, is_sliced=(), shares=()):
     return squares
 
 
+def sum_over_stages(scalar):
+    """Return the sum of a scalar over the stages of a pipeline."""
+    group = runtime.pipeline_group()
+    if group.size == 1:
+        return scalar
+    hvd = runtime.horovod()
+    return hvd.allreduce(scalar, op=hvd.Sum, name="sum_of_stages", process_set=group.process_set)
+
+
 def _sum_some(scalars, positions, group, name):
     """Replace some of a list of scalars by their sums over a group, in one message."""
     if group.size == 1 or not positions:
@@ -177,7 +186,7 @@ def _sum_some(scalars, positions, group, name):
         scalars[i] = total
 
 
-def clip_as_whole(optimizer, gradients, squares, owners):
+def clip_as_whole(optimizer, gradients, squares, owners, norm):
     """Clip slices of gradients as an optimizer asks, by the norms of the whole.
 
     Args:
@@ -185,6 +194,7 @@ def clip_as_whole(optimizer, gradients, squares, owners):
         gradients: list of tensors, scaled as the optimizer scales the loss.
         squares: of each gradient, from `square_norms`.
         owners: for each gradient the number of the weight that it belongs to.
+        norm: of all gradients of the network.
 
     Returns:
         A list of tensors.
@@ -198,10 +208,12 @@ def clip_as_whole(optimizer, gradients, squares, owners):
     if not limit:
         return gradients
     limit *= loss_scale
-    numbers = owners if optimizer.clipnorm else [0] * len(owners)
-    norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, numbers, max(numbers) + 1))
-    factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(numbers) + 1)
+    if optimizer.clipnorm:
+        norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, owners, max(owners) + 1))
+        factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(owners) + 1)
+    else:
+        owners, factors = [0] * len(owners), [limit / tf.maximum(norm, limit)]
     return [
         gradient * tf.cast(factors[number], gradient.dtype)
-        for gradient, number in zip(gradients, numbers)
+        for gradient, number in zip(gradients, owners)
     ]

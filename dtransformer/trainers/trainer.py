@@ -9,17 +9,18 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.parallel import gathered, layout, runtime, variables
+from dtransformer.parallel import gathered, layout, runtime, stages, variables
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.plan import WeightPlan
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
 from dtransformer.trainers.compute import MeshPlane
-from dtransformer.trainers.data import input_symbols
+from dtransformer.trainers.data import input_specs, input_symbols
 from dtransformer.trainers.loop import FitLoop
 from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
+from dtransformer.trainers.pipeline.executor import PipelinePlane, check_pipeline, check_trainer
 from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
 from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
 
@@ -52,6 +53,7 @@ class Trainer(FitLoop):
         super().__init__(**kwargs)
         runtime.check_supported(get_parallel_config())
         runtime.check_joined(get_parallel_config())
+        check_pipeline(get_parallel_config())
         self.network = network
         self.objective = None
         self._accuracy_tracker = None
@@ -110,6 +112,7 @@ class Trainer(FitLoop):
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         loss = CrossEntropyLoss() if loss is None else loss
         self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
+        check_trainer(self.objective, metrics or weighted_metrics, run_eagerly, jit_compile)
         super().compile(
             optimizer=optimizer,
             metrics=metrics,
@@ -341,6 +344,7 @@ class Trainer(FitLoop):
             self._update = UpdatePlane(
                 self.optimizer, weights, self._fusion_groups(weights), self._compiles_update()
             )
+            self._update.leave_out(stages.copies(self.network))
 
     def _fusion_groups(self, weights):
         """Return for each weight the group that its gradient is reduced with, or None."""
@@ -368,17 +372,28 @@ class Trainer(FitLoop):
 
     def _start_plane(self, data):
         """Build the network; where there is a mesh, compute on it from now on."""
-        if not self.network.built:
-            self.network(input_symbols(data))
-        if layout.get_mesh() is None or self._plane is not None:
+        if self._plane is not None:
             return
-        layout.check_rules(self.network.variables)
-        self._plane = MeshPlane(self)
-        self._compute = self._in_micro_batches(self._plane.train)
+        if runtime.stage()[1] > 1:
+            self._plane = PipelinePlane(self)
+            self._plane.build(input_specs(data))
+            self._compute = self._plane.train
+        elif not self.network.built:
+            self.network(input_symbols(data))
+        if layout.get_mesh() is not None:
+            layout.check_rules(self.network.variables)
+            self._plane = MeshPlane(self)
+            self._compute = self._in_micro_batches(self._plane.train)
+        if self._plane is None:
+            return
         self._evaluate = self._plane.test
         if self.compiled:
-            self._finish = tf.function(self._update_and_track, reduce_retracing=True)
-            self._finish_test = tf.function(self._track_test, reduce_retracing=True)
+            self._finish = tf.function(
+                self._update_and_track, reduce_retracing=True, autograph=False
+            )
+            self._finish_test = tf.function(
+                self._track_test, reduce_retracing=True, autograph=False
+            )
 
     # What is kept and shown.
 
@@ -455,6 +470,30 @@ class Trainer(FitLoop):
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
         return memory_report(self.network, self.optimizer, self._update, shapes)
 
+    def timeline(self, path=None):
+        """Return what the stages of the pipeline did in the last training step.
+
+        All ranks have to call. Clocks of different hosts are taken as they are.
+
+        Args:
+            path: where rank 0 writes it: a .json file in the Trace Event Format, which
+                Perfetto shows, or a .png picture of the measured and of the ideal step.
+
+        Returns:
+            A `dtransformer.trainers.pipeline.timeline.Timeline`; its `bubble` is the part of
+            the step that the stages spend without computing.
+
+        Raises:
+            ValueError: there is no pipeline, or no step was run yet.
+
+        Example:
+
+        >>> print(trainer.timeline("step.png").bubble)  # doctest: +SKIP
+        """
+        if not isinstance(self._plane, PipelinePlane):
+            raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")
+        return self._plane.timeline(path)
+
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save weights and the optimizer's state from rank 0; as `keras.Model.save_weights`.
 
@@ -462,6 +501,8 @@ class Trainer(FitLoop):
         gathered on rank 0, so that all ranks have to call; the optimizer's state is saved
         only where no weight is cut.
         """
+        if runtime.stage()[1] > 1:
+            raise NotImplementedError("save_weights does not gather the stages of a pipeline yet")
         with variables.gathered(self.network.variables):
             if runtime.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)

@@ -69,6 +69,8 @@ class UpdatePlane:
         }
         self._flat = [i for i, unit in enumerate(self._units) if isinstance(unit, FlatVariable)]
         self._clips = any(self.is_sliced) or any(share is not None for share in self._shares)
+        self._clips = self._clips or runtime.stage()[1] > 1
+        self._left_out = set()
         if any(self.is_sliced):
             check_elementwise(self._optimizer)
             _check_slices(self._optimizer)
@@ -82,6 +84,11 @@ class UpdatePlane:
         )
         self._groups = [[i for i in group if not self._is_stored[i]] for group in groups]
         self._compute = self._compiled() if compiles else self._update_some
+
+    def leave_out(self, weights):
+        """Leave weights out of the norm of all gradients: another stage has them, too."""
+        shards = {id(shard) for shard in own_shards(weights)}
+        self._left_out = {i for i, shard in enumerate(self._shards) if id(shard) in shards}
 
     @property
     def has_parts(self):
@@ -112,14 +119,15 @@ class UpdatePlane:
     def apply(self, gradients):
         """Update the weights with what `reduce` returned; return the norm of all gradients."""
         squares = grads.square_norms(gradients, self.is_sliced, self._shares)
-        norm = tf.sqrt(tf.add_n(squares))
+        counted = [square for i, square in enumerate(squares) if i not in self._left_out]
+        norm = tf.sqrt(grads.sum_over_stages(tf.add_n([tf.zeros([]), *counted])))
         scale = self.loss_scale.value()
         norm /= scale
         if self.loss_scale.is_used:
             gradients = grads.scale(gradients, 1 / scale)
             squares = [square / scale**2 for square in squares]
         if self._clips:
-            gradients = grads.clip_as_whole(self._optimizer, gradients, squares, self._owners)
+            gradients = grads.clip_as_whole(self._optimizer, gradients, squares, self._owners, norm)
         # Weight decay needs no gradient: at the end of the data, where the step fails for want
         # of a batch, it would go on without one.
         with tf.control_dependencies([norm]):

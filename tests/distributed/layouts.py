@@ -43,6 +43,7 @@ class Layout:
         rows: whether tables of embeddings are cut by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is cut too (`sequence_parallel=True`).
         level: of optimizer sharding; weights of 1 KB and more are cut.
+        stages, parts, schedule: of a pipeline, and the number of its micro-batches.
     """
 
     data: int = 1
@@ -52,11 +53,15 @@ class Layout:
     rows: bool = False
     sequence: bool = False
     level: int = 0
+    stages: int = 1
+    parts: int = 1
+    schedule: str = "1f1b"
 
     @property
     def name(self):
         """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
         axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
+        axes += f"pp{self.stages}m{self.parts}{self.schedule}" * (self.stages > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+shard{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
@@ -70,6 +75,9 @@ class Layout:
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
             parallel_optimizer_threshold=1,
+            pipeline_stage=self.stages,
+            micro_batch_num=self.parts,
+            pipeline_schedule=self.schedule,
         )
         dtransformer.init(config, local_devices=self.devices)
 
@@ -96,15 +104,26 @@ SHARDED = {
     for layout in (Layout(*grid, level=level) for level in (1, 2, 3))
 }
 LAYOUTS.update(SHARDED)
+# data, stages, micro-batches
+_PIPELINES = (1, 2, 2), (1, 2, 4), (1, 2, 8), (1, 4, 4), (1, 4, 8), (2, 2, 4)
+PIPELINES = {
+    layout.name: layout
+    for schedule in ("1f1b", "gpipe")
+    for layout in (
+        Layout(data, ranks=data * stages, stages=stages, parts=parts, schedule=schedule)
+        for data, stages, parts in _PIPELINES
+    )
+}
+LAYOUTS.update(PIPELINES)
 
 
-def untied(epsilon):
+def untied(epsilon, **options):
     """Two vocabularies and a head with a bias; blocks that normalize first."""
-    model = translation_model(61, target_vocab_size=59, head_bias=True, **_SIZES)
+    model = translation_model(61, target_vocab_size=59, head_bias=True, **_SIZES, **options)
     return model, keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon)
 
 
-def tied(epsilon):
+def tied(epsilon, **options):
     """One table for source, target and head; blocks that normalize last; clipping."""
     model = translation_model(
         61,
@@ -113,6 +132,7 @@ def tied(epsilon):
         positions="learned",
         post_layernorm_residual=True,
         **_SIZES,
+        **options,
     )
     return model, keras.optimizers.AdamW(
         1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5
@@ -131,25 +151,47 @@ def sgd(_):
     return _without_decay(keras.optimizers.SGD(0.03, momentum=0.9, weight_decay=0.01, clipnorm=0.2))
 
 
+def deep(epsilon):
+    """As `adamw`, with two blocks more."""
+    return _without_decay(
+        keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5),
+        **_DEEP,
+    )
+
+
+def deep_tied(epsilon):
+    """As `tied`, with two blocks more."""
+    return tied(epsilon, **_DEEP)
+
+
+def deep_dropout(epsilon):
+    """As `deep_tied`, with dropout: its masks depend on the number of micro-batches."""
+    return tied(epsilon, dropout_rate=0.1, **_DEEP)
+
+
 def lion(_):
     """As `adamw`; moves every entry alike."""
     return _without_decay(keras.optimizers.Lion(3e-4, weight_decay=0.1, global_clipnorm=0.5))
 
 
-def _without_decay(optimizer):
-    model, _ = untied(EPSILON)
+def _without_decay(optimizer, **options):
+    model, _ = untied(EPSILON, **options)
     optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     return model, optimizer
 
 
 _SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
-NETWORKS = {"untied": untied, "tied": tied, "adamw": adamw, "sgd": sgd, "lion": lion}
+_DEEP = {"encoder_layers": 2, "decoder_layers": 2}
+NETWORKS = {
+    **{"untied": untied, "tied": tied, "adamw": adamw, "sgd": sgd, "lion": lion},
+    **{"deep": deep, "deep_tied": deep_tied, "deep_dropout": deep_dropout},
+}
 
 
-def batches(num_batches, vocab_size, seed):
+def batches(num_batches, vocab_size, seed, same_rows=False):
     """Return batches of (inputs, labels): sentences of different lengths, padded.
 
-    The two kinds of batches come in turn.
+    The two kinds of batches come in turn; with `same_rows` they have the same number of rows.
     """
     rng = np.random.default_rng(seed)
 
@@ -161,6 +203,7 @@ def batches(num_batches, vocab_size, seed):
     made = []
     for number in range(num_batches):
         num_rows, source_width, target_width = UNEVEN if number % 2 else EVEN
+        num_rows = EVEN[0] if same_rows else num_rows
         source, labels = sentences(num_rows, source_width), sentences(num_rows, target_width)
         target = np.pad(labels, ((0, 0), (1, 0)), constant_values=2)[:, :-1]
         labels[range(num_rows), np.count_nonzero(labels, axis=1)] = 3
@@ -168,10 +211,10 @@ def batches(num_batches, vocab_size, seed):
     return made
 
 
-def share(num_batches, vocab_size, seed=0):
+def share(num_batches, vocab_size, seed=0, same_rows=False):
     """Return a dataset of this rank's rows of each batch."""
     index, count = runtime.data_shard()
-    whole = batches(num_batches, vocab_size, seed)
+    whole = batches(num_batches, vocab_size, seed, same_rows)
     ids = tf.TensorSpec([None, None], "int32")
     return tf.data.Dataset.from_generator(
         lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in whole),
@@ -182,7 +225,8 @@ def share(num_batches, vocab_size, seed=0):
 def train(network, num_steps=STEPS, epsilon=EPSILON):
     """Train a network under the current layout.
 
-    All ranks have to call, as each holds a part of the weights.
+    All ranks have to call, as each holds a part of the weights. The networks for pipelines have
+    batches that can be divided into micro-batches.
 
     Returns:
         The trainer; and a dict of arrays: `"losses"` of all steps; each weight, whole,
@@ -195,7 +239,8 @@ def train(network, num_steps=STEPS, epsilon=EPSILON):
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
     record = Record()
-    trainer.fit(share(num_steps, model.vocab_size), callbacks=[record], verbose=0)
+    data = share(num_steps, model.vocab_size, same_rows=network.startswith("deep"))
+    trainer.fit(data, callbacks=[record], verbose=0)
     results["losses"] = np.array([logs["step_loss"] for logs in record.logs])
     shards = variables.own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
@@ -252,6 +297,17 @@ def read(folder, network, layout, rank=0):
         return None
     with np.load(path) as results:
         return dict(results)
+
+
+def read_all(folder, network, layout):
+    """Return the results of all ranks in one dict; None where a rank has failed."""
+    together = {}
+    for rank in reversed(range(layout.ranks)):
+        results = read(folder, network, layout, rank)
+        if results is None:
+            return None
+        together.update(results)
+    return together
 
 
 def weights(results, kind):

@@ -38,6 +38,7 @@ DEFAULTS = {
         "data_parallel": None,
         "model_parallel": 1,
         "pipeline_stage": 1,
+        "pipeline_schedule": "1f1b",
         "context_parallel": 1,
         "expert_parallel": 1,
         "micro_batch_num": 1,
@@ -74,6 +75,7 @@ KINDS = {
         [("(",), ("bias", "*")],
     ),
     "type": (["float32", "float16", "bfloat16"], [None, 16, True], ["float64", "", "half"]),
+    "schedule": (["1f1b", "gpipe"], [None, 1, True], ["zigzag", ""]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
         ["attention", None, 1, {"norm"}, True],
@@ -86,6 +88,7 @@ KIND_OF = {
     "parallel_optimizer_threshold": "non-negative",
     "parallel_optimizer_exclude": "patterns",
     "gradient_dtype": "type",
+    "pipeline_schedule": "schedule",
     "sequence_parallel": "flag",
     "mp_comm_recompute": "flag",
     "parallel_optimizer_comm_recompute": "flag",

@@ -74,7 +74,8 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"pipeline_stage": 2},
+        {"pipeline_stage": 2, "model_parallel": 2},
+        {"pipeline_stage": 2, "optimizer_shard": 1},
         {"context_parallel": 2},
         {"expert_parallel": 2},
     ],
@@ -96,6 +97,7 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
         {"optimizer_shard": 3},
         {"recompute": TransformerRecomputeConfig(select=("norm",))},
         {"micro_batch_num": 4},
+        {"pipeline_stage": 2, "micro_batch_num": 4},
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
     ids=str,

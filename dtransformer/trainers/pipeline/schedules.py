@@ -15,6 +15,7 @@ FORWARD, BACKWARD = "forward", "backward"
 SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
 SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
 REDUCE, UPDATE = "reduce", "update"
+COMPUTATIONS = (FORWARD, BACKWARD)
 
 _LETTERS = {
     FORWARD: "F",

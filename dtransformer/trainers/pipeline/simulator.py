@@ -1,76 +1,13 @@
 """Run a schedule on paper: when each stage does what, for given durations."""
 
-import dataclasses
+import statistics
 
 from dtransformer.trainers.pipeline import schedules
-from dtransformer.trainers.pipeline.schedules import BACKWARD, FORWARD
+from dtransformer.trainers.pipeline.schedules import BACKWARD, COMPUTATIONS, FORWARD
+from dtransformer.trainers.pipeline.timeline import Event, Timeline
 
-_COMPUTATIONS = (FORWARD, BACKWARD)
 _SENDS = (schedules.SEND_ACTIVATIONS, schedules.SEND_GRADIENTS)
 _RECEIVES = (schedules.RECEIVE_ACTIVATIONS, schedules.RECEIVE_GRADIENTS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What a stage does for a time, in the unit of the durations.
-
-    Args:
-        stage: number of the stage.
-        instruction: the `Instruction`.
-        start, end: when. A message is its receiver's.
-    """
-
-    stage: int
-    instruction: schedules.Instruction
-    start: float
-    end: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """What all stages did in a step, measured or simulated.
-
-    Args:
-        events: tuple of `Event`s, in the order of their starts.
-        num_stages: number of stages.
-    """
-
-    events: tuple
-    num_stages: int
-
-    def of_stage(self, stage):
-        """Return the computations of a stage, in order."""
-        return [e for e in self.events if e.stage == stage and e.instruction.kind in _COMPUTATIONS]
-
-    @property
-    def span(self):
-        """The time from the first computation's start to the last one's end."""
-        events = [e for stage in range(self.num_stages) for e in self.of_stage(stage)]
-        return max(e.end for e in events) - min(e.start for e in events)
-
-    @property
-    def bubble(self):
-        """The part of the span, in [0, 1), that a stage spends without computing; their mean."""
-        busy = sum(
-            e.end - e.start for stage in range(self.num_stages) for e in self.of_stage(stage)
-        )
-        return 1 - busy / (self.num_stages * self.span)
-
-    def most_alive(self, stage):
-        """Return the largest number of forward passes that wait for their backward pass.
-
-        That many micro-batches' activations, of one chunk each, a stage keeps at once.
-        """
-        return most_alive([e.instruction for e in self.of_stage(stage)])
-
-
-def most_alive(instructions):
-    """Return the largest number of forward passes that wait for their backward pass."""
-    alive = most = 0
-    for instruction in instructions:
-        alive += {FORWARD: 1, BACKWARD: -1}.get(instruction.kind, 0)
-        most = max(most, alive)
-    return most
 
 
 def simulate(all_instructions, forward=1.0, backward=2.0, message=0.0, update=0.0):
@@ -123,7 +60,7 @@ def simulate(all_instructions, forward=1.0, backward=2.0, message=0.0, update=0.
             ready[stage, one] = clock[stage]
             deliver((stage, one))
         else:
-            needed = one.kind in _COMPUTATIONS and _input_of(one, all_instructions[stage])
+            needed = one.kind in COMPUTATIONS and _input_of(one, all_instructions[stage])
             if needed and (stage, needed) not in arrived:
                 return False
             start = max(clock[stage], arrived[stage, needed] if needed else 0.0)
@@ -157,3 +94,26 @@ def _input_of(computation, own):
         kind = schedules.RECEIVE_ACTIVATIONS
     place = (kind, computation.micro_batch, computation.chunk)
     return next((i for i in own if (i.kind, i.micro_batch, i.chunk) == place), None)
+
+
+def ideal_of(timeline, all_instructions):
+    """Return the `Timeline` of the same computations, if messages took no time.
+
+    Args:
+        timeline: a measured `Timeline`, from whose computations the durations are taken: the
+            median of each stage and kind.
+        all_instructions: list of the instructions of each stage.
+    """
+
+    def median(kind):
+        def of(stage, chunk):
+            lengths = [
+                event.end - event.start
+                for event in timeline.of_stage(stage)
+                if event.instruction.kind == kind
+            ]
+            return statistics.median(lengths)
+
+        return of
+
+    return simulate(all_instructions, median(FORWARD), median(BACKWARD))

@@ -7,7 +7,8 @@ import pytest
 
 from dtransformer.trainers.pipeline import schedules
 from dtransformer.trainers.pipeline.schedules import BACKWARD, FORWARD, instructions
-from dtransformer.trainers.pipeline.simulator import most_alive, simulate
+from dtransformer.trainers.pipeline.simulator import simulate
+from dtransformer.trainers.pipeline.timeline import most_alive
 
 STAGES = (2, 3, 4, 8)
 # Name, p, m, v of everything that is tried.

@@ -1,0 +1,76 @@
+"""Messages between the stages of a pipeline: they travel while the stages compute."""
+
+import concurrent.futures
+
+import tensorflow as tf
+
+from dtransformer.parallel import groups, runtime
+
+# Types that Horovod does not know, and what carries their bits.
+_CARRIED = {tf.bfloat16: tf.float16}
+_MOST_AT_ONCE = 64
+
+
+class Messages:
+    """Sends and receives lists of tensors.
+
+    Horovod has no send and receive: a message is a broadcast between two ranks, which are
+    paired by its name. Each waits in a thread of its own, so that no order of sends and
+    receives can stop the job.
+    """
+
+    def __init__(self):
+        self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_AT_ONCE, "messages")
+        self._functions = {}
+
+    def send(self, tensors, peer, name):
+        """Start to send tensors; return a future.
+
+        Args:
+            tensors: list of tensors.
+            peer: number of the stage that receives them.
+            name: str, the same there, and no other message's that is under way.
+        """
+        return self._start(tensors, peer, True, name)
+
+    def receive(self, specs, peer, name):
+        """Start to receive tensors of known shapes; return a future of a list of them.
+
+        Args:
+            specs: list of (shape, dtype).
+            peer: number of the stage that sends them.
+            name: as `send`'s.
+        """
+        return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
+
+    def _start(self, tensors, peer, sends, name):
+        # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
+        key = sends, name, tuple((tuple(x.shape), x.dtype) for x in tensors)
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                lambda tensors: _broadcast(tensors, peer, sends, name), autograph=False
+            )
+        return self._threads.submit(self._functions[key], tensors)
+
+
+def _broadcast(tensors, peer, sends, name):
+    """Broadcast the tensors of each type as one."""
+    ranks = runtime.pipeline_group().ranks
+    pair = groups.known_group(sorted((runtime.rank(), ranks[peer])))
+    root = runtime.rank() if sends else ranks[peer]
+    by_type = {}
+    for number, x in enumerate(tensors):
+        by_type.setdefault(x.dtype, []).append(number)
+    results = list(tensors)
+    for dtype, numbers in by_type.items():
+        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
+        flat = runtime.horovod().broadcast(
+            tf.bitcast(flat, _CARRIED.get(dtype, dtype)),
+            root_rank=root,
+            name=f"{name}_{dtype.name}",
+            process_set=pair.process_set,
+        )
+        sizes = [tensors[i].shape.num_elements() for i in numbers]
+        for i, part in zip(numbers, tf.split(tf.bitcast(flat, dtype), sizes)):
+            results[i] = tf.reshape(part, tensors[i].shape)
+    return results
