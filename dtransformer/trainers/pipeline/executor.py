@@ -8,7 +8,7 @@ from dtransformer.layers.dropout import dropout_seed
 from dtransformer.parallel import gathered, groups, runtime, stages
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers.pipeline import schedules
-from dtransformer.trainers.pipeline.messages import Messages
+from dtransformer.trainers.pipeline.messages import Messages, broadcast
 from dtransformer.trainers.pipeline.simulator import ideal_of
 from dtransformer.trainers.pipeline.timeline import Event, Timeline, write
 
@@ -189,16 +189,11 @@ class PipelinePlane:
 
     def _shared(self, sums):
         """Return the last stage's sums, on every stage."""
-        group, hvd = runtime.pipeline_group(), runtime.horovod()
+        group = runtime.pipeline_group()
         names = ("loss", "count", "accuracy", "tokens", "flops")
         own = tf.stack([sums.get(name, tf.zeros([])) for name in names])
         known = tf.constant([float(name in sums) for name in names])
-        both = hvd.broadcast(
-            tf.stack([own, known]),
-            root_rank=group.ranks[-1],
-            name="sums_of_the_last_stage",
-            process_set=group.process_set,
-        )
+        both = broadcast(tf.stack([own, known]), group.ranks[-1], "sums_of_last_stage", group)
         return {name: both[0, i] for i, name in enumerate(names) if float(both[1, i])}
 
     # Without gradients: the whole batch, from stage to stage.
@@ -215,9 +210,7 @@ class PipelinePlane:
         """As `Trainer.call`; on every rank."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         outputs, group = self._pass_on(inputs), runtime.pipeline_group()
-        return runtime.horovod().broadcast(
-            outputs, root_rank=group.ranks[-1], name="outputs", process_set=group.process_set
-        )
+        return broadcast(outputs, group.ranks[-1], "outputs", group)
 
     def _pass_on(self, inputs):
         plan = self.plan(inputs)

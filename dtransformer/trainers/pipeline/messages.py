@@ -53,6 +53,22 @@ class Messages:
         return self._threads.submit(self._functions[key], tensors)
 
 
+def broadcast(x, root, name, group):
+    """Return a rank's tensor, of any type, on the ranks of a group.
+
+    Args:
+        x: tensor; that of other ranks says its shape and type.
+        root: number of the rank in the job.
+        name: str, the same on every rank.
+        group: a `Group`.
+    """
+    carried = tf.bitcast(x, _CARRIED.get(x.dtype, x.dtype))
+    received = runtime.horovod().broadcast(
+        carried, root_rank=root, name=name, process_set=group.process_set
+    )
+    return tf.bitcast(received, x.dtype)
+
+
 def _broadcast(tensors, peer, sends, name):
     """Broadcast the tensors of each type as one."""
     ranks = runtime.pipeline_group().ranks
@@ -64,13 +80,8 @@ def _broadcast(tensors, peer, sends, name):
     results = list(tensors)
     for dtype, numbers in by_type.items():
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
-        flat = runtime.horovod().broadcast(
-            tf.bitcast(flat, _CARRIED.get(dtype, dtype)),
-            root_rank=root,
-            name=f"{name}_{dtype.name}",
-            process_set=pair.process_set,
-        )
+        flat = broadcast(flat, root, f"{name}_{dtype.name}", pair)
         sizes = [tensors[i].shape.num_elements() for i in numbers]
-        for i, part in zip(numbers, tf.split(tf.bitcast(flat, dtype), sizes)):
+        for i, part in zip(numbers, tf.split(flat, sizes)):
             results[i] = tf.reshape(part, tensors[i].shape)
     return results
