@@ -26,7 +26,7 @@ from dtransformer.parallel.mesh import free_address, start_mesh, stop_mesh
 from dtransformer.parallel.topology import Topology
 
 _DEFAULT_SEED = 0
-_SECONDS_FOR_THE_RANK_AT_FAULT = 5
+_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
 # of the time of the cores that compute.
 _CYCLE_MILLISECONDS = "5"
