@@ -176,7 +176,10 @@ class Layer(keras.layers.Layer):
 
     def load_own_variables(self, store):
         if not stages.is_elsewhere(self):
-            super().load_own_variables(store)
+            self._load_variables(store)
+
+    def _load_variables(self, store):
+        super().load_own_variables(store)
 
     def save_own_variables(self, store):
         for number, variable in enumerate(

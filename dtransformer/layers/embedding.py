@@ -8,7 +8,6 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.layout import constrain, is_on_mesh
 from dtransformer.parallel.products import column_parallel, matmul, static_or_dynamic_shape
 from dtransformer.parallel.rows import look_up
-from dtransformer.parallel.stages import is_elsewhere
 
 
 def padded_vocab_size(vocab_size):
@@ -43,9 +42,7 @@ class _VocabLayer(Layer):
             del store[key]
             store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows.shape))
 
-    def load_own_variables(self, store):
-        if is_elsewhere(self):
-            return
+    def _load_variables(self, store):
         if not store.keys() and self._load_error is not None:
             raise self._load_error  # Keras tries a layer that failed again, where it finds nothing
         padded = {}
@@ -61,7 +58,7 @@ class _VocabLayer(Layer):
             pad = [(0, 0)] * rows.ndim
             pad[axis] = (0, variable.shape[axis] - rows.shape[axis])
             padded[key] = np.pad(rows, pad)
-        super().load_own_variables(padded)
+        super()._load_variables(padded)
         self._load_error = None
 
     def _axis_of(self, shape):

@@ -88,6 +88,11 @@ def new_group(ranks):
     return _get(ranks)
 
 
+def agreed_group(ranks):
+    """As `new_group`, where every rank is known to ask for the same: they do not compare."""
+    return _get(tuple(ranks))
+
+
 def known_group(ranks):
     """Return the group of `ranks` if a group of them was made, in any order; else None."""
     ranks = tuple(ranks)

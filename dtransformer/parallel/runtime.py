@@ -182,13 +182,13 @@ def init(config=None, *, seed=None, local_devices=1):
         pipeline_group=_own_group(rank, [topology.pipeline_group(r) for r in everyone]),
     )
     for pair in dict.fromkeys(pair for r in everyone for pair in topology.stage_pairs(r)):
-        groups.new_group(pair)
+        groups.agreed_group(pair)
     return topology
 
 
 def _own_group(rank, all_ranks):
     """Make every group, on all ranks in the same order; return this rank's."""
-    made = {ranks: groups.new_group(ranks) for ranks in dict.fromkeys(all_ranks)}
+    made = {ranks: groups.agreed_group(ranks) for ranks in dict.fromkeys(all_ranks)}
     return made[all_ranks[rank]]
 
 
@@ -335,7 +335,7 @@ def data_group():
 
 def pipeline_group():
     """Return the `Group` of the ranks that hold the stages of one copy of the network."""
-    return _job.pipeline_group or groups.new_group([rank()])
+    return _job.pipeline_group or groups.agreed_group([rank()])
 
 
 def stage():

@@ -118,9 +118,23 @@ def _concat(parts, axis):
 
 def _carried(x, operation, group, name):
     """Return the rows that a Horovod operation makes of a tensor, of which it carries the bits."""
+    rows = carried(x, operation, group, name)
+    rows.set_shape([group.size, x.shape[-1]])
+    return rows
+
+
+def carried(x, operation, group, name, **options):
+    """Return what a Horovod operation that adds nothing makes of a tensor of any type.
+
+    Args:
+        x: tensor.
+        operation: name of Horovod's function.
+        group: a `Group`.
+        name: name of the message, the same on every rank.
+        **options: other arguments of the function.
+    """
     bits = _AS_BITS.get(x.dtype.name)
-    sent = tf.bitcast(x, bits) if bits else x
     operation = getattr(runtime.horovod(), operation)
-    received = operation(sent, name=name, process_set=group.process_set)
-    received.set_shape([group.size, x.shape[-1]])
+    sent = tf.bitcast(x, bits) if bits else x
+    received = operation(sent, name=name, process_set=group.process_set, **options)
     return tf.bitcast(received, x.dtype) if bits else received

@@ -29,8 +29,8 @@ def in_micro_batches(compute, number):
         num_rows = _num_rows(inputs, number)
 
         def part(i):
-            rows = _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
-            own_seed = tf.stack([seed[0], seed[1] * number + i])
+            rows = rows_of(batch, i, number, num_rows)
+            own_seed = seed_of(seed, i, number)
             gradients, outputs, sums = compute(*rows, count, loss_scale, own_seed)
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
             if count is None:  # each is that of its micro-batch's mean
@@ -44,6 +44,16 @@ def in_micro_batches(compute, number):
         return gradients, outputs, sums
 
     return accumulated
+
+
+def rows_of(batch, i, number, num_rows):
+    """Return the i-th of a number of micro-batches of a nested batch, where None stays None."""
+    return _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
+
+
+def seed_of(seed, i, number):
+    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
+    return tf.stack([seed[0], seed[1] * number + i])
 
 
 def _num_rows(inputs, number):

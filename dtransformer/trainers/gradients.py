@@ -66,6 +66,17 @@ def cast(gradient, dtype):
     return tf.cast(gradient, dtype)
 
 
+def check_used(weights, gradients):
+    """Check that the loss has a gradient of every weight.
+
+    Raises:
+        ValueError: names the weights that the loss does not depend on.
+    """
+    unused = [w.path for w, gradient in zip(weights, gradients) if gradient is None]
+    if unused:
+        raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
+
+
 def scale(gradients, factor):
     """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
     return [
@@ -168,11 +179,9 @@ def square_norms(gradients, is_sliced=(), shares=()):
 
 def sum_over_stages(scalar):
     """Return the sum of a scalar over the stages of a pipeline."""
-    group = runtime.pipeline_group()
-    if group.size == 1:
-        return scalar
-    hvd = runtime.horovod()
-    return hvd.allreduce(scalar, op=hvd.Sum, name="sum_of_stages", process_set=group.process_set)
+    total = [scalar]
+    _sum_some(total, [0], runtime.pipeline_group(), "sum_of_stages")
+    return total[0]
 
 
 def _sum_some(scalars, positions, group, name):

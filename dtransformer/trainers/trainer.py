@@ -164,9 +164,7 @@ class Trainer(FitLoop):
                 loss += tf.cast(extra, "float32") / (1 if count is None else num_parts)
             loss *= loss_scale
         gradients = tape.gradient(loss, values)
-        unused = [v.path for v, gradient in zip(weights, gradients) if gradient is None]
-        if unused:
-            raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
+        grads.check_used(weights, gradients)
         # Kept where metrics want them only: logits are large.
         return gradients, outputs if self._compile_metrics is not None else None, sums
 
@@ -342,9 +340,12 @@ class Trainer(FitLoop):
         if self._update is None:
             weights = self.network.trainable_variables
             self._update = UpdatePlane(
-                self.optimizer, weights, self._fusion_groups(weights), self._compiles_update()
+                self.optimizer,
+                weights,
+                self._fusion_groups(weights),
+                self._compiles_update(),
+                stages.copies(self.network),
             )
-            self._update.leave_out(stages.copies(self.network))
 
     def _fusion_groups(self, weights):
         """Return for each weight the group that its gradient is reduced with, or None."""

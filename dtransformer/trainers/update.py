@@ -29,6 +29,8 @@ class UpdatePlane:
         weights: list of the Keras variables that are trained.
         group_ids: for each weight the group that its gradient is reduced with, or None.
         compiles: whether the update is compiled with XLA.
+        copies: those of the weights that another stage has, too, and counts in the norm of
+            all gradients.
 
     Attributes:
         plan: the `ShardPlan`.
@@ -40,7 +42,7 @@ class UpdatePlane:
         ValueError: the optimizer cannot update parts of weights, and has to.
     """
 
-    def __init__(self, optimizer, weights, group_ids, compiles):
+    def __init__(self, optimizer, weights, group_ids, compiles, copies=()):
         self.loss_scale = LossScale(optimizer)
         self.plan, self.gradient_bytes = shard_plan(weights), None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -70,7 +72,8 @@ class UpdatePlane:
         self._flat = [i for i, unit in enumerate(self._units) if isinstance(unit, FlatVariable)]
         self._clips = any(self.is_sliced) or any(share is not None for share in self._shares)
         self._clips = self._clips or runtime.stage()[1] > 1
-        self._left_out = set()
+        is_copy = {id(weight) for weight in copies}
+        self._counted = [i for i, owner in enumerate(owners) if id(owner) not in is_copy]
         if any(self.is_sliced):
             check_elementwise(self._optimizer)
             _check_slices(self._optimizer)
@@ -84,11 +87,6 @@ class UpdatePlane:
         )
         self._groups = [[i for i in group if not self._is_stored[i]] for group in groups]
         self._compute = self._compiled() if compiles else self._update_some
-
-    def leave_out(self, weights):
-        """Leave weights out of the norm of all gradients: another stage has them, too."""
-        shards = {id(shard) for shard in own_shards(weights)}
-        self._left_out = {i for i, shard in enumerate(self._shards) if id(shard) in shards}
 
     @property
     def has_parts(self):
@@ -119,7 +117,7 @@ class UpdatePlane:
     def apply(self, gradients):
         """Update the weights with what `reduce` returned; return the norm of all gradients."""
         squares = grads.square_norms(gradients, self.is_sliced, self._shares)
-        counted = [square for i, square in enumerate(squares) if i not in self._left_out]
+        counted = [squares[i] for i in self._counted]
         norm = tf.sqrt(grads.sum_over_stages(tf.add_n([tf.zeros([]), *counted])))
         scale = self.loss_scale.value()
         norm /= scale

@@ -7,8 +7,11 @@ import tensorflow as tf
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.parallel import gathered, groups, runtime, stages
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.slices import carried
+from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.accumulation import rows_of, seed_of
 from dtransformer.trainers.pipeline import schedules
-from dtransformer.trainers.pipeline.messages import Messages, broadcast
+from dtransformer.trainers.pipeline.messages import Messages
 from dtransformer.trainers.pipeline.simulator import ideal_of
 from dtransformer.trainers.pipeline.timeline import Event, Timeline, write
 
@@ -73,9 +76,6 @@ class PipelinePlane:
         """Whether this rank has the last stage: the network's outputs, and the loss."""
         return self.stage == self._num_stages - 1
 
-    def collectives(self):
-        return []
-
     def plan(self, inputs):
         """Return the `StagePlan` for a micro-batch, from its tensors or specs."""
         key = tuple((tuple(x.shape), x.dtype.name) for x in tf.nest.flatten(inputs))
@@ -92,6 +92,7 @@ class PipelinePlane:
             if self.stage in getattr(layer, "stages_with_copies", ()) and not layer.weights:
                 layer.built = False
                 layer.build((None, None))
+        self._copies = self._shared_weights()
 
     def timeline(self, path=None):
         """Return what all stages did in the last step; see `Trainer.timeline`."""
@@ -126,9 +127,7 @@ class PipelinePlane:
                 f"micro_batch_num={self._number} equal micro-batches, as a pipeline needs: use a "
                 "multiple of them"
             )
-        size = rows // self._number
-        cut = lambda k: lambda x: None if x is None else x[k * size : (k + 1) * size]
-        return [tf.nest.map_structure(cut(k), batch) for k in range(self._number)]
+        return [rows_of(batch, k, self._number, rows) for k in range(self._number)]
 
     def forward(self, received, batch, count, loss_scale, seed):
         """Return what the stage sends on, its part of the loss, and sums at the last one."""
@@ -157,35 +156,27 @@ class PipelinePlane:
             self._functions[key] = tf.function(function, autograph=False)
         return self._functions[key]
 
+    def _shared_weights(self):
+        """Return (number, path, group) of each weight of this stage that others have, too."""
+        ranks, shared = runtime.pipeline_group().ranks, []
+        numbers = {id(w): i for i, w in enumerate(self._network.trainable_variables)}
+        for layer in self._network._flatten_layers():
+            places = getattr(layer, "stages_with_copies", None)
+            if places:
+                places = sorted({stages.stage_of(layer, self._num_stages), *places})
+                if self.stage in places:
+                    group = groups.known_group([ranks[place] for place in places])
+                    shared += [(numbers[id(w)], w.path, group) for w in layer.trainable_variables]
+        return shared
+
     def _add_copies(self, gradients):
         """Add up the gradients of a table that several stages have."""
-        weights = self._network.trainable_variables
-        shared = self._shared_weights()
-        if not shared:
-            return gradients
-        hvd, ranks = runtime.horovod(), runtime.pipeline_group().ranks
-        position = {id(weight): i for i, weight in enumerate(weights)}
-        for layer, places in shared:
-            group = groups.known_group([ranks[place] for place in places])
-            if self.stage not in places:
-                continue
-            for weight in layer.trainable_variables:
-                i = position[id(weight)]
-                gradients[i] = hvd.allreduce(
-                    tf.convert_to_tensor(gradients[i]),
-                    op=hvd.Sum,
-                    name=f"copies_{weight.path}",
-                    process_set=group.process_set,
-                )
+        hvd = runtime.horovod()
+        for i, path, group in self._copies:
+            gradients[i] = hvd.allreduce(
+                gradients[i], op=hvd.Sum, name=f"copies_{path}", process_set=group.process_set
+            )
         return gradients
-
-    def _shared_weights(self):
-        """Return the layers whose weights several stages have, and those stages."""
-        return [
-            (layer, sorted({stages.stage_of(layer, self._num_stages), *layer.stages_with_copies}))
-            for layer in self._network._flatten_layers()
-            if getattr(layer, "stages_with_copies", ())
-        ]
 
     def _shared(self, sums):
         """Return the last stage's sums, on every stage."""
@@ -193,7 +184,13 @@ class PipelinePlane:
         names = ("loss", "count", "accuracy", "tokens", "flops")
         own = tf.stack([sums.get(name, tf.zeros([])) for name in names])
         known = tf.constant([float(name in sums) for name in names])
-        both = broadcast(tf.stack([own, known]), group.ranks[-1], "sums_of_last_stage", group)
+        both = carried(
+            tf.stack([own, known]),
+            "broadcast",
+            group,
+            "sums_of_last_stage",
+            root_rank=group.ranks[-1],
+        )
         return {name: both[0, i] for i, name in enumerate(names) if float(both[1, i])}
 
     # Without gradients: the whole batch, from stage to stage.
@@ -210,7 +207,7 @@ class PipelinePlane:
         """As `Trainer.call`; on every rank."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         outputs, group = self._pass_on(inputs), runtime.pipeline_group()
-        return broadcast(outputs, group.ranks[-1], "outputs", group)
+        return carried(outputs, "broadcast", group, "outputs", root_rank=group.ranks[-1])
 
     def _pass_on(self, inputs):
         plan = self.plan(inputs)
@@ -240,9 +237,8 @@ class _Step:
         self._plane, self._batches = plane, batches
         self._count, self._loss_scale, self._seed = count, loss_scale, seed
         self._plan = plane.plan(batches[0][0])
-        weights = plane._network.trainable_variables
-        self._sources = [gathered.source(weight) for weight in weights]
-        self._paths = [weight.path for weight in weights]
+        self._weights = plane._network.trainable_variables
+        self._sources = [gathered.source(weight) for weight in self._weights]
         self._tapes = {}  # micro-batch -> what its backward pass needs
         self._arriving = {}  # (kind of receive, micro-batch) -> future
         self._leaving = []
@@ -295,7 +291,7 @@ class _Step:
             message = self._arriving.pop((schedules.RECEIVE_ACTIVATIONS, k))
             received = {v.name: x for v, x in zip(values, message.result())}
             self._started = time.time()  # what comes before is waiting
-        seed = tf.stack([self._seed[0], self._seed[1] * plane._number + k])
+        seed = seed_of(self._seed, k, plane._number)
         with tf.GradientTape() as tape:
             tape.watch([*received.values(), *self._sources])
             sent, loss, sums = plane.forward(
@@ -315,9 +311,7 @@ class _Step:
         tape, sent, loss, received = self._tapes.pop(k)
         found = tape.gradient([*sent, loss], [*self._sources, *received], [*upstream, tf.ones([])])
         gradients, passed = found[: len(self._sources)], found[len(self._sources) :]
-        unused = [path for path, g in zip(self._paths, gradients) if g is None]
-        if unused:
-            raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
+        grads.check_used(self._weights, gradients)
         self._results["gradients", k] = [
             tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)
         ]

@@ -5,9 +5,8 @@ import concurrent.futures
 import tensorflow as tf
 
 from dtransformer.parallel import groups, runtime
+from dtransformer.parallel.slices import carried
 
-# Types that Horovod does not know, and what carries their bits.
-_CARRIED = {tf.bfloat16: tf.float16}
 _MOST_AT_ONCE = 64
 
 
@@ -53,22 +52,6 @@ class Messages:
         return self._threads.submit(self._functions[key], tensors)
 
 
-def broadcast(x, root, name, group):
-    """Return a rank's tensor, of any type, on the ranks of a group.
-
-    Args:
-        x: tensor; that of other ranks says its shape and type.
-        root: number of the rank in the job.
-        name: str, the same on every rank.
-        group: a `Group`.
-    """
-    carried = tf.bitcast(x, _CARRIED.get(x.dtype, x.dtype))
-    received = runtime.horovod().broadcast(
-        carried, root_rank=root, name=name, process_set=group.process_set
-    )
-    return tf.bitcast(received, x.dtype)
-
-
 def _broadcast(tensors, peer, sends, name):
     """Broadcast the tensors of each type as one."""
     ranks = runtime.pipeline_group().ranks
@@ -80,7 +63,8 @@ def _broadcast(tensors, peer, sends, name):
     results = list(tensors)
     for dtype, numbers in by_type.items():
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
-        flat = broadcast(flat, root, f"{name}_{dtype.name}", pair)
+        message = f"{name}_{dtype.name}"
+        flat = carried(flat, "broadcast", pair, message, root_rank=root)
         sizes = [tensors[i].shape.num_elements() for i in numbers]
         for i, part in zip(numbers, tf.split(flat, sizes)):
             results[i] = tf.reshape(part, tensors[i].shape)
