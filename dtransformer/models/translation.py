@@ -1,20 +1,20 @@
 """An encoder–decoder Transformer that translates."""
 
-import keras
 import tensorflow as tf
 
 from dtransformer.layers.attention import AttentionMask
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
+from dtransformer.layers.embedding import PositionEmbedding, VocabHead
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
+from dtransformer.models.base import TokenModel, first_given
 from dtransformer.parallel import runtime
 from dtransformer.parallel.layout import constrain
 
 
 @register
-class TranslationTransformer(keras.Model):
+class TranslationTransformer(TokenModel):
     """Give each position of a translation the logits of its next token.
 
     Reference: Vaswani et al., 2017, "Attention is all you need".
@@ -104,8 +104,8 @@ class TranslationTransformer(keras.Model):
             "encoder_layers": encoder_layers,
             "decoder_layers": decoder_layers,
             "dropout_rate": check_rate("dropout_rate", dropout_rate),
-            "attention_dropout_rate": _first_given(attention_dropout_rate, dropout_rate),
-            "embedding_dropout_rate": _first_given(embedding_dropout_rate, dropout_rate),
+            "attention_dropout_rate": first_given(attention_dropout_rate, dropout_rate),
+            "embedding_dropout_rate": first_given(embedding_dropout_rate, dropout_rate),
             "hidden_act": hidden_act,
             "positions": positions,
             "max_source_length": max_source_length,
@@ -126,17 +126,12 @@ class TranslationTransformer(keras.Model):
     def _add_layers(self, lambda_func):
         options, policy = self.arguments, self.dtype_policy
         h, positions = options["hidden_size"], options["positions"]
-        # Unit variance after the multiplication with √h, and a sensible tied head.
-        normal = keras.initializers.RandomNormal(stddev=h**-0.5)
-        self.embedding_scale = float(h) ** 0.5
-        self.source_embedding = VocabEmbedding(
-            options["source_vocab_size"], h, normal, dtype=policy, name="source_embedding"
+        self.source_embedding = self._make_embedding(
+            options["source_vocab_size"], "source_embedding"
         )
         self.target_embedding = self.source_embedding
         if not options["shared_embeddings"]:
-            self.target_embedding = VocabEmbedding(
-                self.vocab_size, h, normal, dtype=policy, name="target_embedding"
-            )
+            self.target_embedding = self._make_embedding(self.vocab_size, "target_embedding")
         self.source_positions = PositionEmbedding(
             options["max_source_length"], positions, dtype=policy, name="source_positions"
         )
@@ -172,21 +167,15 @@ class TranslationTransformer(keras.Model):
     def build(self, input_shape=None):
         if self.built:
             return
-        hidden = (None, None, self.arguments["hidden_size"])
-        with keras.name_scope(self.name, caller=self):
-            self.source_embedding.build((None, None))
-            if self.target_embedding is not self.source_embedding:
-                self.target_embedding.build((None, None))
-            for layer in (
-                self.source_positions,
-                self.target_positions,
-                self.source_dropout,
-                self.target_dropout,
-                self.transformer,
-                self.head,
-            ):
-                layer.build(hidden)
-        self.built = True
+        parts = [
+            self.source_positions,
+            self.target_positions,
+            self.source_dropout,
+            self.target_dropout,
+            self.transformer,
+            self.head,
+        ]
+        self._build_parts([self.source_embedding, self.target_embedding], parts)
 
     def call(self, inputs, training=False):
         memory, memory_mask = self.encode(inputs["source"], training=training)
@@ -207,15 +196,13 @@ class TranslationTransformer(keras.Model):
             The memory [b, s, h], and its mask [b, s] (bool).
         """
         mask = source != self.pad_id
-        x, _ = self.source_embedding(source)
-        x = self.source_positions(x * tf.cast(self.embedding_scale, x.dtype))
-        x = self.source_dropout(x, training=training)
+        parts = self.source_embedding, self.source_positions, self.source_dropout
+        x, _ = self._embed_ids(source, *parts, training=training)
         return self.transformer.encoder(x, mask, training=training), mask
 
     def _embed_target(self, target, start=0, training=False):
-        x, table = self.target_embedding(target)
-        x = self.target_positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
-        return self.target_dropout(x, training=training), table
+        parts = self.target_embedding, self.target_positions, self.target_dropout
+        return self._embed_ids(target, *parts, start=start, training=training)
 
     def init_cache(self, memory, max_length):
         """Return the decoder's cache for translations of up to `max_length` tokens."""
@@ -354,11 +341,3 @@ class TranslationTransformer(keras.Model):
             "encoder": (*input_shapes["source"], h),
             "decoder": (*input_shapes["target"], h),
         }
-
-    def get_config(self):
-        config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
-        return {**config, **self.arguments}
-
-
-def _first_given(value, default):
-    return default if value is None else value

@@ -1,0 +1,51 @@
+"""What networks of tokens have in common: embeddings, building and the config."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.layers.embedding import VocabEmbedding
+
+
+class TokenModel(keras.Model):
+    """A network whose inputs are the ids of tokens.
+
+    Attributes:
+        arguments: dict of the arguments that the network is made again from;
+            `"hidden_size"` is one of them.
+    """
+
+    @property
+    def embedding_scale(self):
+        """What embeddings are multiplied with: √h (Vaswani et al., 2017, §3.4)."""
+        return float(self.arguments["hidden_size"]) ** 0.5
+
+    def _make_embedding(self, vocab_size, name):
+        h = self.arguments["hidden_size"]
+        # Unit variance after the multiplication with √h, and a sensible tied head.
+        normal = keras.initializers.RandomNormal(stddev=h**-0.5)
+        return VocabEmbedding(vocab_size, h, normal, dtype=self.dtype_policy, name=name)
+
+    def _embed_ids(self, ids, embedding, positions, dropout, start=0, training=False):
+        """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
+        x, table = embedding(ids)
+        x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
+        return dropout(x, training=training), table
+
+    def _build_parts(self, embeddings, parts):
+        """Build what takes ids, then what takes [b, s, h]."""
+        with keras.name_scope(self.name, caller=self):
+            for embedding in embeddings:
+                if not embedding.built:  # source and target may share one
+                    embedding.build((None, None))
+            for part in parts:
+                part.build((None, None, self.arguments["hidden_size"]))
+        self.built = True
+
+    def get_config(self):
+        config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
+        return {**config, **self.arguments}
+
+
+def first_given(value, default):
+    """Return `value`, or `default` where it is None."""
+    return default if value is None else value

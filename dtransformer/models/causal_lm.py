@@ -1,0 +1,193 @@
+"""A decoder-only Transformer: a language model."""
+
+import tensorflow as tf
+
+from dtransformer.layers.attention import AttentionMask
+from dtransformer.layers.base import check_rate, check_size, register
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.embedding import PositionEmbedding, VocabHead
+from dtransformer.layers.encoder import TransformerEncoder
+from dtransformer.models.base import TokenModel, first_given
+
+
+@register
+class CausalLM(TokenModel):
+    """Give each position of a text the logits of its next token.
+
+    The labels of a text are the text itself, one token further.
+
+    Reference: Radford et al., 2018, "Improving language understanding by generative
+    pre-training", and 2019, "Language models are unsupervised multitask learners";
+    Vaswani et al., 2017, "Attention is all you need".
+
+    Args:
+        vocab_size: number V of entries of the vocabulary.
+        hidden_size: size h of embeddings and blocks.
+        num_heads: number of attention heads; divides h.
+        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
+        num_layers: number of blocks.
+        dropout_rate: dropout of embeddings and of each part's output, in [0, 1).
+        attention_dropout_rate: dropout of attention probabilities, and
+        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
+        hidden_act: a Keras activation's name, or a callable.
+        positions: `"learned"` up to `max_length`, or `"sinusoidal"`.
+        max_length: number of learned positions, in tokens.
+        tied_head: whether the head's kernel is the embedding's table.
+        head_bias: whether the head has a bias.
+        post_layernorm_residual: whether blocks normalize after the residual.
+        pad_id, start_id, end_id: ids of the padding, start and end tokens.
+        lambda_func: places each block on a pipeline stage.
+
+    Call arguments:
+        inputs: int tensor [b, s], padded at the end with `pad_id`.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, s, V'], V' being the vocabulary padded to a multiple of model_parallel.
+
+    Raises:
+        TypeError: a size is not an int, or a rate is not a number.
+        ValueError: a size or a rate is out of range, `num_heads` does not divide
+            `hidden_size`, `positions` is unknown, or a text is longer than the
+            learned positions.
+
+    Example:
+
+    >>> model = CausalLM(100, hidden_size=16, num_heads=2, num_layers=1)
+    >>> model(tf.ones((2, 5), "int32")).shape
+    TensorShape([2, 5, 100])
+    """
+
+    def __init__(
+        self,
+        vocab_size,
+        hidden_size=512,
+        num_heads=8,
+        ffn_hidden_size=None,
+        num_layers=6,
+        dropout_rate=0.1,
+        attention_dropout_rate=None,
+        embedding_dropout_rate=None,
+        hidden_act="gelu",
+        positions="learned",
+        max_length=1024,
+        tied_head=True,
+        head_bias=False,
+        post_layernorm_residual=False,
+        pad_id=0,
+        start_id=2,
+        end_id=3,
+        lambda_func=None,
+        name="causal_lm",
+        **kwargs,
+    ):
+        super().__init__(name=name, **kwargs)
+        attention_dropout_rate = first_given(attention_dropout_rate, dropout_rate)
+        embedding_dropout_rate = first_given(embedding_dropout_rate, dropout_rate)
+        self.arguments = {
+            "vocab_size": check_size("vocab_size", vocab_size),
+            "hidden_size": check_size("hidden_size", hidden_size),
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size or 4 * hidden_size,
+            "num_layers": check_size("num_layers", num_layers),
+            "dropout_rate": check_rate("dropout_rate", dropout_rate),
+            "attention_dropout_rate": check_rate("attention_dropout_rate", attention_dropout_rate),
+            "embedding_dropout_rate": check_rate("embedding_dropout_rate", embedding_dropout_rate),
+            "hidden_act": hidden_act,
+            "positions": positions,
+            "max_length": max_length,
+            "tied_head": tied_head,
+            "head_bias": head_bias,
+            "post_layernorm_residual": post_layernorm_residual,
+            "pad_id": pad_id,
+            "start_id": start_id,
+            "end_id": end_id,
+        }
+        self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
+        self.vocab_size = vocab_size
+        self._add_layers(lambda_func)
+
+    def _add_layers(self, lambda_func):
+        options, policy = self.arguments, self.dtype_policy
+        self.embedding = self._make_embedding(self.vocab_size, "embedding")
+        self.positions = PositionEmbedding(
+            options["max_length"], options["positions"], dtype=policy, name="positions"
+        )
+        self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
+        self.causal_mask = AttentionMask(name="causal_mask")
+        self.blocks = TransformerEncoder(
+            options["num_layers"],
+            options["hidden_size"],
+            options["num_heads"],
+            options["ffn_hidden_size"],
+            lambda_func=lambda_func,
+            attention_dropout_rate=options["attention_dropout_rate"],
+            hidden_dropout_rate=options["dropout_rate"],
+            hidden_act=options["hidden_act"],
+            post_layernorm_residual=options["post_layernorm_residual"],
+            dtype=policy,
+            name="blocks",
+        )
+        self.head = VocabHead(
+            self.vocab_size,
+            use_bias=options["head_bias"],
+            tied=options["tied_head"],
+            dtype=policy,
+            name="head",
+        )
+
+    def build(self, input_shape=None):
+        if not self.built:
+            parts = [self.positions, self.dropout, self.blocks, self.head]
+            self._build_parts([self.embedding], parts)
+
+    def call(self, inputs, training=False):
+        x, table = self._embed(inputs, training=training)
+        x = self.blocks(x, self.causal_mask(inputs != self.pad_id), training=training)
+        return self.head(x, table)
+
+    def _embed(self, ids, start=0, training=False):
+        parts = self.embedding, self.positions, self.dropout
+        return self._embed_ids(ids, *parts, start=start, training=training)
+
+    def num_tokens(self, inputs):
+        """Return the number of tokens, padding not counted.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            An int32 scalar tensor.
+        """
+        return tf.math.count_nonzero(inputs != self.pad_id, dtype="int32")
+
+    def flops_per_step(self, inputs):
+        """Return the floating-point operations of one training step without recompute.
+
+        Six for each position and each weight in a product, and those of the attention
+        cores; what is masked or padded is computed too, and counts. The backward pass
+        counts twice the forward.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            A float32 scalar tensor.
+        """
+        options = self.arguments
+        h, f = options["hidden_size"], options["ffn_hidden_size"]
+        b, s = tf.unstack(tf.cast(tf.shape(inputs), "float32"))
+        block = s * (4 * h * h + 2 * h * f) + 2 * h * s * s
+        head = s * h * self.vocab_size
+        return 6.0 * b * (options["num_layers"] * block + head)
+
+    def stream_shapes(self, input_shapes):
+        """Return the shape of the residual stream in the stack of blocks.
+
+        Args:
+            input_shapes: the shape (b, s) of `call`'s inputs.
+
+        Returns:
+            A dict of the stack's name and (b, s, h).
+        """
+        return {"blocks": (*input_shapes, self.arguments["hidden_size"])}

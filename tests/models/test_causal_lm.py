@@ -1,0 +1,409 @@
+"""CausalLM: its size, what its logits depend on, its counts, its files; and that it learns."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer import parallel_config
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM
+from dtransformer.parallel import stages
+from dtransformer.parallel.stages import StagePlan, StageView
+from dtransformer.trainers import Trainer
+from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
+from tests.tolerances import BLOCKS, assert_all_close
+
+VOCAB = 23
+VARIANTS = {
+    "tied": {},
+    "untied": {"tied_head": False},
+    "bias": {"head_bias": True, "hidden_act": "relu"},
+    "sinusoidal": {"positions": "sinusoidal"},
+    "post": {"post_layernorm_residual": True},
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+# Every variant in float32, and the two arrangements of norms in 16 bits.
+each_variant_and_policy = pytest.mark.parametrize(
+    "variant, policy",
+    [(variant, "float32") for variant in VARIANTS]
+    + [(variant, policy) for variant in ("tied", "post") for policy in POLICIES[1:]],
+)
+
+
+def small_model(variant="tied", **options):
+    sizes = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "max_length": 12}
+    return CausalLM(VOCAB, **{**sizes, **VARIANTS[variant], **options})
+
+
+def random_ids(batch=3, length=8, seed=0):
+    """Texts of different lengths; the last one has no padding."""
+    ids = np.random.default_rng(seed).integers(4, VOCAB, (batch, length), "int32")
+    ids[:, 0] = 2
+    for row in range(batch - 1):
+        ids[row, length - 1 - row :] = 0
+    return ids
+
+
+def logits_of(model, ids):
+    return tf.cast(model(ids), "float32").numpy()
+
+
+# Size
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("tied, bias", [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("post", [False, True])
+def test_number_of_parameters(positions, tied, bias, post):
+    h, f, layers, length = 16, 40, 3, 12
+    model = small_model(
+        ffn_hidden_size=f,
+        num_layers=layers,
+        positions=positions,
+        tied_head=tied,
+        head_bias=bias,
+        post_layernorm_residual=post,
+    )
+    model.build()
+    block = 4 * (h * h + h) + (h * f + f) + (f * h + h) + 2 * 2 * h
+    final_norm = 0 if post else 2 * h
+    expected = VOCAB * h + layers * block + final_norm
+    expected += length * h * (positions == "learned")
+    expected += VOCAB * h * (not tied) + VOCAB * bias
+    assert model.count_params() == expected
+
+
+def test_the_smallest_gpt_2():
+    """Radford et al., 2019: 124 M with all its tables."""
+    model = CausalLM(50257, hidden_size=768, num_heads=12, num_layers=12)
+    with keras.StatelessScope():  # shapes only
+        model.build()
+    assert model.count_params() == 124_439_808
+
+
+@pytest.mark.parametrize("variant, tables", [("tied", 1), ("untied", 2)])
+def test_a_tied_table_is_held_once(variant, tables):
+    model = small_model(variant)
+    model.build()
+    assert sum(VOCAB in variable.shape for variable in model.variables) == tables
+
+
+def test_first_logits_are_of_size_one():
+    """The loss starts near that of guessing, log V, with a tied head, too."""
+    for variant in ("tied", "untied"):
+        logits = small_model(variant, hidden_size=64)(random_ids(length=12)).numpy()
+        assert 0.3 < logits.std() < 3.0, variant
+
+
+# Precision
+
+
+@each_policy
+@each_variant
+def test_every_variant_runs_in_every_precision(policy, variant):
+    ids = random_ids()
+    expected = small_model(variant, dropout_rate=0.0)(ids)
+    with dtype_policy(policy):
+        model = small_model(variant, dropout_rate=0.0)
+    with tf.GradientTape() as tape:
+        logits = model(ids, training=True)
+        # Small enough for float16: the trainer scales the loss.
+        loss = tf.reduce_mean(tf.square(tf.cast(logits, "float32")))
+    assert logits.dtype == model.compute_dtype
+    assert logits.shape == (3, 8, VOCAB)
+    assert {variable.dtype for variable in model.variables} == {"float32"}
+    assert_all_close({"logits": logits}, {"logits": expected.numpy()}, BLOCKS[policy])
+    weights = model.trainable_variables
+    gradients = tape.gradient(loss, [variable.value for variable in weights])
+    for variable, gradient in zip(weights, gradients, strict=True):
+        assert gradient is not None, variable.path
+        assert np.isfinite(tf.convert_to_tensor(gradient).numpy()).all(), variable.path
+
+
+def test_the_policy_may_be_an_argument():
+    model = small_model(dtype="mixed_bfloat16")
+    assert model(random_ids()).dtype == "bfloat16"
+    assert {layer.compute_dtype for layer in model.blocks._flatten_layers()} == {"bfloat16"}
+
+
+# What the logits depend on
+
+
+@each_variant_and_policy
+def test_a_later_token_never_changes_earlier_logits(variant, policy):
+    """Not by one bit: or training would see what it has to predict."""
+    ids = random_ids()
+    with dtype_policy(policy):
+        model = small_model(variant)
+    logits = logits_of(model, ids)
+    for position in (1, 4, 7):
+        other = ids.copy()
+        other[:, position:] = np.where(ids[:, position:] == 5, 6, 5)
+        changed = logits_of(model, other)
+        np.testing.assert_array_equal(changed[:, :position], logits[:, :position])
+        assert (changed[2, position] != logits[2, position]).any()
+
+
+@each_variant
+def test_every_earlier_token_matters(variant):
+    ids = random_ids(batch=1)
+    model = small_model(variant)
+    logits = logits_of(model, ids)
+    for position in range(8):
+        other = ids.copy()
+        other[0, position] = 5 if ids[0, position] != 5 else 6
+        changed = (logits_of(model, other) != logits).any(axis=-1)[0]
+        np.testing.assert_array_equal(changed, np.arange(8) >= position)
+
+
+@pytest.mark.parametrize("variant", ["tied", "sinusoidal"])
+def test_the_order_of_the_words_matters(variant):
+    """Without positions, the last word would see a set."""
+    ids = random_ids(batch=1)
+    swapped = ids.copy()
+    swapped[:, 1:7] = ids[:, 6:0:-1]
+    model = small_model(variant)
+    assert not np.allclose(model(ids)[:, -1], model(swapped)[:, -1], atol=1e-4)
+
+
+@each_variant_and_policy
+def test_padding_at_the_end_changes_nothing(variant, policy):
+    ids = random_ids()
+    with dtype_policy(policy):
+        model = small_model(variant)
+    logits = logits_of(model, ids)
+    wider = logits_of(model, np.pad(ids, [(0, 0), (0, 4)]))[:, :8]
+    is_token = ids != 0
+    assert_all_close({"": wider[is_token]}, {"": logits[is_token]}, BLOCKS[policy])
+    # And each text by itself, without its padding.
+    for row in range(3):
+        length = np.count_nonzero(ids[row])
+        alone = logits_of(model, ids[row : row + 1, :length])
+        assert_all_close({"": alone}, {"": logits[row : row + 1, :length]}, BLOCKS[policy])
+
+
+def test_a_text_of_padding_only_is_finite():
+    ids = random_ids()
+    ids[1] = 0
+    assert np.isfinite(small_model()(ids).numpy()).all()
+
+
+def test_another_id_of_the_padding():
+    ids = random_ids()
+    other = np.where(ids == 0, 1, ids)
+    model, expected = small_model(pad_id=1), small_model()
+    is_token = ids != 0
+    assert_all_close(
+        {"": model(other)[is_token]}, {"": expected(ids)[is_token].numpy()}, BLOCKS["float32"]
+    )
+    assert int(model.num_tokens(other)) == int(expected.num_tokens(ids))
+
+
+def test_any_batch_size_and_length_without_rebuilding():
+    model = small_model("sinusoidal")
+    model.build()
+    compiled = tf.function(model, input_signature=[tf.TensorSpec([None, None], "int32")])
+    for batch, length in ((1, 1), (3, 8), (2, 30)):
+        ids = random_ids(batch, length)
+        logits = compiled(ids)
+        assert logits.shape == (batch, length, VOCAB)
+        assert_all_close({"": logits}, {"": model(ids).numpy()}, BLOCKS["float32"])
+    assert compiled.experimental_get_tracing_count() == 1
+
+
+def test_dropout_applies_in_training_only():
+    ids = random_ids()
+    model = small_model(dropout_rate=0.5)
+    logits = model(ids).numpy()
+    np.testing.assert_array_equal(model(ids, training=False), logits)
+    assert not np.allclose(model(ids, training=True), logits, atol=1e-2)
+    model = small_model(dropout_rate=0.0)
+    np.testing.assert_array_equal(model(ids, training=True), model(ids))
+
+
+def test_a_padded_vocabulary_does_not_change_the_logits():
+    ids = random_ids()
+    expected = small_model()(ids).numpy()
+    with parallel_config(model_parallel=2):
+        logits = small_model()(ids).numpy()
+    assert logits.shape[-1] == VOCAB + 1
+    assert (logits[..., VOCAB:] == np.finfo("float32").min).all()
+    assert_all_close({"": logits[..., :VOCAB]}, {"": expected}, BLOCKS["float32"])
+
+
+# Counts
+
+
+def test_num_tokens_leaves_padding_out():
+    ids = np.array([[2, 5, 6, 3, 0], [2, 7, 0, 0, 0]], "int32")
+    model = small_model()
+    assert int(model.num_tokens(ids)) == 4 + 2
+    assert int(tf.function(model.num_tokens)(ids)) == 6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_flops_per_step(num_layers, tied):
+    """Two for every number of every product, and the backward pass has two for each."""
+    h, f, (b, s) = 16, 40, (3, 8)
+    model = small_model(ffn_hidden_size=f, num_layers=num_layers, tied_head=tied)
+    block = 4 * [(s, h, h)] + [(s, h, s), (s, s, h)]  # rows, inner, columns of each product
+    block += [(s, h, f), (s, f, h)]
+    products = num_layers * block + [(s, h, VOCAB)]
+    expected = 3 * 2 * b * sum(rows * inner * columns for rows, inner, columns in products)
+    assert float(model.flops_per_step(random_ids(b, s))) == pytest.approx(expected, rel=1e-6)
+    # As published: 6·N + 12·L·h·s for each token, N the parameters in products.
+    weights = num_layers * (4 * h * h + 2 * h * f) + h * VOCAB
+    assert expected == b * s * (6 * weights + 12 * num_layers * h * s)
+
+
+def test_stream_shapes_name_the_stack_of_blocks():
+    model = small_model()
+    assert model.stream_shapes((3, 8)) == {model.blocks.name: (3, 8, 16)}
+
+
+# Configs and files
+
+
+def test_it_is_made_again_from_its_config():
+    options = {
+        "vocab_size": 11,
+        "hidden_size": 12,
+        "num_heads": 3,
+        "ffn_hidden_size": 7,
+        "num_layers": 3,
+        "dropout_rate": 0.2,
+        "attention_dropout_rate": 0.0,
+        "embedding_dropout_rate": 0.4,
+        "hidden_act": "relu",
+        "positions": "sinusoidal",
+        "max_length": 9,
+        "tied_head": False,
+        "head_bias": True,
+        "post_layernorm_residual": True,
+        "pad_id": 1,
+        "start_id": 0,
+        "end_id": 2,
+    }
+    model = CausalLM(**options, dtype="mixed_bfloat16")
+    model.build()
+    stored = keras.saving.serialize_keras_object(model)
+    again = keras.saving.deserialize_keras_object(stored)
+    for made in (again, CausalLM.from_config(model.get_config())):
+        assert type(made) is CausalLM
+        assert made.get_config() == model.get_config()
+        assert {option: made.get_config()[option] for option in options} == options
+        assert made.dtype_policy.name == "mixed_bfloat16"
+        made.build()
+        for one, other in zip(made.variables, model.variables, strict=True):
+            assert one.path == other.path
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+@each_variant
+def test_weights_are_saved_and_loaded(variant, tmp_path):
+    ids = random_ids()
+    model = small_model(variant)
+    expected = model(ids).numpy()
+    model.save_weights(tmp_path / "model.weights.h5")
+    dtransformer.set_seed(1)  # so that only the file can make them equal
+    other = small_model(variant)
+    assert not np.allclose(other(ids), expected)
+    other.load_weights(tmp_path / "model.weights.h5")
+    np.testing.assert_array_equal(other(ids), expected)
+
+
+def test_the_whole_model_is_saved_and_loaded(tmp_path):
+    ids = random_ids()
+    model = small_model("bias")
+    expected = model(ids).numpy()
+    model.save(tmp_path / "model.keras")
+    np.testing.assert_array_equal(keras.saving.load_model(tmp_path / "model.keras")(ids), expected)
+
+
+# Errors
+
+
+def test_learned_positions_end():
+    model = small_model()
+    model(random_ids(length=12))
+    with pytest.raises(ValueError, match="13 positions.*max_length=12"):
+        model(random_ids(length=13))
+    small_model("sinusoidal")(random_ids(length=13))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"hidden_size": 18}, ValueError, "num_heads=4 must divide hidden_size=18"),
+        ({"hidden_size": 16.0}, TypeError, "hidden_size must be an int, got 16.0"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"num_layers": True}, TypeError, "num_layers must be an int, got True"),
+        ({"ffn_hidden_size": -1}, ValueError, "ffn_hidden_size must be at least 1, got -1"),
+        ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
+        ({"dropout_rate": 1.0}, ValueError, r"^dropout_rate must be in \[0, 1\), got 1.0"),
+        ({"attention_dropout_rate": -0.1}, ValueError, "attention_dropout_rate must be in"),
+        ({"embedding_dropout_rate": "0"}, TypeError, "embedding_dropout_rate must be a number"),
+        ({"positions": "rotary"}, ValueError, "positions must be .* got 'rotary'"),
+        ({"hidden_act": "gelo"}, ValueError, "gelo"),
+        ({"num_beams": 2}, ValueError, "num_beams"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
+    with pytest.raises(error, match=message):
+        small_model(**options)
+
+
+def test_a_wrong_vocabulary_is_an_error():
+    with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
+        CausalLM(0)
+
+
+# Training
+
+
+@each_policy
+def test_it_learns_to_count(policy):
+    """Texts whose tokens go up by one, of different lengths."""
+    first = np.arange(4, 12)[:, None]
+    texts = (first + np.arange(8)).astype("int32")
+    texts[::2, 6:] = 0
+    with dtype_policy(policy):
+        trainer = Trainer(small_model(num_layers=1, dropout_rate=0.0))
+    trainer.compile(keras.optimizers.Adam(1e-2), CrossEntropyLoss(ignore_id=0))
+    data = tf.data.Dataset.from_tensors((texts[:, :-1], texts[:, 1:])).repeat(30)
+    losses = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(float(logs["step_loss"]))
+    )
+    trainer.fit(data, verbose=0, callbacks=[record])
+    assert losses[0] > 1.0
+    assert losses[-1] < 0.2 * losses[0]
+    logits = trainer.network(texts[:, :-1]).numpy()
+    is_label = texts[:, 1:] != 0
+    assert (logits.argmax(-1) == texts[:, 1:])[is_label].mean() > 0.9
+
+
+# Stages of a pipeline
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@each_variant
+def test_stages_together_are_the_network(variant, num_stages):
+    ids = tf.constant(random_ids())
+    with parallel_config(pipeline_stage=num_stages):
+        model = small_model(variant, num_layers=3)
+        model.build()
+        plan = StagePlan.of_network(model, ids, num_stages)
+    expected = model(ids).numpy()
+    # Nothing but the residual stream goes on; a tied table is copied.
+    for stage in range(num_stages - 1):
+        assert [value.shape for value in plan.sent_after(stage)] == [(3, 8, 16)]
+    received = {}
+    for stage in range(num_stages):
+        with stages.view(StageView(stage, plan, received)) as view:
+            logits = model(ids)
+        received = view.sent
+    np.testing.assert_array_equal(logits, expected)
