@@ -86,7 +86,7 @@ def main():
     sharded = all(layout.level for layout in chosen)
     default = ["adamw", "sgd", "lion"] if sharded else ["untied", "tied"]
     if all(layout.stages > 1 for layout in chosen):
-        default = ["deep", "deep_tied"]
+        default = ["deep", "deep_tied", "deep_causal"]
     arguments.networks = arguments.networks or default
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:
@@ -108,11 +108,12 @@ def main():
             if code:
                 print(tracebacks(output), file=sys.stderr)
         expected = {
-            network: layouts.train(network, arguments.steps, arguments.epsilon)[1]
+            (network, blocks): layouts.train(network, arguments.steps, arguments.epsilon, blocks)[1]
             for network in arguments.networks
+            for blocks in sorted({layout.num_blocks for layout in chosen})
         }
         entries = [
-            measure(network, layout, folder, expected[network])
+            measure(network, layout, folder, expected[network, layout.num_blocks])
             for layout in chosen
             for network in arguments.networks
         ]

@@ -29,9 +29,10 @@ class Layer(keras.layers.Layer):
     # Whether the backward pass computes the layer again: see recompute.py.
     recomputes = False
     # The pipeline stage that has the layer, -1 for the last; None where each may compute it.
+    # Where stages have several chunks: the part of the network, see parallel/stages.py.
     pipeline_stage = None
-    # Other stages that have its weights, and which of its results are weights.
-    stages_with_copies = frozenset()
+    # Other parts that have its weights, and which of its results are weights.
+    parts_with_copies = frozenset()
     results_that_are_weights = ()
 
     def __new__(cls, *args, **kwargs):

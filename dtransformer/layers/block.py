@@ -152,19 +152,21 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     """
     config = get_parallel_config()
     layers = network_layers or offset + len(blocks)
-    if config.pipeline_stage > layers:
+    if config.num_pipeline_parts > layers:
+        chunks = f" · pipeline_chunks={config.pipeline_chunks}" * (config.pipeline_chunks > 1)
         raise ValueError(
-            f"pipeline_stage={config.pipeline_stage} is more than the network's {layers} blocks"
+            f"pipeline_stage={config.pipeline_stage}{chunks} is more than the network's {layers} "
+            "blocks: each needs one"
         )
     for number, block in enumerate(blocks):
         lambda_func(
             network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
         )
-    check_stages(blocks, config.pipeline_stage)
+    check_stages(blocks, config.num_pipeline_parts)
 
 
 def spread_evenly(network, layer_id, offset, parallel_config, layers):
-    """Spread blocks evenly over the stages: the default `lambda_func`.
+    """Spread blocks evenly over the stages, or their chunks: the default `lambda_func`.
 
     Args:
         network: the block.
@@ -174,7 +176,8 @@ def spread_evenly(network, layer_id, offset, parallel_config, layers):
         layers: number of blocks of the whole network.
     """
     number = layer_id + offset
-    stages, groups = parallel_config.pipeline_stage, parallel_config.gradient_aggregation_group
+    stages = parallel_config.num_pipeline_parts
+    groups = parallel_config.gradient_aggregation_group
     per_stage = max(layers // stages, 1)
     network.pipeline_stage = min(number // per_stage, stages - 1)
     network.set_comm_fusion(number // max(layers // groups, 1) + 1)

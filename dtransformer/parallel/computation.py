@@ -47,7 +47,14 @@ class MeshFunction:
 
     def __call__(self, *args):
         """Return what the function returns; every device is done with it."""
-        weights = [variables.packed(variable) for variable in self._variables]
+        return self.run(self.packed(), *args)
+
+    def packed(self):
+        """Return the variables as DTensors."""
+        return [variables.packed(variable) for variable in self._variables]
+
+    def run(self, weights, *args):
+        """As a call, with the variables that `packed` has returned."""
         results, updates = self._traced(weights, args)
         del weights  # or an update in place would have to copy them
         wait(results)
@@ -85,6 +92,8 @@ def put_rows(batch):
     axis = layout.mesh_axis("batch")
 
     def put(x):
+        if x is None:
+            return None
         x = np.asarray(x)
         x = np.pad(x, [(0, -len(x) % layout.axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
@@ -92,6 +101,43 @@ def put_rows(batch):
         return _pack([x[part.slices] for part in slices], specs)
 
     return tf.nest.map_structure(put, batch)
+
+
+def put_batch(inputs, labels, sample_weight):
+    """Put a batch on the mesh; sample weights tell of rows that are added that they are none.
+
+    Args:
+        inputs, labels: nested tensors [b, ...].
+        sample_weight: tensor [b] or [b, t], or None.
+    """
+    number = num_rows((inputs, labels))
+    if sample_weight is None and number % layout.axis_size(layout.mesh_axis("batch")):
+        sample_weight = np.ones([number], "float32")
+    return put_rows((inputs, labels, sample_weight))
+
+
+def num_rows(batch):
+    """Return the number of rows of nested tensors.
+
+    Raises:
+        ValueError: they have different numbers of rows.
+    """
+    numbers = {len(x) for x in tf.nest.flatten(batch) if x is not None}
+    if len(numbers) != 1:
+        raise ValueError(
+            f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
+        )
+    return numbers.pop()
+
+
+def put_numbers(numbers):
+    """Put numbers that differ from step to step on the mesh, repeated.
+
+    DTensor takes tensors of less than 256 entries for constants, and compiles the function
+    again when they change.
+    """
+    numbers = np.reshape(numbers, [-1])
+    return put_whole(np.resize(numbers, max(256, numbers.size)))
 
 
 def put_whole(value):
@@ -123,7 +169,7 @@ def check_island_batch(batch):
     island = runtime.island()
     if island.size == 1:
         return
-    arrays = [np.asarray(x) for x in tf.nest.flatten(batch)]
+    arrays = [np.asarray(x) for x in tf.nest.flatten(batch) if x is not None]
     shapes = "; ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)
     checksum = 0
     for array in arrays:

@@ -15,7 +15,7 @@ import re
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model", None)
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
-PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 def _is_int(value):
@@ -165,6 +165,11 @@ class EmbeddingOpParallelConfig(_Checked):
     vocab_emb_dp: bool = _field(True, _flag)
 
     @property
+    def num_pipeline_parts(self):
+        """The number of parts that the network is divided into: chunks of all stages."""
+        return self.pipeline_stage * self.pipeline_chunks
+
+    @property
     def dp_mp_config(self):
         """The degrees alone, as an `OpParallelConfig`."""
         return OpParallelConfig(self.data_parallel, self.model_parallel)
@@ -238,7 +243,10 @@ class TransformerOpParallelConfig(_Checked):
         model_parallel: number of slices of each operation's weights.
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
-            micro-batches as there are stages, or `"gpipe"`, which keeps all.
+            micro-batches as there are stages; `"gpipe"`, which keeps all; or
+            `"interleaved"`: 1F1B with several chunks of the network on each stage.
+        pipeline_chunks: number of chunks of each stage, with `"interleaved"`. Stages
+            wait less, and send more.
         context_parallel: number of slices of the sequence in attention.
         expert_parallel: number of slices of the experts.
         micro_batch_num: number of micro-batches that a batch is split into.
@@ -277,6 +285,7 @@ class TransformerOpParallelConfig(_Checked):
     model_parallel: int = _field(1, _count)
     pipeline_stage: int = _field(1, _count)
     pipeline_schedule: str = _field("1f1b", _one_of(*PIPELINE_SCHEDULES))
+    pipeline_chunks: int = _field(1, _count)
     context_parallel: int = _field(1, _count)
     expert_parallel: int = _field(1, _count)
     micro_batch_num: int = _field(1, _count)
@@ -298,6 +307,11 @@ class TransformerOpParallelConfig(_Checked):
                 "yet: call dtransformer.init(config) first, or set data_parallel"
             )
         return self.data_parallel
+
+    @property
+    def num_pipeline_parts(self):
+        """The number of parts that the network is divided into: chunks of all stages."""
+        return self.pipeline_stage * self.pipeline_chunks
 
     @property
     def dp_mp_config(self):

@@ -216,16 +216,20 @@ def check_axes(axes, rank, what):
             )
 
 
-def check_rules(variables):
+def axes_of(variables):
+    """Return the names of the dimensions of variables; those of our layers have them."""
+    return {name for v in variables for name in getattr(v, "logical_axes", ())}
+
+
+def check_rules(used):
     """Check that every row that the user gave cuts, or keeps whole, some weight.
 
     Args:
-        variables: list of variables; those of our layers have `logical_axes`.
+        used: set of the logical names of all weights' dimensions.
 
     Raises:
         ValueError: a row matches nothing.
     """
-    used = {name for v in variables for name in getattr(v, "logical_axes", ())}
     for name in get_parallel_config().parallel_rules or {}:
         if name not in used and name not in ACTIVATION_AXES:
             names = sorted(filter(None, used))
@@ -262,3 +266,10 @@ def activation_specs(axes, shape):
 def pin(x, specs):
     """Pin the layout of a tensor on the mesh to a mesh axis, or None, for every dimension."""
     return dtensor.relayout(x, make_layout(specs))
+
+
+def pin_whole(tensors):
+    """Let every device have the whole of nested tensors; None stays None."""
+    return tf.nest.map_structure(
+        lambda x: None if x is None else pin(x, (None,) * len(x.shape)), tensors
+    )

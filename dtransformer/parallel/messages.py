@@ -49,6 +49,7 @@ class Messages:
             self._functions[key] = tf.function(
                 lambda tensors: _broadcast(tensors, peer, sends, name), autograph=False
             )
+            self._functions[key]._omit_frequent_tracing_warning = True
         return self._threads.submit(self._functions[key], tensors)
 
 

@@ -73,12 +73,20 @@ _NOT_YET = {
     "expert_parallel": (1,),
 }
 
+# What each stage of a pipeline would have to do once for every micro-batch.
+_NOT_WITH_A_PIPELINE = {
+    "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 cuts "
+    "gradients and optimizer states, and a stage has its own weights only",
+    "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
+}
+
 
 def check_supported(config):
     """Refuse a config that this version cannot carry out, instead of ignoring it.
 
     Raises:
         NotImplementedError: names the field.
+        ValueError: fields do not work together; says why.
     """
     for name, allowed in _NOT_YET.items():
         value = getattr(config, name)
@@ -86,14 +94,13 @@ def check_supported(config):
             raise NotImplementedError(
                 f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
             )
-
     if config.pipeline_stage > 1:
-        for name, allowed in {"model_parallel": 1, "optimizer_shard": 0}.items():
-            if getattr(config, name) != allowed:
-                raise NotImplementedError(
-                    f"pipeline_stage={config.pipeline_stage} together with {name}="
-                    f"{getattr(config, name)}: this version cannot carry it out yet; set "
-                    f"{name}={allowed}"
+        for name, reason in _NOT_WITH_A_PIPELINE.items():
+            value = getattr(config, name)
+            if value is True or value == 3:
+                raise ValueError(
+                    f"{name}={value} does not work with pipeline_stage={config.pipeline_stage}: "
+                    f"{reason}"
                 )
 
 

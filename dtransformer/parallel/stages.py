@@ -4,6 +4,9 @@ A layer with a `pipeline_stage` is placed: its stage alone has its weights and c
 Others have no weights, and every stage that needs their results computes them. So what
 passes from stage to stage are results of placed layers. Which ones `StagePlan` finds out,
 by running the network once with stand-ins for the placed layers.
+
+Stages may have several chunks of the network. Its parts are then counted instead: part q
+of v·p is a chunk of stage q mod p, and a `pipeline_stage` is the number of a part.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.parallel import runtime
+from dtransformer.parallel.config import get_parallel_config
 
 _view = None
 
@@ -32,17 +36,45 @@ def current_view():
     return _view
 
 
-def stage_of(layer, num_stages):
-    """Return the number of a placed layer's stage; -1 means the last one."""
-    return layer.pipeline_stage % num_stages if layer.pipeline_stage < 0 else layer.pipeline_stage
+def num_parts():
+    """Return the number v·p of the parts that the network is divided into."""
+    return runtime.stage()[1] * get_parallel_config().pipeline_chunks
+
+
+def own_parts():
+    """Return the numbers of the parts that this rank's stage has."""
+    own, num_stages = runtime.stage()
+    return range(own, num_parts(), num_stages)
+
+
+def stage_after(part):
+    """Return the stage that has the part after one."""
+    return (part + 1) % runtime.stage()[1]
+
+
+def stage_before(part):
+    """Return the stage that has the part before one."""
+    return (part - 1) % runtime.stage()[1]
+
+
+def part_of(layer, number):
+    """Return which of a number of parts a placed layer is in; -1 means the last one."""
+    return layer.pipeline_stage % number if layer.pipeline_stage < 0 else layer.pipeline_stage
+
+
+def stages_of(layer):
+    """Return the stages that have a placed layer's weights, its own first."""
+    _, num_stages = runtime.stage()
+    parts = [part_of(layer, num_parts()), *sorted(layer.parts_with_copies)]
+    return list(dict.fromkeys(part % num_stages for part in parts))
 
 
 def is_elsewhere(layer):
     """Return whether other stages than this rank's have the layer's weights."""
-    own, number = runtime.stage()
-    if number == 1 or layer.pipeline_stage is None:
+    own, num_stages = runtime.stage()
+    if num_stages == 1 or layer.pipeline_stage is None:
         return False
-    return own != stage_of(layer, number) and own not in layer.stages_with_copies
+    return own not in stages_of(layer)
 
 
 def check_here(layer):
@@ -52,34 +84,66 @@ def check_here(layer):
         RuntimeError: another stage has them.
     """
     if is_elsewhere(layer):
-        own, number = runtime.stage()
         raise RuntimeError(
-            f"{layer.path} is on stage {stage_of(layer, number)} of the pipeline, this rank on "
-            f"stage {own}: call fit, evaluate or predict of a Trainer, which go through all stages"
+            f"{layer.path} is on stage {stages_of(layer)[0]} of the pipeline, this rank on stage "
+            f"{runtime.stage()[0]}: call fit, evaluate or predict of a Trainer, which go through "
+            "all stages"
         )
 
 
-def copies(network):
-    """Return the weights of this rank that are copies of an earlier stage's."""
-    own, number = runtime.stage()
+def placed_layers(network):
+    """Return the layers of a network that have a place, without those inside of them."""
+    found, inside = [], set()
+    for layer in network._flatten_layers():  # the outer ones come first
+        if getattr(layer, "pipeline_stage", None) is not None and id(layer) not in inside:
+            found.append(layer)
+            inside.update(id(one) for one in layer._flatten_layers())
+    return found
+
+
+def weights_of(network, part):
+    """Return the trained weights that a part of the network computes with."""
+    number = num_parts()
     return [
         weight
-        for layer in network._flatten_layers()
-        if number > 1 and own in getattr(layer, "stages_with_copies", ())
+        for layer in placed_layers(network)
+        if part == part_of(layer, number) or part in layer.parts_with_copies
         for weight in layer.trainable_variables
     ]
 
 
+def losses_of(network, part):
+    """Return the losses that layers of a part have added, those of regularizers included."""
+    number = num_parts()
+    layers = [layer for layer in placed_layers(network) if part == part_of(layer, number)]
+    return [loss for layer in layers for loss in layer.losses]
+
+
+def shared_weights(network):
+    """Return (stages, layer) of each layer whose weights several stages have."""
+    layers = [layer for layer in placed_layers(network) if layer.parts_with_copies]
+    return [(stages_of(layer), layer) for layer in layers if len(stages_of(layer)) > 1]
+
+
+def copies(network):
+    """Return the weights of this rank that are copies of another stage's."""
+    own, num_stages = runtime.stage()
+    if num_stages == 1:
+        return []
+    shared = [layer for stages, layer in shared_weights(network) if own in stages[1:]]
+    return [weight for layer in shared for weight in layer.trainable_variables]
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A result of a placed layer that other stages need.
+    """A result of a placed layer that other parts need.
 
     Args:
         name: str, the same on every rank.
         shape: tuple of ints.
         dtype: name of its type.
-        first: the stage that computes it.
-        last: the last stage that needs it.
+        first: the part that computes it.
+        last: the last part that needs it.
     """
 
     name: str
@@ -91,62 +155,85 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What passes from stage to stage, for one shape of micro-batches.
+    """What passes from part to part, for one shape of micro-batches.
 
     Args:
-        num_stages: number p of stages.
+        num_parts: number of parts: of stages, where each has one chunk.
         values: tuple of `Value`s.
+        outputs: nested specs of what the network returns.
     """
 
-    num_stages: int
+    num_parts: int
     values: tuple
+    outputs: object = None
 
-    def sent_after(self, stage):
-        """Return the `Value`s that a stage hands to the next one."""
-        return [value for value in self.values if value.first <= stage < value.last]
+    def sent_after(self, part):
+        """Return the `Value`s that a part hands to the next one."""
+        return [value for value in self.values if value.first <= part < value.last]
 
-    def received_by(self, stage):
-        """Return the `Value`s that a stage has from the one before."""
-        return self.sent_after(stage - 1) if stage else []
+    def received_by(self, part):
+        """Return the `Value`s that a part has from the one before."""
+        return self.sent_after(part - 1) if part else []
 
     def __str__(self):
         lines = []
-        for stage in range(self.num_stages - 1):
-            for value in self.sent_after(stage):
+        for part in range(self.num_parts - 1):
+            for value in self.sent_after(part):
                 shape = "×".join(map(str, value.shape))
-                lines.append(f"stage {stage} → {stage + 1}: {value.name} {shape} {value.dtype}")
+                lines.append(f"stage {part} → {part + 1}: {value.name} {shape} {value.dtype}")
         return "\n".join(lines)
 
     @classmethod
-    def of(cls, network, inputs, num_stages):
+    def of(cls, function, inputs, number):
+        """Return the plan of a function of placed layers.
+
+        Args:
+            function: a function of `inputs` that returns nested tensors.
+            inputs: nested tensors, or specs of known shapes: a micro-batch.
+            number: number of parts.
+
+        Raises:
+            ValueError: a part needs what a later one computes.
+        """
+        return _record(function, inputs, number).plan()
+
+    @classmethod
+    def of_network(cls, network, inputs, number):
         """Return the plan of a network, and let stages have the tables that they share.
 
         Args:
             network: a `keras.Model`.
             inputs: nested tensors, or specs of known shapes: a micro-batch.
-            num_stages: number p of stages.
+            number: number of parts.
 
         Raises:
-            ValueError: a stage has no layers, or needs what a later one computes; or a
+            ValueError: a part has no layers, or needs what a later one computes; or a
                 layer with weights has no place.
         """
-        recorder = _Recorder(num_stages)
+        recorder = _record(lambda inputs: network(inputs, training=True), inputs, number)
+        _check_places(network, recorder, number)
+        return recorder.plan()
 
-        def run(inputs):
-            with view(recorder):
-                recorder.outputs = tf.nest.flatten(network(inputs, training=True))
 
-        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
-        tf.function(run, autograph=False).get_concrete_function(specs)
-        _check_places(network, recorder, num_stages)
-        return cls(num_stages, tuple(recorder.values()))
+def _record(function, inputs, number):
+    recorder = _Recorder(number)
+
+    def run(inputs):
+        with view(recorder):
+            recorder.outputs = function(inputs)
+
+    specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
+    tf.function(run, autograph=False).get_concrete_function(specs)
+    return recorder
 
 
 class _Recorder:
     """Stands in for placed layers, and remembers what their inputs come from."""
 
-    def __init__(self, num_stages):
-        self._num_stages = num_stages
+    is_last = True  # outputs are wanted
+
+    def __init__(self, num_parts):
+        self._num_parts = num_parts
         self._names = _Names()
         self._results = {}  # a stand-in's name -> (layer, number of the result, name, stand-in)
         self._needed = []  # (layer, tensors)
@@ -163,28 +250,32 @@ class _Recorder:
             self._results[x.name] = (layer, number, f"{name}:{number}", x)
         return tf.nest.pack_sequence_as(results, flat)
 
-    def values(self):
-        """Return the `Value`s; say of tables which stages need a copy."""
+    def plan(self):
+        """Return the `StagePlan`; say of tables which parts need a copy."""
+        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), self.outputs)
+        return StagePlan(self._num_parts, tuple(self._values()), specs)
+
+    def _values(self):
         last_use = {}
-        last_stage = self._num_stages - 1
-        uses = [(stage_of(layer, self._num_stages), layer.path, xs) for layer, xs in self._needed]
-        for stage, user, tensors in [*uses, (last_stage, "the output", self.outputs)]:
+        last_part, outputs = self._num_parts - 1, tf.nest.flatten(self.outputs)
+        uses = [(part_of(layer, self._num_parts), layer.path, xs) for layer, xs in self._needed]
+        for part, user, tensors in [*uses, (last_part, "the output", outputs)]:
             for key in self._origins(tensors):
                 layer, number, name, _ = self._results[key]
-                first = stage_of(layer, self._num_stages)
+                first = part_of(layer, self._num_parts)
                 if number in layer.results_that_are_weights:
-                    if stage != first:
-                        layer.stages_with_copies = {*layer.stages_with_copies, stage}
+                    if part != first:
+                        layer.parts_with_copies = {*layer.parts_with_copies, part}
                     continue
-                if stage < first:
+                if part < first:
                     raise ValueError(
-                        f"{user} is on stage {stage} and needs what {layer.path} computes on stage "
+                        f"{user} is on stage {part} and needs what {layer.path} computes on stage "
                         f"{first}: stages may not go backwards along the network"
                     )
-                last_use[key] = max(last_use.get(key, 0), stage)
+                last_use[key] = max(last_use.get(key, 0), part)
         for key, last in last_use.items():
             layer, number, name, x = self._results[key]
-            first = stage_of(layer, self._num_stages)
+            first = part_of(layer, self._num_parts)
             if last > first:
                 yield Value(name, tuple(x.shape), x.dtype.name, first, last)
 
@@ -204,27 +295,29 @@ class _Recorder:
 
 
 class StageView:
-    """Computes one stage's placed layers; others give what was received, or stand-ins.
+    """Computes one part's placed layers; others give what was received, or stand-ins.
 
     Args:
-        stage: number of the stage.
+        part: number of the part.
         plan: the `StagePlan`.
-        received: dict of the names of `plan.received_by(stage)` and their tensors.
+        received: dict of the names of `plan.received_by(part)` and their tensors.
 
     Attributes:
-        sent: dict of the names of `plan.sent_after(stage)` and their tensors.
+        sent: dict of the names of `plan.sent_after(part)` and their tensors.
+        is_last: whether the part has the outputs.
     """
 
-    def __init__(self, stage, plan, received):
-        self._stage, self._plan = stage, plan
+    def __init__(self, part, plan, received):
+        self._part, self._plan = part, plan
         self._received = received
+        self.is_last = part == plan.num_parts - 1
         self._names = _Names()
-        self._wanted = {value.name for value in plan.sent_after(stage)}
+        self._wanted = {value.name for value in plan.sent_after(part)}
         self.sent = {name: x for name, x in received.items() if name in self._wanted}
 
     def call(self, layer, compute, args, kwargs):
         name = self._names.next(layer)
-        if stage_of(layer, self._plan.num_stages) == self._stage:
+        if part_of(layer, self._plan.num_parts) == self._part:
             with view(None):  # what is inside of a placed layer is with it
                 results = compute(*args, **kwargs)
             for number, x in enumerate(tf.nest.flatten(results)):
@@ -233,7 +326,7 @@ class StageView:
             return results
         results = layer.stand_in(*args, **kwargs)
         flat = tf.nest.flatten(results)
-        copies = layer.copies() if self._stage in layer.stages_with_copies else {}
+        copies = layer.copies() if self._part in layer.parts_with_copies else {}
         for number in range(len(flat)):
             if number in copies:
                 flat[number] = copies[number]
@@ -253,12 +346,12 @@ class _Names:
         return f"{layer.path}#{number}" if number else layer.path
 
 
-def _check_places(network, recorder, num_stages):
-    placed = {stage_of(layer, num_stages) for layer in recorder.layers}
-    without = [stage for stage in range(num_stages) if stage not in placed]
+def _check_places(network, recorder, number):
+    placed = {part_of(layer, number) for layer in recorder.layers}
+    without = [part for part in range(number) if part not in placed]
     if without:
         raise ValueError(
-            f"stage {without[0]} of {num_stages} has no layer with weights: change lambda_func or "
+            f"stage {without[0]} of {number} has no layer with weights: change lambda_func or "
             "pipeline_stage"
         )
     inside = {id(part) for layer in recorder.layers for part in layer._flatten_layers()}

@@ -76,13 +76,10 @@ class MeshVariable(PartedVariable):
     def _initialize_with_initializer(self, initializer):
         with tf.device("CPU:0"):
             whole = np.asarray(initializer(self._shape, dtype=self._dtype))
-        mesh = layout.get_mesh()
-        slices = slices_of(self._shape, self.specs, mesh.local_device_ids())
-        self._slices = list(dict.fromkeys(slices))  # of every shard
-        self._shard_of = [self._slices.index(index) for index in slices]  # every local device's
+        self._slices = LocalSlices(self._shape, self.specs)
         self.shards = []
-        for number, index in enumerate(self._slices):
-            with tf.device(mesh.local_devices()[self._shard_of.index(number)]):
+        for index, device in zip(self._slices.distinct, self._slices.first_devices):
+            with tf.device(device):
                 self.shards.append(
                     keras.Variable(
                         whole[index.slices],
@@ -111,20 +108,15 @@ class MeshVariable(PartedVariable):
 
     def packed(self):
         """Return the whole as one DTensor."""
-        parts = []
-        for device, number in zip(layout.get_mesh().local_devices(), self._shard_of):
-            with tf.device(device):
-                parts.append(tf.identity(self.shards[number].value))
-        return dtensor.pack(parts, layout.make_layout(self.specs))
+        return self._slices.pack([shard.value for shard in self.shards])
 
     def unpacked(self, value):
         """Return the slices of a DTensor that is laid out alike, in the order of the shards."""
-        parts = dtensor.unpack(value)
-        return [parts[self._shard_of.index(number)] for number in range(len(self.shards))]
+        return self._slices.unpack(value)
 
     def _direct_assign(self, value):
         value = np.asarray(value)
-        for shard, index in zip(self.shards, self._slices):
+        for shard, index in zip(self.shards, self._slices.distinct):
             shard.assign(value[index.slices])
 
     def numpy(self):
@@ -140,6 +132,43 @@ class _Slice(tuple):
     @property
     def slices(self):
         return tuple(slice(start, stop) for start, stop in self)
+
+
+class LocalSlices:
+    """The slices of a DTensor that this rank's devices hold, each once.
+
+    Args:
+        shape: shape of the whole.
+        specs: tuple with the mesh axis, or None, that cuts each dimension.
+
+    Attributes:
+        distinct: list of where they lie, hashable; their `slices` index the whole.
+        first_devices: for each the first local device that holds it.
+        shapes: their shapes.
+    """
+
+    def __init__(self, shape, specs):
+        mesh = layout.get_mesh()
+        slices = slices_of(shape, specs, mesh.local_device_ids())
+        self._layout = layout.make_layout(specs)
+        self.distinct = list(dict.fromkeys(slices))
+        self._number_of = [self.distinct.index(index) for index in slices]  # every device's
+        self._firsts = [self._number_of.index(number) for number in range(len(self.distinct))]
+        self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
+        self.shapes = [tuple(stop - start for start, stop in index) for index in self.distinct]
+
+    def pack(self, parts):
+        """Return the DTensor whose slices are `parts`, in the order of `distinct`."""
+        on_devices = []
+        for device, number in zip(layout.get_mesh().local_devices(), self._number_of):
+            with tf.device(device):
+                on_devices.append(tf.identity(parts[number]))
+        return dtensor.pack(on_devices, self._layout)
+
+    def unpack(self, value):
+        """Return the slices of a DTensor, in the order of `distinct`."""
+        parts = dtensor.unpack(value)
+        return [parts[first] for first in self._firsts]
 
 
 def slices_of(shape, specs, device_ids):

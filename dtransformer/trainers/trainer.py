@@ -382,7 +382,8 @@ class Trainer(FitLoop):
         elif not self.network.built:
             self.network(input_symbols(data))
         if layout.get_mesh() is not None:
-            layout.check_rules(self.network.variables)
+            self._check_rules()
+        if layout.get_mesh() is not None and self._plane is None:
             self._plane = MeshPlane(self)
             self._compute = self._in_micro_batches(self._plane.train)
         if self._plane is None:
@@ -395,6 +396,13 @@ class Trainer(FitLoop):
             self._finish_test = tf.function(
                 self._track_test, reduce_retracing=True, autograph=False
             )
+
+    def _check_rules(self):
+        if get_parallel_config().parallel_rules:
+            used = layout.axes_of(self.network.variables)
+            if runtime.stage()[1] > 1:  # each stage has some of the weights
+                used = set().union(*runtime.horovod().allgather_object(used, name="axes"))
+            layout.check_rules(used)
 
     # What is kept and shown.
 
@@ -426,7 +434,7 @@ class Trainer(FitLoop):
         """
         if not self.network.built:
             raise ValueError("the network has no weights yet: build it, or call it on a batch")
-        layout.check_rules(self.network.variables)
+        self._check_rules()
         shard = shard_plan(self.network.trainable_variables)
         return WeightPlan.of(self.network.variables, shard if shard.level else None)
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM
 from dtransformer.parallel import runtime, variables
 from dtransformer.trainers import Trainer
 from tests.distributed.jobs import STEPS, Record, translation_model
@@ -43,7 +44,7 @@ class Layout:
         rows: whether tables of embeddings are cut by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is cut too (`sequence_parallel=True`).
         level: of optimizer sharding; weights of 1 KB and more are cut.
-        stages, parts, schedule: of a pipeline, and the number of its micro-batches.
+        stages, parts, schedule, chunks: of a pipeline, and the number of its micro-batches.
     """
 
     data: int = 1
@@ -56,15 +57,22 @@ class Layout:
     stages: int = 1
     parts: int = 1
     schedule: str = "1f1b"
+    chunks: int = 1
 
     @property
     def name(self):
         """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
         axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
-        axes += f"pp{self.stages}m{self.parts}{self.schedule}" * (self.stages > 1)
+        schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
+        axes += f"pp{self.stages}m{self.parts}{schedule}" * (self.stages > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+shard{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
+
+    @property
+    def num_blocks(self):
+        """The number of blocks of the networks that are trained in a pipeline."""
+        return max(4, self.stages * self.chunks)
 
     def start(self):
         """Join the job under this layout."""
@@ -78,6 +86,7 @@ class Layout:
             pipeline_stage=self.stages,
             micro_batch_num=self.parts,
             pipeline_schedule=self.schedule,
+            pipeline_chunks=self.chunks,
         )
         dtransformer.init(config, local_devices=self.devices)
 
@@ -104,15 +113,32 @@ SHARDED = {
     for layout in (Layout(*grid, level=level) for level in (1, 2, 3))
 }
 LAYOUTS.update(SHARDED)
-# data, stages, micro-batches
-_PIPELINES = (1, 2, 2), (1, 2, 4), (1, 2, 8), (1, 4, 4), (1, 4, 8), (2, 2, 4)
+# stages, micro-batches
+_PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
+_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 PIPELINES = {
     layout.name: layout
-    for schedule in ("1f1b", "gpipe")
-    for layout in (
-        Layout(data, ranks=data * stages, stages=stages, parts=parts, schedule=schedule)
-        for data, stages, parts in _PIPELINES
-    )
+    for layout in [
+        Layout(ranks=stages, stages=stages, parts=parts, schedule=schedule, chunks=chunks)
+        for schedule, chunks in _SCHEDULES.items()
+        for stages, parts in _PIPELINES
+    ]
+    # With the other ways to divide the work: ranks, devices of each, and what else there is.
+    + [
+        Layout(ranks=ranks, devices=devices, stages=2, parts=2, **others)
+        for ranks, devices, others in (
+            (2, 2, {"model": 2}),
+            (4, 1, {"model": 2}),
+            (4, 1, {"model": 2, "rows": True, "sequence": True}),
+            (4, 2, {"model": 2, "data": 2}),
+            (2, 2, {"model": 2, "schedule": "interleaved", "chunks": 2}),
+            (4, 1, {"data": 2}),
+            (4, 1, {"data": 2, "level": 1}),
+            (4, 1, {"data": 2, "level": 2}),
+            (4, 2, {"data": 2, "model": 2, "level": 2}),
+            (2, 2, {"data": 2}),
+        )
+    ]
 }
 LAYOUTS.update(PIPELINES)
 
@@ -151,22 +177,30 @@ def sgd(_):
     return _without_decay(keras.optimizers.SGD(0.03, momentum=0.9, weight_decay=0.01, clipnorm=0.2))
 
 
-def deep(epsilon):
-    """As `adamw`, with two blocks more."""
+def deep(epsilon, num_blocks=4):
+    """As `adamw`, with more blocks."""
     return _without_decay(
         keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5),
-        **_DEEP,
+        **_halves(num_blocks),
     )
 
 
-def deep_tied(epsilon):
-    """As `tied`, with two blocks more."""
-    return tied(epsilon, **_DEEP)
+def deep_tied(epsilon, num_blocks=4):
+    """As `tied`, with more blocks."""
+    return tied(epsilon, **_halves(num_blocks))
 
 
-def deep_dropout(epsilon):
+def deep_dropout(epsilon, num_blocks=4):
     """As `deep_tied`, with dropout: its masks depend on the number of micro-batches."""
-    return tied(epsilon, dropout_rate=0.1, **_DEEP)
+    return tied(epsilon, dropout_rate=0.1, **_halves(num_blocks))
+
+
+def deep_causal(epsilon, num_blocks=4):
+    """A language model, tied."""
+    model = CausalLM(61, num_layers=num_blocks, dropout_rate=0.0, **_SIZES)
+    return model, keras.optimizers.AdamW(
+        1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5
+    )
 
 
 def lion(_):
@@ -181,11 +215,23 @@ def _without_decay(optimizer, **options):
 
 
 _SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
-_DEEP = {"encoder_layers": 2, "decoder_layers": 2}
-NETWORKS = {
-    **{"untied": untied, "tied": tied, "adamw": adamw, "sgd": sgd, "lion": lion},
-    **{"deep": deep, "deep_tied": deep_tied, "deep_dropout": deep_dropout},
+NETWORKS = {"untied": untied, "tied": tied, "adamw": adamw, "sgd": sgd, "lion": lion}
+# Those for pipelines take a number of blocks.
+DEEP_NETWORKS = {
+    **{"deep": deep, "deep_tied": deep_tied},
+    **{"deep_dropout": deep_dropout, "deep_causal": deep_causal},
 }
+NETWORKS.update(DEEP_NETWORKS)
+
+
+def _halves(num_blocks):
+    return {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks - num_blocks // 2}
+
+
+def make(network, epsilon=EPSILON, num_blocks=4):
+    """Return a network and its optimizer."""
+    options = {"num_blocks": num_blocks} if network in DEEP_NETWORKS else {}
+    return NETWORKS[network](epsilon, **options)
 
 
 def batches(num_batches, vocab_size, seed, same_rows=False):
@@ -211,35 +257,38 @@ def batches(num_batches, vocab_size, seed, same_rows=False):
     return made
 
 
-def share(num_batches, vocab_size, seed=0, same_rows=False):
-    """Return a dataset of this rank's rows of each batch."""
+def share(network, num_batches, vocab_size, seed=0):
+    """Return a dataset of this rank's rows of each batch.
+
+    The networks for pipelines have batches that can be divided into micro-batches.
+    """
     index, count = runtime.data_shard()
-    whole = batches(num_batches, vocab_size, seed, same_rows)
+    whole = batches(num_batches, vocab_size, seed, same_rows=network in DEEP_NETWORKS)
     ids = tf.TensorSpec([None, None], "int32")
-    return tf.data.Dataset.from_generator(
+    data = tf.data.Dataset.from_generator(
         lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in whole),
         output_signature=({"source": ids, "target": ids}, ids),
     )
+    return data.map(lambda x, y: (x["target"], y)) if network == "deep_causal" else data
 
 
-def train(network, num_steps=STEPS, epsilon=EPSILON):
+def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     """Train a network under the current layout.
 
-    All ranks have to call, as each holds a part of the weights. The networks for pipelines have
-    batches that can be divided into micro-batches.
+    All ranks have to call, as each holds a part of the weights.
 
     Returns:
         The trainer; and a dict of arrays: `"losses"` of all steps; each weight, whole,
         before and after, as `"initial/PATH"` and `"final/PATH"`; and `"bytes"`, what
         this rank holds of them.
     """
-    model, optimizer = NETWORKS[network](epsilon)
+    model, optimizer = make(network, epsilon, num_blocks)
     model.build()
     results = _read_weights(model, "initial")
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
     record = Record()
-    data = share(num_steps, model.vocab_size, same_rows=network.startswith("deep"))
+    data = share(network, num_steps, model.vocab_size)
     trainer.fit(data, callbacks=[record], verbose=0)
     results["losses"] = np.array([logs["step_loss"] for logs in record.logs])
     shards = variables.own_shards(model.variables)
@@ -260,9 +309,9 @@ def use(trainer, network, folder, layout):
     """
     model = trainer.network
     inputs, _ = batches(2, model.vocab_size, seed=2)[1]
-    data = share(1, model.vocab_size, seed=1)
+    data = share(network, 1, model.vocab_size, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, return_dict=True)
-    fresh, _ = NETWORKS[network](EPSILON)
+    fresh, _ = make(network, num_blocks=layout.num_blocks)
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
@@ -420,7 +469,7 @@ def main():
         network, layout = parse(run)
         try:
             layout.start()
-            trainer, results = train(network, arguments.steps, arguments.epsilon)
+            trainer, results = train(network, arguments.steps, arguments.epsilon, layout.num_blocks)
             if run in arguments.use:
                 results.update(use(trainer, network, arguments.folder, layout))
         except Exception:  # the same on all ranks, as a rule: the next layout can be run

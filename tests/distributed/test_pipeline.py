@@ -30,7 +30,7 @@ def alone():
         key = _key(network, layout)
         if key not in results:
             layouts.Layout(parts=key[1]).start()
-            results[key] = layouts.train(network)[1]
+            results[key] = layouts.train(network, num_blocks=layout.num_blocks)[1]
     return results
 
 
@@ -41,7 +41,8 @@ def ranks_of(folder):
 
 
 def _key(network, layout):
-    return network, layout.parts if network == "deep_dropout" else 1
+    parts = layout.parts if network == "deep_dropout" else 1
+    return network, parts, layout.num_blocks
 
 
 def expected_of(run, alone):

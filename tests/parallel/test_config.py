@@ -39,6 +39,7 @@ DEFAULTS = {
         "model_parallel": 1,
         "pipeline_stage": 1,
         "pipeline_schedule": "1f1b",
+        "pipeline_chunks": 1,
         "context_parallel": 1,
         "expert_parallel": 1,
         "micro_batch_num": 1,

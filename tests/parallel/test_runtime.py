@@ -74,8 +74,6 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"pipeline_stage": 2, "model_parallel": 2},
-        {"pipeline_stage": 2, "optimizer_shard": 1},
         {"context_parallel": 2},
         {"expert_parallel": 2},
     ],
@@ -98,12 +96,22 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
         {"recompute": TransformerRecomputeConfig(select=("norm",))},
         {"micro_batch_num": 4},
         {"pipeline_stage": 2, "micro_batch_num": 4},
+        {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 2},
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
     ],
     ids=str,
 )
 def test_what_is_carried_out(fields):
     runtime.check_supported(TransformerOpParallelConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"optimizer_shard": 3}, {"gradient_accumulation_shard": True}], ids=str
+)
+def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
+    (name, value), *_ = fields.items()
+    with pytest.raises(ValueError, match=f"{name}={value} does not work with pipeline_stage=2: "):
+        runtime.check_supported(TransformerOpParallelConfig(pipeline_stage=2, **fields))
 
 
 def test_init_refuses_what_is_not_carried_out_and_stays_outside():

@@ -19,14 +19,14 @@ def network_and_plan(num_stages, **options):
     with parallel_config(pipeline_stage=num_stages):
         network = TranslationTransformer(20, dropout_rate=0.0, **SIZES, **options)
         network.build()
-        return network, StagePlan.of(network, INPUTS, num_stages)
+        return network, StagePlan.of_network(network, INPUTS, num_stages)
 
 
 def passed(plan):
     """Return for each border what passes it, without the network's name."""
     return [
         {value.name.split("/", 1)[1]: value.shape for value in plan.sent_after(stage)}
-        for stage in range(plan.num_stages - 1)
+        for stage in range(plan.num_parts - 1)
     ]
 
 
@@ -49,11 +49,11 @@ def test_the_memory_goes_to_every_stage_of_the_decoder():
 
 def test_a_tied_table_is_copied_and_not_sent():
     network, plan = network_and_plan(2, **TIED)
-    assert network.source_embedding.stages_with_copies == {1}
+    assert network.source_embedding.parts_with_copies == {1}
     # One layer embeds both: its calls have names of their own.
     assert all("embedding" not in name for border in passed(plan) for name in border)
     network, _ = network_and_plan(2)
-    assert not network.target_embedding.stages_with_copies
+    assert not network.target_embedding.parts_with_copies
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -104,4 +104,4 @@ def test_a_layer_with_weights_and_without_a_place_is_an_error():
     with parallel_config(pipeline_stage=2):
         network = WithMore(**SIZES)
         with pytest.raises(ValueError, match="more has weights, but no place in the pipeline"):
-            StagePlan.of(network, INPUTS, 2)
+            StagePlan.of_network(network, INPUTS, 2)

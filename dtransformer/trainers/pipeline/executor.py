@@ -5,13 +5,15 @@ import time
 import tensorflow as tf
 
 from dtransformer.layers.dropout import dropout_seed
-from dtransformer.parallel import gathered, groups, runtime, stages
+from dtransformer.parallel import audit, gathered, groups, runtime, stages
+from dtransformer.parallel.computation import num_rows
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.slices import carried
+from dtransformer.parallel.messages import Messages
+from dtransformer.parallel.stage_devices import stage_devices
+from dtransformer.parallel.stage_pass import StagePass, from_last
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import rows_of, seed_of
 from dtransformer.trainers.pipeline import schedules
-from dtransformer.trainers.pipeline.messages import Messages
 from dtransformer.trainers.pipeline.simulator import ideal_of
 from dtransformer.trainers.pipeline.timeline import Event, Timeline, write
 
@@ -23,9 +25,16 @@ def check_pipeline(config):
         ValueError: see `schedules.check_schedule`.
     """
     if config.pipeline_stage > 1:
-        schedules.check_schedule(
-            config.pipeline_schedule, config.pipeline_stage, config.micro_batch_num
-        )
+        schedules.check_schedule(*_schedule_of(config))
+
+
+def _schedule_of(config):
+    return (
+        config.pipeline_schedule,
+        config.pipeline_stage,
+        config.micro_batch_num,
+        config.pipeline_chunks,
+    )
 
 
 def check_trainer(objective, metrics, run_eagerly, jit_compile):
@@ -56,31 +65,45 @@ class PipelinePlane:
 
     def __init__(self, trainer):
         self._trainer, self._network = trainer, trainer.network
-        self.stage, self._num_stages = runtime.stage()
+        self.stage, self.num_stages = runtime.stage()
         config = get_parallel_config()
-        self._number = config.micro_batch_num
-        self._instructions = schedules.instructions(
-            config.pipeline_schedule, self._num_stages, self._number
+        self.number = config.micro_batch_num
+        self._instructions = schedules.instructions(*_schedule_of(config))
+        self.devices, self.messages = stage_devices(), Messages()
+        self._predict = StagePass(
+            self._network, lambda inputs, _: (self._network(inputs, training=False), None), "call"
         )
+        self._test = StagePass(self._network, self._outputs_and_sums, "test")
         self._plans = {}  # shapes of a micro-batch -> StagePlan
-        self._functions = {}  # (function, shapes) -> compiled
-        self._messages = Messages()
-        self._sum = tf.function(
-            lambda total, more: [a + b for a, b in zip(total, more)], reduce_retracing=True
+        self._functions = {}  # (part, plan) -> compiled
+        self.add = tf.function(
+            lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
         )
         self.events = []  # of the last step
         self.input_shapes = None
+        self._compiled = []  # names of the functions of the step that was compiled last
+
+    @property
+    def last_part(self):
+        """The number of the part that has the network's outputs, and the loss."""
+        return stages.num_parts() - 1
 
     @property
     def is_last(self):
-        """Whether this rank has the last stage: the network's outputs, and the loss."""
-        return self.stage == self._num_stages - 1
+        """Whether this rank has the last part."""
+        return self.last_part in stages.own_parts()
+
+    def part_of(self, instruction):
+        """Return the number of the part that an instruction of this stage is about."""
+        return instruction.chunk * self.num_stages + self.stage
 
     def plan(self, inputs):
         """Return the `StagePlan` for a micro-batch, from its tensors or specs."""
         key = tuple((tuple(x.shape), x.dtype.name) for x in tf.nest.flatten(inputs))
         if key not in self._plans:
-            self._plans[key] = stages.StagePlan.of(self._network, inputs, self._num_stages)
+            self._plans[key] = stages.StagePlan.of_network(
+                self._network, inputs, stages.num_parts()
+            )
         return self._plans[key]
 
     def build(self, inputs):
@@ -88,11 +111,15 @@ class PipelinePlane:
         if not self._network.built:
             self._network.build()
         self.plan(inputs)
-        for layer in self._network._flatten_layers():
-            if self.stage in getattr(layer, "stages_with_copies", ()) and not layer.weights:
+        for shared, layer in stages.shared_weights(self._network):
+            if self.stage in shared and not layer.weights:
                 layer.built = False
                 layer.build((None, None))
         self._copies = self._shared_weights()
+
+    def collectives(self):
+        """Return the `Collective`s on the mesh of the step that was compiled last."""
+        return audit.mesh_collectives(self._compiled)
 
     def timeline(self, path=None):
         """Return what all stages did in the last step; see `Trainer.timeline`."""
@@ -101,7 +128,7 @@ class PipelinePlane:
         if not all(events):
             raise ValueError("no training step was run yet: call fit or train_on_batch first")
         events = sorted((e for own in events for e in own), key=lambda e: e.start)
-        timeline = Timeline(tuple(events), self._num_stages)
+        timeline = Timeline(tuple(events), self.num_stages)
         if path is not None and runtime.is_chief():
             write(timeline, ideal_of(timeline, self._instructions), path)
         return timeline
@@ -110,140 +137,138 @@ class PipelinePlane:
 
     def train(self, inputs, labels, sample_weight, count, loss_scale, seed):
         """As `Trainer._loss_and_gradients`; gradients are those of this stage's weights."""
-        self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
-        batches = self._micro_batches((inputs, labels, sample_weight))
-        step = _Step(self, batches, count, loss_scale, seed)
+        batch = inputs, labels, sample_weight
+        self.devices.check(batch)
+        batches = self._micro_batches(batch)
+        self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
+        numbers = [self.devices.put_numbers(x) for x in (count, loss_scale)]
+        step = _Step(self, [self.devices.put_batch(*one) for one in batches], *numbers, seed)
         for instruction in self._instructions[self.stage]:
             step.run(instruction)
         step.finish()
-        self.events = step.events
-        return self._add_copies(step.gradients), None, self._shared(step.sums)
+        self.events, self._compiled = step.events, step.compiled or self._compiled
+        return self._add_copies(step.all_gradients()), step.all_outputs(), self._shared(step.sums)
 
     def _micro_batches(self, batch):
-        rows = tf.nest.flatten(batch[0])[0].shape[0]
-        if rows % self._number:
+        rows = num_rows(batch)
+        if rows % self.number:
             raise ValueError(
                 f"a batch of {rows} rows a data shard cannot be divided into "
-                f"micro_batch_num={self._number} equal micro-batches, as a pipeline needs: use a "
+                f"micro_batch_num={self.number} equal micro-batches, as a pipeline needs: use a "
                 "multiple of them"
             )
-        return [rows_of(batch, k, self._number, rows) for k in range(self._number)]
+        return [rows_of(batch, k, self.number, rows) for k in range(self.number)]
 
-    def forward(self, received, batch, count, loss_scale, seed):
-        """Return what the stage sends on, its part of the loss, and sums at the last one."""
-        inputs, labels, sample_weight = batch
-        plan = self.plan(inputs)
+    def function(self, part, plan):
+        """Return the compiled forward pass of a part.
 
-        def compute(received, inputs, labels, sample_weight, count, loss_scale, seed):
-            view = stages.StageView(self.stage, plan, received)
-            with dropout_seed(seed), gathered.reading("train"), stages.view(view):
-                outputs = self._network(inputs, training=True)
-            loss, sums = tf.zeros([]), {}
-            if self.is_last:
-                sums = self._trainer._sums(inputs, outputs, labels, sample_weight)
-                loss = tf.math.divide_no_nan(sums["loss"], count)
-            for extra in self._network.losses:
-                loss += tf.cast(extra, "float32") / (runtime.data_shard()[1] * self._number)
-            return view.sent, loss * loss_scale, sums
-
-        compute = self._compiled("forward", compute, plan)
-        return compute(received, inputs, labels, sample_weight, count, loss_scale, seed)
-
-    def _compiled(self, name, function, plan):
-        """Return the function compiled for a plan, that of its first call."""
-        key = name, id(plan)
+        It gives what the part sends on, its share of the loss, and at the last part sums
+        and the outputs, where metrics want them.
+        """
+        key = part, id(plan)
         if key not in self._functions:
-            self._functions[key] = tf.function(function, autograph=False)
+            self._functions[key] = self.devices.compile(
+                self._forward(part, plan), self._network, part
+            )
         return self._functions[key]
+
+    def _forward(self, part, plan):
+        devices, trainer = self.devices, self._trainer
+        sent_values = {value.name: value for value in plan.sent_after(part)}
+        received_values = {value.name: value for value in plan.received_by(part)}
+
+        def forward(received, inputs, labels, sample_weight, count, loss_scale, seed):
+            received = {name: devices.pin(received_values[name], x) for name, x in received.items()}
+            view = stages.StageView(part, plan, received)
+            with dropout_seed(devices.numbers(seed, [2])), gathered.reading("train"):
+                with stages.view(view):
+                    outputs = self._network(inputs, training=True)
+            loss, sums = tf.zeros([]), {}
+            if part == self.last_part:
+                sums = trainer._sums(inputs, outputs, labels, sample_weight)
+                loss = tf.math.divide_no_nan(sums["loss"], devices.numbers(count, []))
+            for extra in stages.losses_of(self._network, part):
+                loss += tf.cast(extra, "float32") / (runtime.data_shard()[1] * self.number)
+            loss *= devices.numbers(loss_scale, [])
+            sent = {name: devices.pin(sent_values[name], x) for name, x in view.sent.items()}
+            if part != self.last_part or trainer._compile_metrics is None:
+                outputs = None
+            return sent, *devices.pin_whole((loss, sums, outputs))
+
+        return forward
 
     def _shared_weights(self):
         """Return (number, path, group) of each weight of this stage that others have, too."""
-        ranks, shared = runtime.pipeline_group().ranks, []
         numbers = {id(w): i for i, w in enumerate(self._network.trainable_variables)}
-        for layer in self._network._flatten_layers():
-            places = getattr(layer, "stages_with_copies", None)
-            if places:
-                places = sorted({stages.stage_of(layer, self._num_stages), *places})
-                if self.stage in places:
-                    group = groups.known_group([ranks[place] for place in places])
+        everyone = [runtime.topology().pipeline_group(r) for r in range(runtime.size())]
+        shared = []
+        for places, layer in stages.shared_weights(self._network):
+            for ranks in dict.fromkeys(everyone):
+                group = groups.agreed_group(sorted(ranks[place] for place in places))
+                if group.index is not None:
                     shared += [(numbers[id(w)], w.path, group) for w in layer.trainable_variables]
         return shared
 
     def _add_copies(self, gradients):
-        """Add up the gradients of a table that several stages have."""
+        """Add up the gradients of a table that several stages have; return one list of all."""
         hvd = runtime.horovod()
         for i, path, group in self._copies:
-            gradients[i] = hvd.allreduce(
-                gradients[i], op=hvd.Sum, name=f"copies_{path}", process_set=group.process_set
-            )
-        return gradients
+            gradients[i] = [
+                hvd.allreduce(
+                    shard, op=hvd.Sum, name=f"copies_{path}_{n}", process_set=group.process_set
+                )
+                for n, shard in enumerate(gradients[i])
+            ]
+        return [shard for shards in gradients for shard in shards]
 
     def _shared(self, sums):
         """Return the last stage's sums, on every stage."""
-        group = runtime.pipeline_group()
         names = ("loss", "count", "accuracy", "tokens", "flops")
         own = tf.stack([sums.get(name, tf.zeros([])) for name in names])
         known = tf.constant([float(name in sums) for name in names])
-        both = carried(
-            tf.stack([own, known]),
-            "broadcast",
-            group,
-            "sums_of_last_stage",
-            root_rank=group.ranks[-1],
-        )
-        return {name: both[0, i] for i, name in enumerate(names) if float(both[1, i])}
+        own, known = tf.unstack(from_last(tf.stack([own, known]), "sums"))
+        return {name: own[i] for i, name in enumerate(names) if float(known[i])}
 
     # Without gradients: the whole batch, from stage to stage.
 
     def test(self, inputs, labels, sample_weight):
-        """As `Trainer._outputs_and_sums`."""
-        outputs = self._pass_on(inputs)
-        sums = {}
-        if self.is_last:
-            sums = self._trainer._sums(inputs, outputs, labels, sample_weight)
-        return None, self._shared(sums)
+        """As `Trainer._outputs_and_sums`; outputs where metrics want them, at the last stage."""
+        self.devices.check((inputs, labels, sample_weight))
+        rows = num_rows((inputs, labels))
+        batch = self.devices.put_batch(inputs, labels, sample_weight)
+        (outputs, sums), _ = self._test(batch)
+        return tf.nest.map_structure(lambda x: x[:rows], outputs), self._shared(sums)
+
+    def _outputs_and_sums(self, batch, _):
+        outputs, sums = self._trainer._outputs_and_sums(*batch)
+        if not stages.current_view().is_last:
+            return ([], {}), None
+        return ([] if self._trainer._compile_metrics is None else outputs, sums), None
 
     def predict(self, inputs):
         """As `Trainer.call`; on every rank."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-        outputs, group = self._pass_on(inputs), runtime.pipeline_group()
-        return carried(outputs, "broadcast", group, "outputs", root_rank=group.ranks[-1])
-
-    def _pass_on(self, inputs):
-        plan = self.plan(inputs)
-
-        def compute(received, inputs):
-            view = stages.StageView(self.stage, plan, received)
-            with gathered.reading("call"), stages.view(view):
-                return self._network(inputs, training=False), view.sent
-
-        received = {}
-        if self.stage:
-            values = plan.received_by(self.stage)
-            specs = [(value.shape, value.dtype) for value in values]
-            message = self._messages.receive(specs, self.stage - 1, "inference")
-            received = {v.name: x for v, x in zip(values, message.result())}
-        outputs, sent = self._compiled("inference", compute, plan)(received, inputs)
-        if not self.is_last:
-            values = [sent[value.name] for value in plan.sent_after(self.stage)]
-            self._messages.send(values, self.stage + 1, "inference").result()
-        return outputs
+        self.devices.check(inputs)
+        rows = num_rows(inputs)
+        outputs, _ = self._predict(self.devices.put_rows(inputs))
+        return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))
 
 
 class _Step:
     """What a training step has while its instructions are carried out."""
 
     def __init__(self, plane, batches, count, loss_scale, seed):
-        self._plane, self._batches = plane, batches
+        self._plane, self._devices, self._batches = plane, plane.devices, batches
         self._count, self._loss_scale, self._seed = count, loss_scale, seed
         self._plan = plane.plan(batches[0][0])
-        self._weights = plane._network.trainable_variables
-        self._sources = [gathered.source(weight) for weight in self._weights]
-        self._tapes = {}  # micro-batch -> what its backward pass needs
-        self._arriving = {}  # (kind of receive, micro-batch) -> future
+        self._weights = {}  # part -> what gradients are taken of
+        self._tapes = {}  # (part, micro-batch) -> what its backward pass needs
+        self._arriving = {}  # name of a message -> future
         self._leaving = []
-        self._results = {}
-        self.gradients, self.sums, self.events = None, {}, []
+        self._results = {}  # name of a message -> tensors
+        self._gradients = {}  # id of a weight -> list of what this rank has of it
+        self._outputs = []
+        self.sums, self.events, self.compiled = {}, [], []
 
     def run(self, instruction):
         """Carry an instruction out."""
@@ -257,68 +282,127 @@ class _Step:
         """Wait until everything has left."""
         for message in self._leaving:
             message.result()
+        functions = [self._plane.function(part, self._plan) for part in self._weights]
+        if any(function.is_new for function in functions):
+            self.compiled = [name for function in functions for name in function.compiled]
+            self.compiled += audit.new_functions()  # those of gradients
+            for function in functions:
+                function.is_new = False
+
+    def all_gradients(self):
+        """Return a list of what this rank has of each weight's gradient."""
+        weights = self._plane._network.trainable_variables
+        gradients = [self._gradients.get(id(weight)) for weight in weights]
+        grads.check_used(weights, gradients)
+        return gradients
+
+    def all_outputs(self):
+        """Return the outputs of all micro-batches; None where they are not wanted, or not here."""
+        if not self._outputs:
+            return None
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *self._outputs)
+
+    # Messages: what passes the border after a part, forwards or backwards.
+
+    def _activations_after(self, part, k):
+        return f"activations_{k}_after_{part}"
+
+    def _gradients_after(self, part, k):
+        return f"gradients_{k}_after_{part}"
 
     def _receive_activations(self, one):
-        specs = [(v.shape, v.dtype) for v in self._plan.received_by(self._plane.stage)]
-        self._receive(one, specs)
+        border = self._plane.part_of(one) - 1
+        self._receive(one, border, self._activations_after(border, one.micro_batch))
 
     def _receive_gradients(self, one):
-        specs = [(v.shape, v.dtype) for v in self._plan.sent_after(self._plane.stage)]
-        self._receive(one, specs)
+        border = self._plane.part_of(one)
+        self._receive(one, border, self._gradients_after(border, one.micro_batch))
 
-    def _receive(self, one, specs):
-        name = f"{one.kind.removeprefix('receive_')}_{one.micro_batch}_from_{one.peer}"
-        future = self._plane._messages.receive(specs, one.peer, name)
-        self._arriving[one.kind, one.micro_batch] = future
+    def _receive(self, one, border, name):
+        values = self._plan.sent_after(border)
+        specs = [spec for value in values for spec in self._devices.message_specs(value)]
+        self._arriving[name] = self._plane.messages.receive(specs, one.peer, name)
 
     def _send_activations(self, one):
-        self._send(one)
+        self._send(one, self._activations_after(self._plane.part_of(one), one.micro_batch))
 
     def _send_gradients(self, one):
-        self._send(one)
+        self._send(one, self._gradients_after(self._plane.part_of(one) - 1, one.micro_batch))
 
-    def _send(self, one):
-        kind = one.kind.removeprefix("send_")
-        name = f"{kind}_{one.micro_batch}_from_{self._plane.stage}"
-        tensors = self._results.pop((kind, one.micro_batch))
-        self._leaving.append(self._plane._messages.send(tensors, one.peer, name))
+    def _send(self, one, name):
+        self._leaving.append(self._plane.messages.send(self._results.pop(name), one.peer, name))
+
+    def _arrived(self, border, name):
+        """Wait for a message; return the `Value`s that pass a border and their tensors."""
+        parts = iter(self._arriving.pop(name).result())
+        self._started = time.time()  # what comes before is waiting
+        values = self._plan.sent_after(border)
+        return values, [
+            self._devices.from_message(
+                value, [next(parts) for _ in self._devices.message_specs(value)]
+            )
+            for value in values
+        ]
+
+    def _to_message(self, values, tensors):
+        return [
+            x for v, tensor in zip(values, tensors) for x in self._devices.to_message(v, tensor)
+        ]
+
+    # Computations.
 
     def _forward(self, one):
-        k, plane = one.micro_batch, self._plane
-        received = {}
-        if plane.stage:
-            values = self._plan.received_by(plane.stage)
-            message = self._arriving.pop((schedules.RECEIVE_ACTIVATIONS, k))
-            received = {v.name: x for v, x in zip(values, message.result())}
-            self._started = time.time()  # what comes before is waiting
-        seed = seed_of(self._seed, k, plane._number)
+        k, plane, part = one.micro_batch, self._plane, self._plane.part_of(one)
+        values, received = [], []
+        if part:
+            values, received = self._arrived(part - 1, self._activations_after(part - 1, k))
+        seed = self._devices.put_numbers(seed_of(self._seed, k, plane.number))
+        function = plane.function(part, self._plan)
+        if part not in self._weights:
+            self._weights[part] = function.weights()
+        weights = self._weights[part]
         with tf.GradientTape() as tape:
-            tape.watch([*received.values(), *self._sources])
-            sent, loss, sums = plane.forward(
-                received, self._batches[k], self._count, self._loss_scale, seed
+            tape.watch([*weights, *received])
+            by_name = {value.name: x for value, x in zip(values, received)}
+            sent, loss, sums, outputs = function(
+                weights, by_name, *self._batches[k], self._count, self._loss_scale, seed
             )
-        sent = [sent[value.name] for value in self._plan.sent_after(plane.stage)]
-        self._tapes[k] = tape, sent, loss, list(received.values())
-        self._results["activations", k] = sent
-        self.sums = {name: x + self.sums.get(name, 0.0) for name, x in sums.items()}
+        values = self._plan.sent_after(part)
+        sent = [sent[value.name] for value in values]
+        self._tapes[part, k] = tape, sent, loss, received
+        self._results[self._activations_after(part, k)] = self._to_message(values, sent)
+        for name, x in sums.items():
+            self.sums[name] = self._devices.result(x) + self.sums.get(name, 0.0)
+        if outputs is not None:
+            self._outputs.append(self._devices.result(outputs))
 
     def _backward(self, one):
-        k, plane = one.micro_batch, self._plane
+        k, plane, part = one.micro_batch, self._plane, self._plane.part_of(one)
         upstream = []
-        if not plane.is_last:
-            upstream = self._arriving.pop((schedules.RECEIVE_GRADIENTS, k)).result()
-            self._started = time.time()
-        tape, sent, loss, received = self._tapes.pop(k)
-        found = tape.gradient([*sent, loss], [*self._sources, *received], [*upstream, tf.ones([])])
-        gradients, passed = found[: len(self._sources)], found[len(self._sources) :]
-        grads.check_used(self._weights, gradients)
-        self._results["gradients", k] = [
-            tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)
-        ]
-        gradients = [tf.convert_to_tensor(g) for g in gradients]
-        if self.gradients is not None:
-            gradients = plane._sum(self.gradients, gradients)
-        self.gradients = gradients
+        if part != plane.last_part:
+            _, upstream = self._arrived(part, self._gradients_after(part, k))
+        tape, sent, loss, received = self._tapes.pop((part, k))
+        weights = self._weights[part]
+        found = tape.gradient(
+            [*sent, loss], [*weights, *received], [*upstream, self._devices.put_one()]
+        )
+        gradients, passed = found[: len(weights)], found[len(weights) :]
+        self._devices.wait([x for x in found if x is not None])
+        values = self._plan.received_by(part)
+        self._results[self._gradients_after(part - 1, k)] = self._to_message(
+            values, [tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)]
+        )
+        self._add_up(plane.function(part, self._plan).trained, gradients)
+
+    def _add_up(self, weights, gradients):
+        new = {
+            id(weight): self._devices.shards_of(weight, gradient)
+            for weight, gradient in zip(weights, gradients)
+            if gradient is not None
+        }
+        known = [key for key in new if key in self._gradients]
+        totals = self._plane.add(*([own[key] for key in known] for own in (self._gradients, new)))
+        self._gradients.update({**new, **dict(zip(known, totals))})
 
     def _reduce(self, one):
         """The update plane does it, with all gradients."""

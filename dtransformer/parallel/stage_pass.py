@@ -1,0 +1,107 @@
+"""Computations without gradients that go through all stages of a pipeline."""
+
+import tensorflow as tf
+
+from dtransformer.parallel import gathered, runtime, stages
+from dtransformer.parallel.messages import Messages
+from dtransformer.parallel.slices import carried
+from dtransformer.parallel.stage_devices import stage_devices
+
+
+class StagePass:
+    """A function of a network's layers that each stage computes its parts of, in turn.
+
+    Args:
+        network: a `keras.Model`, built.
+        function: a function of (inputs, state) that returns outputs, nested tensors, and a
+            state: what the part that is computed keeps for the next call, nested tensors
+            of its placed layers. The state that it gets is None in the first call, and
+            when what passes between the stages is found out.
+        name: str, of its messages.
+    """
+
+    def __init__(self, network, function, name):
+        self._network, self._function, self._name = network, function, name
+        self._devices, self._messages = stage_devices(), Messages()
+        self._plans, self._functions = {}, {}
+
+    def __call__(self, inputs, states=None):
+        """Compute on every rank of the pipeline.
+
+        Args:
+            inputs: nested tensors, the same on every stage; on a mesh DTensors.
+            states: what the last call has returned of them; None at first.
+
+        Returns:
+            The outputs, right on the last stage only, see `from_last`; and the states.
+        """
+        plan, new_states, leaving = self._plan(inputs), {}, []
+        for part in stages.own_parts():
+            state = None if states is None else states[part]
+            function = self._compiled(part, plan, state)
+            received = self._receive(plan, part)
+            outputs, sent, new_states[part] = function(function.weights(), received, inputs, state)
+            if part < plan.num_parts - 1:
+                values = plan.sent_after(part)
+                parts = [x for v in values for x in self._devices.to_message(v, sent[v.name])]
+                leaving.append(self._messages.send(parts, stages.stage_after(part), self._at(part)))
+        for message in leaving:
+            message.result()
+        return self._devices.result(outputs), new_states
+
+    def _plan(self, inputs):
+        key = tuple((tuple(x.shape), x.dtype.name) for x in tf.nest.flatten(inputs))
+        if key not in self._plans:
+            outputs = lambda inputs: self._function(inputs, None)[0]
+            self._plans[key] = stages.StagePlan.of(outputs, inputs, stages.num_parts())
+        return self._plans[key]
+
+    def _at(self, part):
+        """Return the name of the message after a part."""
+        return f"{self._name}_after_{part}"
+
+    def _receive(self, plan, part):
+        if not part:
+            return {}
+        values = plan.received_by(part)
+        specs = [self._devices.message_specs(value) for value in values]
+        message = self._messages.receive(
+            [spec for own in specs for spec in own], stages.stage_before(part), self._at(part - 1)
+        )
+        parts = iter(message.result())
+        return {
+            value.name: self._devices.from_message(value, [next(parts) for _ in own])
+            for value, own in zip(values, specs)
+        }
+
+    def _compiled(self, part, plan, state):
+        key = part, id(plan), state is None
+        if key not in self._functions:
+            devices, values = self._devices, {v.name: v for v in plan.sent_after(part)}
+
+            def compute(received, inputs, state):
+                with gathered.reading(self._name):
+                    with stages.view(stages.StageView(part, plan, received)) as view:
+                        outputs, state = self._function(inputs, state)
+                sent = {name: devices.pin(values[name], x) for name, x in view.sent.items()}
+                return devices.pin_whole(outputs), sent, state
+
+            self._functions[key] = devices.compile(compute, self._network, part)
+        return self._functions[key]
+
+
+def from_last(tensors, name):
+    """Return the last stage's nested tensors on every stage of the pipeline.
+
+    Args:
+        tensors: nested tensors, of the same shapes on every stage.
+        name: str, the same on every stage.
+    """
+    group = runtime.pipeline_group()
+    if group.size == 1:
+        return tensors
+    flat = [
+        carried(x, "broadcast", group, f"{name}_{number}", root_rank=group.ranks[-1])
+        for number, x in enumerate(tf.nest.flatten(tensors))
+    ]
+    return tf.nest.pack_sequence_as(tensors, flat)
