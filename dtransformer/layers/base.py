@@ -11,6 +11,7 @@ from dtransformer.parallel import layout, runtime, stages
 from dtransformer.parallel.config import MESH_AXES, get_parallel_config
 from dtransformer.parallel.gathered import kind_of
 from dtransformer.parallel.products import static_or_dynamic_shape
+from dtransformer.parallel.stage_weights import ignore_weights
 from dtransformer.parallel.variables import MeshVariable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -45,6 +46,7 @@ class Layer(keras.layers.Layer):
                 return build(*args, **kwargs)
             with layer._open_name_scope():
                 layer._path = current_path()
+            ignore_weights(layer)
             layer.built = True
 
         layer.build = build_here
@@ -80,11 +82,15 @@ class Layer(keras.layers.Layer):
         return self
 
     def __call__(self, *args, **kwargs):
+        return self.at_its_place(self._call_here, self.stand_in, *args, **kwargs)
+
+    def at_its_place(self, compute, stand_in, *args, **kwargs):
+        """Return compute(*args, **kwargs), or stand_in(...) where another stage computes it."""
         if self.pipeline_stage is not None:
             if stages.current_view() is not None:
-                return stages.current_view().call(self, self._call_here, args, kwargs)
+                return stages.current_view().call(self, compute, args, kwargs, stand_in)
             stages.check_here(self)
-        return self._call_here(*args, **kwargs)
+        return compute(*args, **kwargs)
 
     def _call_here(self, *args, **kwargs):
         if not self._own_rules:

@@ -86,8 +86,18 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         )
         return x if cache is None else (x, new_cache)
 
+    def stand_in(self, inputs, *args, cache=None, **kwargs):
+        outputs = super().stand_in(inputs)
+        return outputs if cache is None else (outputs, cache)
+
     def init_cache(self, encoder_output, max_length):
-        """Return the cache for decoding up to `max_length` positions of a memory."""
+        """Return the cache for decoding up to `max_length` positions of a memory.
+
+        Where another stage of a pipeline has the block, it is empty.
+        """
+        return self.at_its_place(self._init_cache, lambda *_: {}, encoder_output, max_length)
+
+    def _init_cache(self, encoder_output, max_length):
         batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]
         return {
             "self": self.self_attention.init_cache(batch_size, max_length),

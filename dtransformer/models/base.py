@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.embedding import VocabEmbedding
+from dtransformer.parallel import runtime, stages
 
 
 class TokenModel(keras.Model):
@@ -40,6 +41,11 @@ class TokenModel(keras.Model):
             for part in parts:
                 part.build((None, None, self.arguments["hidden_size"]))
         self.built = True
+
+    def _share_tables(self, inputs):
+        """Build what other stages of a pipeline need, before weights are loaded or trained."""
+        if runtime.stage()[1] > 1:
+            stages.share_tables(self, inputs)
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

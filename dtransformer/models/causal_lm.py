@@ -140,6 +140,7 @@ class CausalLM(TokenModel):
         if not self.built:
             parts = [self.positions, self.dropout, self.blocks, self.head]
             self._build_parts([self.embedding], parts)
+            self._share_tables(tf.TensorSpec([1, 1], "int32"))
 
     def call(self, inputs, training=False):
         x, table = self._embed(inputs, training=training)

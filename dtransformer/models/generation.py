@@ -1,15 +1,17 @@
 """Generating sequences with a decoder's cache: greedy, sampled, by beam search.
 
-The model gives `encode`, `init_cache` and `decode_step`; everything here is
-TensorFlow operations, to be compiled into one `tf.function`.
+The model gives `encode`, `init_cache` and `decode_step`; a search says which tokens come
+next. Where all is on one device or on one mesh, both are compiled into one function. In a
+pipeline the last stage searches, and tells the others what it chose.
 """
 
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import gathered, layout
+from dtransformer.parallel import gathered, layout, runtime
 from dtransformer.parallel.computation import MeshFunction, put_whole, whole
 from dtransformer.parallel.products import static_or_dynamic_shape
+from dtransformer.parallel.stage_pass import StagePass, from_last
 
 _NEVER = -1e9
 
@@ -34,25 +36,16 @@ def check_options(beam_size, length_penalty, max_length, temperature, top_k, see
         )
 
 
-def generate(model, source, max_length, seed, beam_size, length_penalty, temperature, top_k):
-    """Translate a batch; see `TranslationTransformer.generate`.
-
-    Returns:
-        An int32 tensor [b, max_length], padded after the end tokens.
-    """
-    if beam_size == 1:
-        return sample(model, source, max_length, seed, temperature, top_k)
-    ids, _ = beam_search(model, source, max_length, beam_size, length_penalty)
-    return ids[:, 0]
-
-
 def compiled(model, options):
-    """Return a compiled function of source [b, s], max_length and seed, as `generate`.
+    """Return a function of source [b, s], max_length and seed: ids, int32 [b, max_length].
 
     Args:
         model: a `TranslationTransformer`, built.
-        options: beam_size, length_penalty, temperature and top_k.
+        options: beam_size, length_penalty, temperature and top_k; see
+            `TranslationTransformer.generate`.
     """
+    if runtime.stage()[1] > 1:
+        return _in_stages(model, options)
     if layout.get_mesh() is not None:
         return _compiled_on_mesh(model, options)
 
@@ -60,7 +53,7 @@ def compiled(model, options):
     def run(source, max_length, seed):
         with gathered.reading("generate", keeps=True) as weights:
             weights.fetch(model.variables)
-            return generate(model, source, max_length, seed, *options)
+            return search(model, source, make_search(model, max_length, seed, *options))
 
     function = tf.function(run).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
@@ -79,7 +72,7 @@ def _compiled_on_mesh(model, options):
     def run(source, max_length, seed):
         def on_mesh(source, seed):
             with layout.override_rules({"batch": None}):
-                ids = generate(model, source, max_length, seed, *options)
+                ids = search(model, source, make_search(model, max_length, seed, *options))
             return layout.pin(ids, (None, None))
 
         if max_length not in functions:
@@ -91,6 +84,75 @@ def _compiled_on_mesh(model, options):
     return run
 
 
+def _in_stages(model, options):
+    """Every token goes through all stages; the loop is Python."""
+    passes = {}  # shape of the source, max_length -> _TokenPass
+
+    def run(source, max_length, seed):
+        key = tuple(source.shape), max_length
+        if key not in passes:
+            passes[key] = _TokenPass(model, *key, options)
+        return passes[key](source, seed)
+
+    return run
+
+
+class _TokenPass:
+    """Generation in a pipeline, for sources of one shape."""
+
+    def __init__(self, model, source_shape, max_length, options):
+        self._model, self._shape, self._max_length = model, source_shape, max_length
+        self._options = options
+        self._start = StagePass(model, self._encode, "encode")
+        self._step = StagePass(model, self._decode, "decode")
+        self._update = tf.function(self._choose, autograph=False)
+        self._devices = self._start.devices
+
+    def _search(self, seed=None):
+        return make_search(self._model, self._max_length, seed, *self._options)
+
+    def _encode(self, source, _):
+        source = self._devices.numbers(source, self._shape)
+        memory, _ = self._model.encode(source)
+        memory = self._search().for_beams(memory)
+        return [], self._model.init_cache(memory, self._max_length)
+
+    def _decode(self, inputs, cache):
+        search, numbers = self._search(), self._devices.numbers
+        rows = [self._shape[0] * search.num_beams]
+        last, beams = numbers(inputs["last"], rows), numbers(inputs["beams"], rows)
+        position = numbers(inputs["position"], [])
+        source = numbers(inputs["source"], self._shape)
+        mask = search.for_beams(source != self._model.pad_id)
+        if cache is None:  # what passes between the stages is found out: it is no cache
+            cache = self._model.empty_cache()
+        return _next_logits(self._model, last, position, search.pick(cache, beams), mask)
+
+    def _choose(self, state, logits, seed):
+        return self._search(seed).update(state, logits)
+
+    def __call__(self, source, seed):
+        with layout.override_rules({"batch": None}):
+            return self._run(source, tf.constant([seed, 0]))
+
+    def _run(self, source, seed):
+        put = self._devices.put_numbers
+        search = self._search(seed)
+        state, source = search.start(self._shape[0]), put(source)
+        _, caches = self._start(source)
+        goes_on = True
+        while goes_on:
+            inputs = {"source": source, "last": put(state["last"]), "beams": put(state["beams"])}
+            inputs["position"] = put(state["position"])
+            logits, caches = self._step(inputs, caches)
+            if self._start.is_last:
+                state = self._update(state, logits, seed)
+            told = [state["last"], state["beams"], search.goes_on(state)]
+            state["last"], state["beams"], goes_on = from_last(told, "choice")
+            state["position"] += 0 if self._start.is_last else 1
+        return from_last(search.result(state), "ids")
+
+
 def _next_logits(model, tokens, position, cache, memory_mask):
     """The logits of the next token, which is never padding nor a start token."""
     logits, cache = model.decode_step(tokens, position, cache, memory_mask)
@@ -98,49 +160,110 @@ def _next_logits(model, tokens, position, cache, memory_mask):
     return tf.where((entries == model.pad_id) | (entries == model.start_id), _NEVER, logits), cache
 
 
-def sample(model, source, max_length, seed, temperature=0.0, top_k=0):
-    """Choose one token after the other: the most likely one, or at random.
+def search(model, source, by):
+    """Generate, with TensorFlow's operations.
 
     Args:
         model: a `TranslationTransformer`.
         source: int tensor [b, s].
+        by: a `Sampling` or a `BeamSearch`.
+
+    Returns:
+        What its `result` is.
+    """
+    memory, memory_mask = (by.for_beams(x) for x in model.encode(source))
+    cache = model.init_cache(memory, by.max_length)
+
+    def step(state, cache):
+        cache = by.pick(cache, state["beams"])
+        logits, cache = _next_logits(model, state["last"], state["position"], cache, memory_mask)
+        return by.update(state, logits), cache
+
+    state = by.start(static_or_dynamic_shape(source)[0])
+    state, _ = tf.while_loop(lambda state, _: by.goes_on(state), step, (state, cache))
+    return by.result(state)
+
+
+def make_search(model, max_length, seed, beam_size, length_penalty, temperature, top_k):
+    """Return the search that options of `TranslationTransformer.generate` ask for."""
+    if beam_size == 1:
+        return Sampling(model, max_length, seed, temperature, top_k)
+    return BeamSearch(model, max_length, beam_size, length_penalty)
+
+
+class Sampling:
+    """Choose one token after the other: the most likely one, or at random.
+
+    Args:
+        model: a `TranslationTransformer`.
         max_length: int scalar.
         seed: int tensor [2].
         temperature: 0 for the most likely token.
         top_k: draw from the k most likely tokens only; 0 for all.
-
-    Returns:
-        An int32 tensor [b, max_length], padded after the end tokens.
     """
-    batch_size = static_or_dynamic_shape(source)[0]
-    memory, memory_mask = model.encode(source)
-    cache = model.init_cache(memory, max_length)
 
-    def choose(logits, position):
-        if temperature == 0:
+    num_beams = 1
+
+    def __init__(self, model, max_length, seed, temperature=0.0, top_k=0):
+        self.max_length = max_length
+        self._model, self._seed = model, seed
+        self._temperature, self._top_k = temperature, top_k
+
+    def start(self, batch_size):
+        """Return the state at first, a dict of tensors.
+
+        Args:
+            batch_size: number b of sentences.
+        """
+        return {
+            "position": tf.constant(0),
+            "last": tf.fill([batch_size], self._model.start_id),
+            "beams": tf.range(batch_size),
+            "ids": tf.fill([batch_size, self.max_length], self._model.pad_id),
+            "finished": tf.zeros([batch_size], "bool"),
+        }
+
+    def for_beams(self, x):
+        """Return the rows of a tensor, each as often as there are hypotheses of a sentence."""
+        return x
+
+    def goes_on(self, state):
+        """Return whether another token is wanted, a bool scalar."""
+        return (state["position"] < self.max_length) & ~tf.reduce_all(state["finished"])
+
+    def pick(self, cache, beams):
+        """Return the cache of the hypotheses that live on."""
+        return cache
+
+    def update(self, state, logits):
+        """Return the next state, from the logits [b, V] of the tokens after `state["last"]`."""
+        position, finished = state["position"], state["finished"]
+        tokens = tf.where(finished, self._model.pad_id, self._choose(logits, position))
+        at = tf.range(self.max_length) == position
+        return {
+            "position": position + 1,
+            "last": tokens,
+            "beams": state["beams"],
+            "ids": tf.where(at, tokens[:, None], state["ids"]),
+            "finished": finished | (tokens == self._model.end_id),
+        }
+
+    def result(self, state):
+        """Return an int32 tensor [b, max_length], padded after the end tokens."""
+        return state["ids"]
+
+    def _choose(self, logits, position):
+        if self._temperature == 0:
             return tf.argmax(logits, axis=-1, output_type="int32")
-        logits /= temperature
-        if 0 < top_k < model.vocab_size:
-            smallest = tf.math.top_k(logits, top_k).values[:, -1:]
+        logits /= self._temperature
+        if 0 < self._top_k < self._model.vocab_size:
+            smallest = tf.math.top_k(logits, self._top_k).values[:, -1:]
             logits = tf.where(logits < smallest, _NEVER, logits)
         # The largest of logits plus Gumbel noise is a draw from their softmax.
         draw = tf.random.stateless_uniform(
-            tf.shape(logits), tf.bitwise.bitwise_xor(seed, [0, position]), minval=1e-20
+            tf.shape(logits), tf.bitwise.bitwise_xor(self._seed, [0, position]), minval=1e-20
         )
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")
-
-    def unfinished(position, ids, tokens, finished, cache):
-        return (position < max_length) & ~tf.reduce_all(finished)
-
-    def step(position, ids, tokens, finished, cache):
-        logits, cache = _next_logits(model, tokens, position, cache, memory_mask)
-        tokens = tf.where(finished, model.pad_id, choose(logits, position))
-        ids = tf.where(tf.range(max_length) == position, tokens[:, None], ids)
-        return position + 1, ids, tokens, finished | (tokens == model.end_id), cache
-
-    ids = tf.fill([batch_size, max_length], model.pad_id)
-    start, finished = tf.fill([batch_size], model.start_id), tf.zeros([batch_size], "bool")
-    return tf.while_loop(unfinished, step, (0, ids, start, finished, cache))[1]
 
 
 def length_penalty_of(length, alpha):
@@ -148,7 +271,7 @@ def length_penalty_of(length, alpha):
     return tf.pow((5.0 + tf.cast(length, "float32")) / 6.0, alpha)
 
 
-def beam_search(model, source, max_length, beam_size, alpha=0.6):
+class BeamSearch:
     """Keep the best hypotheses, one token longer at each step.
 
     Hypotheses are scored by their log-probability divided by a length penalty
@@ -157,68 +280,100 @@ def beam_search(model, source, max_length, beam_size, alpha=0.6):
 
     Args:
         model: a `TranslationTransformer`.
-        source: int tensor [b, s].
         max_length: int scalar.
         beam_size: number k of hypotheses.
         alpha: exponent of the length penalty.
-
-    Returns:
-        ids, an int32 tensor [b, k, max_length] of the hypotheses, best first, padded
-        after the end tokens; and their scores, float32 [b, k]. A hypothesis that has
-        not ended within max_length is in it where fewer than k have ended.
     """
-    batch_size, vocab_size = static_or_dynamic_shape(source)[0], model.vocab_size
-    num_candidates = min(2 * beam_size, beam_size * vocab_size)
-    memory, memory_mask = model.encode(source)
-    memory, memory_mask = tf.repeat(memory, beam_size, 0), tf.repeat(memory_mask, beam_size, 0)
-    cache = model.init_cache(memory, max_length)
-    rows = tf.range(batch_size)[:, None] * beam_size
-    at_most = length_penalty_of(max_length, alpha)
 
-    def pick(x, beams):
-        """Take hypotheses out of a tensor [b·k, ...]."""
-        return tf.gather(x, tf.reshape(rows + beams, [-1]))
+    def __init__(self, model, max_length, beam_size, alpha=0.6):
+        self.max_length, self.num_beams = max_length, beam_size
+        self._model, self._alpha = model, alpha
+        self._num_candidates = min(2 * beam_size, beam_size * model.vocab_size)
+        self._at_most = length_penalty_of(max_length, alpha)
 
-    def searching(position, last, alive, alive_log_p, ended, ended_score, cache):
+    def start(self, batch_size):
+        """Return the state at first, a dict of tensors; as `Sampling.start`."""
+        k, model = self.num_beams, self._model
+        empty = tf.fill([batch_size, k, self.max_length], model.pad_id)
+        return {
+            "position": tf.constant(0),
+            "last": tf.fill([batch_size * k], model.start_id),
+            "beams": tf.range(batch_size * k),  # rows that the hypotheses continue
+            "alive": empty,
+            # At first all beams are the same: let only one of them live.
+            "alive_log_p": tf.tile([[0.0] + [_NEVER] * (k - 1)], [batch_size, 1]),
+            "ended": empty,
+            "ended_score": tf.fill([batch_size, k], _NEVER),
+        }
+
+    def for_beams(self, x):
+        """Return the rows of a tensor, each as often as there are hypotheses of a sentence."""
+        return tf.repeat(x, self.num_beams, 0)
+
+    def goes_on(self, state):
+        """Return whether another token is wanted, a bool scalar."""
         # Log-probabilities only fall, and no penalty divides by more than the longest's.
-        hopeless = tf.reduce_min(ended_score, 1) >= alive_log_p[:, 0] / at_most
-        return (position < max_length) & ~tf.reduce_all(hopeless)
+        best = state["alive_log_p"][:, 0] / self._at_most
+        hopeless = tf.reduce_min(state["ended_score"], 1) >= best
+        return (state["position"] < self.max_length) & ~tf.reduce_all(hopeless)
 
-    def step(position, last, alive, alive_log_p, ended, ended_score, cache):
-        logits, cache = _next_logits(model, tf.reshape(last, [-1]), position, cache, memory_mask)
-        log_p = tf.reshape(tf.nn.log_softmax(logits), [batch_size, beam_size, vocab_size])
-        log_p = tf.reshape(log_p + alive_log_p[:, :, None], [batch_size, -1])
+    def pick(self, cache, beams):
+        """Return the cache of the hypotheses that live on."""
+        take = lambda name, x: tf.gather(x, beams) if name in ("key", "value") else x
+        return [  # the memory's keys are the same for every beam
+            {**block, "self": {name: take(name, x) for name, x in block["self"].items()}}
+            if block
+            else block
+            for block in cache
+        ]
+
+    def update(self, state, logits):
+        """Return the next state, from the logits [b·k, V] of the tokens after `state["last"]`."""
+        position, k, vocab_size = state["position"], self.num_beams, self._model.vocab_size
+        batch_size = static_or_dynamic_shape(state["alive"])[0]
+        log_p = tf.reshape(tf.nn.log_softmax(logits), [batch_size, k, vocab_size])
+        log_p = tf.reshape(log_p + state["alive_log_p"][:, :, None], [batch_size, -1])
         # Twice as many as beams: at most half of them end here.
-        log_p, index = tf.math.top_k(log_p, num_candidates)
+        log_p, index = tf.math.top_k(log_p, self._num_candidates)
         beams, tokens = index // vocab_size, index % vocab_size
-        ids = tf.gather(alive, beams, batch_dims=1)
-        ids = tf.where(tf.range(max_length) == position, tokens[:, :, None], ids)
-        ends = tokens == model.end_id
+        ids = tf.gather(state["alive"], beams, batch_dims=1)
+        ids = tf.where(tf.range(self.max_length) == position, tokens[:, :, None], ids)
+        ends = tokens == self._model.end_id
 
         exists = log_p > _NEVER / 2  # not of a beam that stands for nothing
-        score = tf.where(ends & exists, log_p / length_penalty_of(position + 1, alpha), _NEVER)
-        ended_score, best = tf.math.top_k(tf.concat([ended_score, score], 1), beam_size)
-        ended = tf.gather(tf.concat([ended, ids], 1), best, batch_dims=1)
+        score = log_p / length_penalty_of(position + 1, self._alpha)
+        score = tf.where(ends & exists, score, _NEVER)
+        ended_score, best = tf.math.top_k(tf.concat([state["ended_score"], score], 1), k)
+        ended = tf.gather(tf.concat([state["ended"], ids], 1), best, batch_dims=1)
 
-        alive_log_p, best = tf.math.top_k(tf.where(ends, _NEVER, log_p), beam_size)
-        alive = tf.gather(ids, best, batch_dims=1)
-        beams, last = (tf.gather(x, best, batch_dims=1) for x in (beams, tokens))
-        for block in cache:  # the memory's keys are the same for every beam
-            for part in ("key", "value"):
-                block["self"][part] = pick(block["self"][part], beams)
-        return position + 1, last, alive, alive_log_p, ended, ended_score, cache
+        alive_log_p, best = tf.math.top_k(tf.where(ends, _NEVER, log_p), k)
+        beams, tokens = (tf.gather(x, best, batch_dims=1) for x in (beams, tokens))
+        return {
+            "position": position + 1,
+            "last": tf.reshape(tokens, [-1]),
+            "beams": tf.reshape(tf.range(batch_size)[:, None] * k + beams, [-1]),
+            "alive": tf.gather(ids, best, batch_dims=1),
+            "alive_log_p": alive_log_p,
+            "ended": ended,
+            "ended_score": ended_score,
+        }
 
-    empty = tf.fill([batch_size, beam_size, max_length], model.pad_id)
-    # At first all beams are the same: let only one of them live.
-    alive_log_p = tf.tile([[0.0] + [_NEVER] * (beam_size - 1)], [batch_size, 1])
-    ended_score = tf.fill([batch_size, beam_size], _NEVER)
-    last = tf.fill([batch_size, beam_size], model.start_id)
-    state = (0, last, empty, alive_log_p, empty, ended_score, cache)
-    _, _, alive, alive_log_p, ended, ended_score, _ = tf.while_loop(searching, step, state)
+    def hypotheses(self, state):
+        """Return all hypotheses, best first.
 
-    # Those cut off at max_length, best first, come after those that have ended.
-    cut_off = tf.tile([[_NEVER / 2] * beam_size], [batch_size, 1])
-    _, best = tf.math.top_k(tf.concat([ended_score, cut_off], 1), beam_size)
-    score = tf.concat([ended_score, alive_log_p / at_most], 1)
-    ids = tf.concat([ended, alive], 1)
-    return tf.gather(ids, best, batch_dims=1), tf.gather(score, best, batch_dims=1)
+        Returns:
+            ids, an int32 tensor [b, k, max_length], padded after the end tokens; and their
+            scores, float32 [b, k]. A hypothesis that has not ended within max_length is in
+            it where fewer than k have ended.
+        """
+        batch_size, k = static_or_dynamic_shape(state["alive"])[0], self.num_beams
+        # Those cut off at max_length, best first, come after those that have ended.
+        cut_off = tf.tile([[_NEVER / 2] * k], [batch_size, 1])
+        _, best = tf.math.top_k(tf.concat([state["ended_score"], cut_off], 1), k)
+        score = tf.concat([state["ended_score"], state["alive_log_p"] / self._at_most], 1)
+        ids = tf.concat([state["ended"], state["alive"]], 1)
+        return tf.gather(ids, best, batch_dims=1), tf.gather(score, best, batch_dims=1)
+
+    def result(self, state):
+        """Return the best hypotheses, an int32 tensor [b, max_length]."""
+        return self.hypotheses(state)[0][:, 0]

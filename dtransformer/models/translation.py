@@ -9,7 +9,6 @@ from dtransformer.layers.embedding import PositionEmbedding, VocabHead
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
 from dtransformer.models.base import TokenModel, first_given
-from dtransformer.parallel import runtime
 from dtransformer.parallel.layout import constrain
 
 
@@ -176,6 +175,8 @@ class TranslationTransformer(TokenModel):
             self.head,
         ]
         self._build_parts([self.source_embedding, self.target_embedding], parts)
+        ids = tf.TensorSpec([1, 1], "int32")
+        self._share_tables({"source": ids, "target": ids})
 
     def call(self, inputs, training=False):
         memory, memory_mask = self.encode(inputs["source"], training=training)
@@ -207,6 +208,10 @@ class TranslationTransformer(TokenModel):
     def init_cache(self, memory, max_length):
         """Return the decoder's cache for translations of up to `max_length` tokens."""
         return self.transformer.decoder.init_cache(memory, max_length)
+
+    def empty_cache(self):
+        """Return a cache as `init_cache` does where another stage has all blocks."""
+        return [{} for _ in self.transformer.decoder.blocks]
 
     def decode_step(self, tokens, position, cache, memory_mask):
         """Give the logits of the token after `tokens`.
@@ -258,11 +263,6 @@ class TranslationTransformer(TokenModel):
                 with a temperature.
         """
         generation.check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
-        if runtime.stage()[1] > 1:
-            raise NotImplementedError(
-                "generate does not go through the stages of a pipeline yet: load the weights into "
-                "a network on one rank, or use pipeline_stage=1"
-            )
         self.build()
         source = tf.convert_to_tensor(source, dtype="int32")
         self._check_positions(max_source_length=source.shape[1], max_target_length=max_length)

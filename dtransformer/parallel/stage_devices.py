@@ -85,7 +85,7 @@ class OneDevice:
         return [tf.convert_to_tensor(gradient)]
 
     def result(self, tensors):
-        """Return nested results, which every device has, as tensors of this rank."""
+        """Return nested results, which every device has, as tensors of this rank; None is None."""
         return tensors
 
     def wait(self, results):
@@ -155,7 +155,7 @@ class Mesh(OneDevice):
         return variables.unpacked(weight, gradient)
 
     def result(self, tensors):
-        return tf.nest.map_structure(whole, tensors)
+        return tf.nest.map_structure(lambda x: None if x is None else whole(x), tensors)
 
     def wait(self, results):
         wait(results)

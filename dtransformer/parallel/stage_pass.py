@@ -18,12 +18,20 @@ class StagePass:
             of its placed layers. The state that it gets is None in the first call, and
             when what passes between the stages is found out.
         name: str, of its messages.
+
+    Attributes:
+        devices: where this rank's stage computes.
     """
 
     def __init__(self, network, function, name):
         self._network, self._function, self._name = network, function, name
-        self._devices, self._messages = stage_devices(), Messages()
+        self.devices, self._messages = stage_devices(), Messages()
         self._plans, self._functions = {}, {}
+
+    @property
+    def is_last(self):
+        """Whether this rank has the outputs."""
+        return stages.num_parts() - 1 in stages.own_parts()
 
     def __call__(self, inputs, states=None):
         """Compute on every rank of the pipeline.
@@ -43,14 +51,14 @@ class StagePass:
             outputs, sent, new_states[part] = function(function.weights(), received, inputs, state)
             if part < plan.num_parts - 1:
                 values = plan.sent_after(part)
-                parts = [x for v in values for x in self._devices.to_message(v, sent[v.name])]
+                parts = [x for v in values for x in self.devices.to_message(v, sent[v.name])]
                 leaving.append(self._messages.send(parts, stages.stage_after(part), self._at(part)))
         for message in leaving:
             message.result()
-        return self._devices.result(outputs), new_states
+        return self.devices.result(outputs), new_states
 
     def _plan(self, inputs):
-        key = tuple((tuple(x.shape), x.dtype.name) for x in tf.nest.flatten(inputs))
+        key = tuple(tf.nest.flatten(stages.specs_of(inputs)))
         if key not in self._plans:
             outputs = lambda inputs: self._function(inputs, None)[0]
             self._plans[key] = stages.StagePlan.of(outputs, inputs, stages.num_parts())
@@ -64,20 +72,20 @@ class StagePass:
         if not part:
             return {}
         values = plan.received_by(part)
-        specs = [self._devices.message_specs(value) for value in values]
+        specs = [self.devices.message_specs(value) for value in values]
         message = self._messages.receive(
             [spec for own in specs for spec in own], stages.stage_before(part), self._at(part - 1)
         )
         parts = iter(message.result())
         return {
-            value.name: self._devices.from_message(value, [next(parts) for _ in own])
+            value.name: self.devices.from_message(value, [next(parts) for _ in own])
             for value, own in zip(values, specs)
         }
 
     def _compiled(self, part, plan, state):
         key = part, id(plan), state is None
         if key not in self._functions:
-            devices, values = self._devices, {v.name: v for v in plan.sent_after(part)}
+            devices, values = self.devices, {v.name: v for v in plan.sent_after(part)}
 
             def compute(received, inputs, state):
                 with gathered.reading(self._name):

@@ -112,6 +112,28 @@ def weights_of(network, part):
     ]
 
 
+def share_tables(network, inputs):
+    """Find out which parts share tables, and build the copies that this rank has.
+
+    Args:
+        network: a `keras.Model`, built.
+        inputs: nested tensors, or specs of known shapes: a batch.
+
+    Returns:
+        The `StagePlan` of the batch.
+
+    Raises:
+        ValueError: see `StagePlan.of_network`.
+    """
+    plan = StagePlan.of_network(network, inputs, num_parts())
+    own, _ = runtime.stage()
+    for shared, layer in shared_weights(network):
+        if own in shared and not layer.weights:
+            layer.built = False
+            layer.build((None, None))
+    return plan
+
+
 def losses_of(network, part):
     """Return the losses that layers of a part have added, those of regularizers included."""
     number = num_parts()
@@ -222,9 +244,15 @@ def _record(function, inputs, number):
         with view(recorder):
             recorder.outputs = function(inputs)
 
-    specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), inputs)
-    tf.function(run, autograph=False).get_concrete_function(specs)
+    tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
     return recorder
+
+
+def specs_of(tensors):
+    """Return the specs of nested tensors; None stays None."""
+    return tf.nest.map_structure(
+        lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tensors
+    )
 
 
 class _Recorder:
@@ -240,10 +268,10 @@ class _Recorder:
         self.outputs = ()
         self.layers = []
 
-    def call(self, layer, compute, args, kwargs):
+    def call(self, layer, compute, args, kwargs, stand_in):
         self.layers.append(layer)
         self._needed.append((layer, tf.nest.flatten(layer.needed_inputs(*args, **kwargs))))
-        results = layer.stand_in(*args, **kwargs)
+        results = stand_in(*args, **kwargs)
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
         name = self._names.next(layer)
         for number, x in enumerate(flat):
@@ -252,8 +280,7 @@ class _Recorder:
 
     def plan(self):
         """Return the `StagePlan`; say of tables which parts need a copy."""
-        specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), self.outputs)
-        return StagePlan(self._num_parts, tuple(self._values()), specs)
+        return StagePlan(self._num_parts, tuple(self._values()), specs_of(self.outputs))
 
     def _values(self):
         last_use = {}
@@ -315,7 +342,7 @@ class StageView:
         self._wanted = {value.name for value in plan.sent_after(part)}
         self.sent = {name: x for name, x in received.items() if name in self._wanted}
 
-    def call(self, layer, compute, args, kwargs):
+    def call(self, layer, compute, args, kwargs, stand_in):
         name = self._names.next(layer)
         if part_of(layer, self._plan.num_parts) == self._part:
             with view(None):  # what is inside of a placed layer is with it
@@ -324,7 +351,7 @@ class StageView:
                 if f"{name}:{number}" in self._wanted:
                     self.sent[f"{name}:{number}"] = x
             return results
-        results = layer.stand_in(*args, **kwargs)
+        results = stand_in(*args, **kwargs)
         flat = tf.nest.flatten(results)
         copies = layer.copies() if self._part in layer.parts_with_copies else {}
         for number in range(len(flat)):

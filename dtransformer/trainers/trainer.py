@@ -12,6 +12,8 @@ from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel import gathered, layout, runtime, stages, variables
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.plan import WeightPlan
+from dtransformer.parallel.stage_pass import from_last
+from dtransformer.parallel.stage_weights import whole_network
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
@@ -112,7 +114,7 @@ class Trainer(FitLoop):
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         loss = CrossEntropyLoss() if loss is None else loss
         self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
-        check_trainer(self.objective, metrics or weighted_metrics, run_eagerly, jit_compile)
+        check_trainer(self.objective, run_eagerly, jit_compile)
         super().compile(
             optimizer=optimizer,
             metrics=metrics,
@@ -276,6 +278,8 @@ class Trainer(FitLoop):
     def _build_metrics(self, labels, outputs):
         """Make the metrics' states, which have to exist before they are read."""
         if self._compile_metrics is not None and not self._compile_metrics.built:
+            if outputs is None:  # the last stage of a pipeline has them
+                outputs = self._plane.example_of_outputs()
             self._compile_metrics.build(labels, outputs)
 
     def _track(self, totals, labels, outputs, sample_weight):
@@ -289,12 +293,17 @@ class Trainer(FitLoop):
         if self._compile_metrics is not None:
             states = [variable.value for variable in self._compile_metrics.variables]
             before = [tf.identity(state) for state in states]
-            self._compile_metrics.update_state(labels, outputs, sample_weight)
+            if outputs is not None:
+                self._compile_metrics.update_state(labels, outputs, sample_weight)
             if runtime.data_shard()[1] > 1:  # what each rank added, from all of them
                 added = {str(i): s - b for i, (s, b) in enumerate(zip(states, before))}
                 added = grads.reduce_sum(added, name="metrics")
                 for i, (state, start) in enumerate(zip(states, before)):
                     state.assign(start + added[str(i)])
+            if runtime.stage()[1] > 1:
+                values = from_last([tf.identity(state) for state in states], "metrics")
+                for state, value in zip(states, values):
+                    state.assign(value)
             logs.update(self._compile_metrics.result())
         return logs
 
@@ -510,9 +519,7 @@ class Trainer(FitLoop):
         gathered on rank 0, so that all ranks have to call; the optimizer's state is saved
         only where no weight is cut.
         """
-        if runtime.stage()[1] > 1:
-            raise NotImplementedError("save_weights does not gather the stages of a pipeline yet")
-        with variables.gathered(self.network.variables):
+        with variables.gathered(self.network.variables), whole_network(self.network):
             if runtime.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
                 if self._has_state() and str(filepath).endswith(".h5"):

@@ -3,17 +3,25 @@
 import numpy as np
 import pytest
 
+from dtransformer import parallel_config
+from dtransformer.layers.block import BlockStack
+from dtransformer.trainers import Trainer
 from tests.distributed import layouts
 from tests.distributed.launch import needs_horovod
-from tests.distributed.layouts import parse
-from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS
+from tests.distributed.layouts import ALONE, parse, weights
+from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
+
+pytestmark = needs_horovod
 
 # One launch for each number of ranks. The whole grid: python benchmarks/parity.py
 RUNS = """
-    deep/pp2m2gpipe@2x1 deep_tied/pp2m8gpipe@2x1
-    deep/pp2m21f1b@2x1  deep/pp2m81f1b@2x1  deep_dropout/pp2m41f1b@2x1
-    deep_dropout/pp4m41f1b@4x1 deep_tied/pp4m81f1b@4x1 deep/dp2pp2m41f1b@4x1
+    deep_dropout/pp2m41f1b@2x1 deep/pp2m8gpipe@2x1 deep_causal/pp2m4interleaved2@2x1
+    deep_tied/pp2m2interleaved2@2x1 deep_tied/mp2pp2m21f1b@2x2
+    deep_dropout/pp4m41f1b@4x1 deep_tied/dp2pp2m21f1b@4x1+shard2 deep/mp2pp2m21f1b@4x1+rows+sp
 """.split()
+USED = ("deep_tied/pp2m2interleaved2@2x1", "deep_tied/mp2pp2m21f1b@2x2")
+each = pytest.mark.parametrize("run", RUNS)
+each_used = pytest.mark.parametrize("run", USED)
 
 
 @pytest.fixture(scope="module")
@@ -22,75 +30,124 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(folder):
     """What one process gives, by network and number of micro-batches, which dropout depends on."""
     results = {}
     for run in RUNS:
-        network, layout = parse(run)
-        key = _key(network, layout)
+        key = _key(run)
         if key not in results:
-            layouts.Layout(parts=key[1]).start()
-            results[key] = layouts.train(network, num_blocks=layout.num_blocks)[1]
+            network, parts = key
+            layouts.Layout(parts=parts).start()
+            trainer, results[key] = layouts.train(network)
+            if run in USED:
+                results[key] |= layouts.use(trainer, network, folder, ALONE)
     return results
 
 
 @pytest.fixture(scope="module")
-def ranks_of(folder):
+def ranks_of(folder, alone):
     """A function of a run that returns what each of its ranks gives."""
-    return layouts.reader(folder, RUNS, [])
+    return layouts.reader(folder, RUNS, USED)
 
 
-def _key(network, layout):
-    parts = layout.parts if network == "deep_dropout" else 1
-    return network, parts, layout.num_blocks
+@pytest.fixture(scope="module")
+def expected_of(alone):
+    """A function of a run that returns what one process gives."""
+    return lambda run: alone[_key(run)]
 
 
-def expected_of(run, alone):
-    return alone[_key(*parse(run))]
+def _key(run):
+    network, layout = parse(run)
+    return network, layout.parts if network == "deep_dropout" else 1
 
 
-@needs_horovod
-@pytest.mark.parametrize("run", RUNS)
-def test_losses_and_weights_are_those_of_one_process(run, ranks_of, alone):
-    found, expected = {}, expected_of(run, alone)
+@each
+def test_losses_and_weights_are_those_of_one_process(run, ranks_of, expected_of):
+    found, expected = {}, expected_of(run)
     for results in ranks_of(run):
         found.update(results)
-    assert layouts.weights(found, "final").keys() == layouts.weights(expected, "final").keys()
+    assert weights(found, "final").keys() == weights(expected, "final").keys()
     differences = layouts.differences(found, expected, parse(run)[0])
     assert differences["loss"] <= PARITY_LOSS
     assert differences["weights"] <= PARITY_WEIGHTS, differences["where"]
 
 
-@needs_horovod
-@pytest.mark.parametrize("run", RUNS)
+@each
 def test_ranks_agree_to_the_last_bit(run, ranks_of):
     first, *others = ranks_of(run)
-    have = [layouts.weights(results, "final") for results in ranks_of(run)]
+    have = [weights(results, "final") for results in ranks_of(run)]
     for other in others:
         np.testing.assert_array_equal(other["losses"], first["losses"])
-    for path in {path for weights in have for path in weights}:
-        one, *more = [weights[path] for weights in have if path in weights]
+    for path in {path for own in have for path in own}:
+        one, *more = [own[path] for own in have if path in own]
         for weight in more:
             np.testing.assert_array_equal(weight, one)
 
 
-@needs_horovod
-@pytest.mark.parametrize("run", RUNS)
-def test_a_rank_has_its_stage_only(run, ranks_of, alone):
+@each
+def test_a_rank_has_its_stage_only(run, ranks_of, expected_of):
     network, layout = parse(run)
-    whole = layouts.weights(expected_of(run, alone), "final")
-    per_stage = layout.ranks // layout.stages
+    whole = weights(expected_of(run), "final")
+    stacks = _stacks(network, layout)
     for rank, results in enumerate(ranks_of(run)):
-        stage, blocks = rank // per_stage, 4 // layout.stages
-        own = layouts.weights(results, "final")
-        numbers = range(stage * blocks, (stage + 1) * blocks)
-        names = {f"{'decoder' if n > 1 else 'encoder'}/block_{n % 2}" for n in numbers}
-        assert {"/".join(p.split("/")[2:4]) for p in own if "/block_" in p} == names
-        tables = {path for path in own if path.endswith("embedding/table")}
-        has_tables = stage == 0 or (network != "deep" and stage == layout.stages - 1)
-        assert tables == (
-            {p for p in whole if p.endswith("embedding/table")} if has_tables else set()
-        )
-        assert any("head/" in path for path in own) == (
-            network == "deep" and stage == layout.stages - 1
-        )
+        stage = rank * layout.stages // layout.ranks
+        own = weights(results, "final")
+        names = {
+            f"{stack.name}/{block.name}"
+            for stack in stacks
+            for block in stack.blocks
+            if block.pipeline_stage % layout.stages == stage
+        }
+        assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("key_kernel")} == names
+        is_last = stage == layout.stages - 1
+        tables = {path for path in whole if path.endswith("embedding/table")}
+        has_tables = stage == 0 or (is_last and network != "deep")
+        assert {path for path in own if path in tables} == (tables if has_tables else set())
+        assert any("head/" in path for path in own) == (network == "deep" and is_last)
+
+
+def _stacks(network, layout):
+    with parallel_config(pipeline_stage=layout.stages, pipeline_chunks=layout.chunks):
+        model, _ = layouts.make(network)
+    return [layer for layer in model._flatten_layers() if isinstance(layer, BlockStack)]
+
+
+@each_used
+def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of, expected_of):
+    for rank in ranks_of(run):
+        expected = expected_of(run)
+        np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+
+
+@each_used
+@pytest.mark.parametrize("search", ["greedy", "beam"])
+def test_translations_are_those_of_one_process(run, search, ranks_of, expected_of):
+    for rank in ranks_of(run):
+        np.testing.assert_array_equal(rank[search], expected_of(run)[search])
+
+
+@each_used
+def test_weights_saved_by_the_job_load_in_one_process(run, ranks_of, folder):
+    network, layout = parse(run)
+    model, _ = layouts.make(network)
+    trained = {}
+    for results in ranks_of(run):
+        trained.update(weights(results, "final"))
+    Trainer(model).load_weights(layouts.weights_file(folder, network, layout))
+    assert {weight.path for weight in model.weights} == set(trained)
+    for weight in model.weights:
+        value = weight.numpy()
+        np.testing.assert_array_equal(layouts.true_part(trained[weight.path], value), value)
+
+
+@each_used
+def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of, expected_of):
+    expected = weights(expected_of(run), "final")
+    for results in ranks_of(run):
+        loaded = weights(results, "loaded")
+        assert loaded.keys() == weights(results, "final").keys()
+        for path, value in loaded.items():
+            np.testing.assert_array_equal(
+                layouts.true_part(value, expected[path]), expected[path], err_msg=path
+            )

@@ -199,10 +199,14 @@ def exhaustive(model, source, max_length, alpha):
 
 def compiled_search(model, beam_size):
     """A function of (source, max_length, alpha): all hypotheses with their scores."""
+
+    def hypotheses(source, max_length, alpha):
+        by = generation.BeamSearch(model, max_length, beam_size, alpha)
+        by.result = by.hypotheses
+        return generation.search(model, source, by)
+
     function = tf.function(
-        lambda source, max_length, alpha: generation.beam_search(
-            model, source, max_length, beam_size, alpha
-        ),
+        hypotheses,
         input_signature=[IDS, tf.TensorSpec([], "int32"), tf.TensorSpec([])],
     )
 

@@ -37,7 +37,7 @@ def _schedule_of(config):
     )
 
 
-def check_trainer(objective, metrics, run_eagerly, jit_compile):
+def check_trainer(objective, run_eagerly, jit_compile):
     """Check that stages can compute what a trainer is compiled with.
 
     Raises:
@@ -50,8 +50,7 @@ def check_trainer(objective, metrics, run_eagerly, jit_compile):
             "a pipeline needs a loss whose weights do not depend on the outputs: use "
             "dtransformer.layers.CrossEntropyLoss, or pipeline_stage=1"
         )
-    wrong = {"metrics": metrics, "run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
-    for name, value in wrong.items():
+    for name, value in {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}.items():
         if value:
             raise ValueError(f"{name}={value} does not work with a pipeline: leave it out")
 
@@ -99,7 +98,7 @@ class PipelinePlane:
 
     def plan(self, inputs):
         """Return the `StagePlan` for a micro-batch, from its tensors or specs."""
-        key = tuple((tuple(x.shape), x.dtype.name) for x in tf.nest.flatten(inputs))
+        key = tuple(tf.nest.flatten(stages.specs_of(inputs)))
         if key not in self._plans:
             self._plans[key] = stages.StagePlan.of_network(
                 self._network, inputs, stages.num_parts()
@@ -110,12 +109,13 @@ class PipelinePlane:
         """Build this stage's part of the network, for a batch of inputs."""
         if not self._network.built:
             self._network.build()
-        self.plan(inputs)
-        for shared, layer in stages.shared_weights(self._network):
-            if self.stage in shared and not layer.weights:
-                layer.built = False
-                layer.build((None, None))
+        stages.share_tables(self._network, inputs)
         self._copies = self._shared_weights()
+
+    def example_of_outputs(self):
+        """Return zeros of the shapes and types of the outputs of a micro-batch."""
+        specs = next(iter(self._plans.values())).outputs
+        return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), specs)
 
     def collectives(self):
         """Return the `Collective`s on the mesh of the step that was compiled last."""
@@ -237,13 +237,12 @@ class PipelinePlane:
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
         (outputs, sums), _ = self._test(batch)
-        return tf.nest.map_structure(lambda x: x[:rows], outputs), self._shared(sums)
+        outputs = tf.nest.map_structure(lambda x: None if x is None else x[:rows], outputs)
+        return outputs, self._shared(sums)
 
     def _outputs_and_sums(self, batch, _):
         outputs, sums = self._trainer._outputs_and_sums(*batch)
-        if not stages.current_view().is_last:
-            return ([], {}), None
-        return ([] if self._trainer._compile_metrics is None else outputs, sums), None
+        return (outputs, sums) if stages.current_view().is_last else (None, {}), None
 
     def predict(self, inputs):
         """As `Trainer.call`; on every rank."""
