@@ -4,12 +4,15 @@
 PYTHON ?= python3
 NP ?= 1
 MP ?= 1
+PP ?= 1
 DEVICES ?= 1
 JOBS ?= 2
 
 BIN := .venv/bin
 CONFIG ?= examples/wmt14/embedded.yaml
 RUN ?= runs/embedded
+STAGES := $(if $(filter-out 1,$(PP)),--set parallel.pipeline_stage=$(PP) \
+  --set parallel.micro_batch_num=$(shell expr 4 '*' $(PP)))
 LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun --gloo -np $(NP))
 
 .DEFAULT_GOAL := help
@@ -18,8 +21,9 @@ LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun --gloo -np $(NP))
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, DEVICES=2 gives"
-	@echo "each rank two devices, PYTHON=python3.12 chooses the interpreter."
+	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, PP=2 spreads the"
+	@echo "blocks over two stages, DEVICES=2 gives each rank two devices, PYTHON=python3.12"
+	@echo "chooses the interpreter."
 
 setup: .venv/ready  ## make the virtual environment, with Horovod where it can be built
 
@@ -39,7 +43,8 @@ data/embedded/train.en.sgm: .venv/ready
 
 train: data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
-	  --set parallel.model_parallel=$(MP) --set training.local_devices=$(DEVICES)
+	  --set parallel.model_parallel=$(MP) --set training.local_devices=$(DEVICES) \
+	  $(STAGES)
 	@echo "sacreBLEU on held-out sentences:"
 	@$(BIN)/dtransformer evaluate --run $(RUN) \
 	  --src data/embedded/test.en.sgm --ref data/embedded/test.fr.sgm

@@ -17,7 +17,7 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
-from dtransformer.parallel import layout, runtime
+from dtransformer.parallel import runtime
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 
@@ -65,11 +65,6 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
     if (folder / runs.WEIGHTS).exists() and not overwrite:
         raise InputError(
             f"{folder}: holds a trained run already; give --overwrite, or another --run"
-        )
-    if config.parallel.pipeline_stage > 1:
-        raise InputError(
-            f"parallel.pipeline_stage: {config.parallel.pipeline_stage}: the command cannot save "
-            "the stages of a pipeline yet; set it to 1, or use a Trainer in a script"
         )
     try:
         dtransformer.init(
@@ -170,8 +165,9 @@ def _batches(config, tokenizer, pairs, training):
         batch_tokens=None if options.batch_size else options.batch_tokens,
         max_length=options.max_length,
         num_buckets=options.num_buckets,
-        pad_to_bucket=layout.get_mesh() is not None,  # which compiles every shape anew
+        pad_to_bucket=runtime.compiles_shapes(),
         pad_to_multiple_of=config.parallel.model_parallel,
+        pad_rows_to_multiple_of=runtime.rows_multiple_of(),
         shuffle=options.shuffle and training,
         seed=config.training.seed,
         shard_index=shard,

@@ -174,6 +174,8 @@ class TranslationBatches:
         drop_remainder: Whether the sentences that fill no batch are left out.
         pad_to_multiple_of: Lengths are padded to a multiple of this; a compiler that
             specialises on shapes then sees fewer of them.
+        pad_rows_to_multiple_of: Empty sentences are added to this rank's rows of a batch
+            until their number is a multiple of this; a pipeline's micro-batches need it.
         pad_to_bucket: Whether both sides are padded to the greatest length of their bucket,
             so that there are no more shapes than buckets, and those of the rest.
         training: Whether long pairs are left out (or cut off).
@@ -211,13 +213,18 @@ class TranslationBatches:
         num_shards=1,
         drop_remainder=False,
         pad_to_multiple_of=1,
+        pad_rows_to_multiple_of=1,
         pad_to_bucket=False,
         training=True,
         pad_id=0,
         start_id=2,
         end_id=3,
     ):
-        for name, value in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
+        for name, value in (
+            ("max_length", max_length),
+            ("pad_to_multiple_of", pad_to_multiple_of),
+            ("pad_rows_to_multiple_of", pad_rows_to_multiple_of),
+        ):
             if value < 1:
                 raise InputError(f"{name}={value} has to be at least 1.")
         if not 0 <= shard_index < num_shards:
@@ -242,7 +249,7 @@ class TranslationBatches:
             "seed": seed,
         }
         self._max_length = max_length
-        self._multiple_of = pad_to_multiple_of
+        self._multiple_of, self._rows_multiple_of = pad_to_multiple_of, pad_rows_to_multiple_of
         self._bucket_bounds = None
         if pad_to_bucket:
             self._bucket_bounds = tf.constant(
@@ -368,7 +375,10 @@ class TranslationBatches:
         """Ragged [b, (length)] -> [b, the longest or `least`, rounded up within `most`]."""
         longest = tf.maximum(tf.cast(tf.reduce_max(ids.row_lengths()), tf.int32), least)
         width = tf.minimum(-(-longest // self._multiple_of) * self._multiple_of, most)
-        return tf.ensure_shape(ids.to_tensor(pad, shape=tf.stack([-1, width])), [None, None])
+        padded = ids.to_tensor(pad, shape=tf.stack([-1, width]))
+        missing = -tf.shape(padded)[0] % self._rows_multiple_of
+        padded = tf.pad(padded, [[0, missing], [0, 0]], constant_values=pad)
+        return tf.ensure_shape(padded, [None, None])
 
 
 def _as_ragged(ids):

@@ -40,13 +40,14 @@ class Collective:
     """One collective of a step.
 
     Args:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast".
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast";
+            or "message", of one pipeline stage to another.
         sent_as: the kind that it is carried out as: on CPUs DTensor's own all-gather is an
             all-reduce of a padded buffer.
         shape: shape of the result on a device; None for a dimension that is not known
             before it runs.
         dtype: name of its type.
-        over: the mesh axis, or "horovod".
+        over: the mesh axis, "horovod", or "stages".
         group_size: number of devices, or ranks, that take part.
         layer: path of the layer; the name of the operation elsewhere.
         backward: whether it belongs to a gradient.
@@ -69,6 +70,8 @@ class Collective:
     @property
     def entries_sent(self):
         """The number of entries that each device sends, by a ring's algorithm."""
+        if self.kind == "message":
+            return self.elements
         times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
         return self.elements * times * (self.group_size - 1) / self.group_size
 

@@ -164,10 +164,23 @@ def check_island_batch(batch):
     """Compare the batch of the island's ranks: they compute on the same one.
 
     Raises:
-        ValueError: shapes, types or contents differ; on every rank of the island.
+        ValueError: see `check_same_batch`.
     """
-    island = runtime.island()
-    if island.size == 1:
+    check_same_batch(batch, runtime.island(), "an island")
+
+
+def check_same_batch(batch, group, name):
+    """Compare the nested tensors of a batch of ranks that compute on the same one.
+
+    Args:
+        batch: nested tensors; None stays out.
+        group: the `Group` of the ranks.
+        name: what the ranks are together, for the error.
+
+    Raises:
+        ValueError: shapes, types or contents differ; on every rank of the group.
+    """
+    if group.size == 1:
         return
     arrays = [np.asarray(x) for x in tf.nest.flatten(batch) if x is not None]
     shapes = "; ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)
@@ -175,13 +188,14 @@ def check_island_batch(batch):
     for array in arrays:
         checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
     mine = np.array([zlib.crc32(shapes.encode()), checksum], "int64")
-    hvd = runtime.horovod()
-    everyone = hvd.allgather(mine[None], name="island_batch", process_set=island.process_set)
+    hvd, ranks = runtime.horovod(), {"process_set": group.process_set}
+    everyone = hvd.allgather(mine[None], name="same_batch", **ranks)
     if (everyone.numpy() == mine).all():
         return
-    texts = hvd.allgather_object(shapes, name="island_batch_shapes", process_set=island.process_set)
-    told = ", ".join(f"rank {rank} has {text}" for rank, text in zip(island.ranks, texts))
+    texts = hvd.allgather_object(shapes, name="same_batch_shapes", **ranks)
+    told = ", ".join(f"rank {rank} has {text}" for rank, text in zip(group.ranks, texts))
     raise ValueError(
-        f"the ranks of an island compute on one batch, and theirs differ: {told}; give them the "
-        "same rows in the same order, those of dtransformer.parallel.runtime.data_shard()"
+        f"the ranks of {name} compute on one batch, and theirs differ: {told}; give them the "
+        "same rows in the same order, those of dtransformer.parallel.runtime.data_shard(), and "
+        "fit(shuffle=False) where they are arrays"
     )

@@ -44,10 +44,12 @@ class Messages:
 
     def _start(self, tensors, peer, sends, name):
         # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
-        key = sends, name, tuple((tuple(x.shape), x.dtype) for x in tensors)
+        key = sends, name
         if key not in self._functions:
             self._functions[key] = tf.function(
-                lambda tensors: _broadcast(tensors, peer, sends, name), autograph=False
+                lambda tensors: _broadcast(tensors, peer, sends, name),
+                reduce_retracing=True,
+                autograph=False,
             )
             self._functions[key]._omit_frequent_tracing_warning = True
         return self._threads.submit(self._functions[key], tensors)
@@ -66,7 +68,7 @@ def _broadcast(tensors, peer, sends, name):
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
         message = f"{name}_{dtype.name}"
         flat = carried(flat, "broadcast", pair, message, root_rank=root)
-        sizes = [tensors[i].shape.num_elements() for i in numbers]
-        for i, part in zip(numbers, tf.split(flat, sizes)):
-            results[i] = tf.reshape(part, tensors[i].shape)
+        sizes = [tf.size(tensors[i]) for i in numbers]
+        for i, part in zip(numbers, tf.split(flat, sizes, num=len(sizes))):
+            results[i] = tf.reshape(part, tf.shape(tensors[i]))
     return results

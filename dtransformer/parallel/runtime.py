@@ -364,6 +364,17 @@ def data_shard():
     return _job.topology.data_shard(_job.rank)
 
 
+def rows_multiple_of():
+    """Return what has to divide the number of a rank's rows of every batch."""
+    config = get_parallel_config()
+    return config.micro_batch_num if config.pipeline_stage > 1 else 1
+
+
+def compiles_shapes():
+    """Return whether every shape of a batch is compiled anew: the fewer there are, the better."""
+    return layout.get_mesh() is not None or stage()[1] > 1
+
+
 def seed():
     """Return the seed that initial weights and dropout masks are derived from."""
     return _seed

@@ -37,6 +37,10 @@ class OneDevice:
         """
         return _Function(function, stages.weights_of(network, part))
 
+    def shapes(self, plan):
+        """Return what of a `StagePlan` a function is compiled for: names, as shapes may vary."""
+        return tuple((value.name, value.first, value.last) for value in plan.values)
+
     def check(self, batch):
         """Check nested tensors of a batch that is about to be computed."""
 
@@ -99,7 +103,7 @@ class _Function:
 
     def __init__(self, function, trained):
         self.trained = trained
-        self._function = tf.function(function, autograph=False)
+        self._function = tf.function(function, reduce_retracing=True, autograph=False)
 
     def weights(self):
         """Return what gradients are taken of: sources of the weights."""
@@ -117,6 +121,9 @@ class Mesh(OneDevice):
 
     def compile(self, function, network, part):
         return _FunctionOnMesh(function, stages.weights_of(network, part))
+
+    def shapes(self, plan):
+        return plan.values, repr(plan.outputs)
 
     def check(self, batch):
         check_island_batch(batch)

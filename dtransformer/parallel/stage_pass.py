@@ -83,7 +83,7 @@ class StagePass:
         }
 
     def _compiled(self, part, plan, state):
-        key = part, id(plan), state is None
+        key = part, self.devices.shapes(plan), state is None
         if key not in self._functions:
             devices, values = self.devices, {v.name: v for v in plan.sent_after(part)}
 

@@ -77,6 +77,11 @@ def is_elsewhere(layer):
     return own not in stages_of(layer)
 
 
+def is_here(layer):
+    """Return whether this rank has the layer's weights."""
+    return not is_elsewhere(layer)
+
+
 def check_here(layer):
     """Check that a placed layer that is called has its weights on this rank.
 
@@ -319,6 +324,18 @@ class _Recorder:
             else:
                 todo += list(x.op.inputs)
         return list(found)
+
+
+class BuildView:
+    """Builds the placed layers of this rank as they are called; of others it has stand-ins."""
+
+    def call(self, layer, compute, args, kwargs, stand_in):
+        if not is_elsewhere(layer):
+            with view(None):
+                return compute(*args, **kwargs)
+        if not layer.built:
+            layer.build(None)  # for its path alone
+        return stand_in(*args, **kwargs)
 
 
 class StageView:

@@ -6,6 +6,8 @@ the whole batch.
 
 import tensorflow as tf
 
+from dtransformer.parallel import runtime
+
 
 def in_micro_batches(compute, number):
     """Return a compute plane that takes a batch in micro-batches.
@@ -44,6 +46,25 @@ def in_micro_batches(compute, number):
         return gradients, outputs, sums
 
     return accumulated
+
+
+def check_rows(number):
+    """Check that a batch can be divided into micro-batches.
+
+    Args:
+        number: number of this rank's rows.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    multiple = runtime.rows_multiple_of()
+    if number % multiple:
+        shards = runtime.data_shard()[1]
+        raise ValueError(
+            f"a batch of {number} rows a rank cannot be divided into micro_batch_num={multiple} "
+            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
+            f"{multiple * shards} rows, {multiple} a data shard"
+        )
 
 
 def rows_of(batch, i, number, num_rows):

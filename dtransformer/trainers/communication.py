@@ -6,18 +6,19 @@ import re
 
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
-from dtransformer.parallel import layout, runtime
+from dtransformer.parallel import layout, runtime, stages
 from dtransformer.parallel.audit import CommunicationReport, horovod_collectives
 from dtransformer.parallel.config import get_parallel_config
 
 
-def communication_report(network, plane, update_graph):
+def communication_report(network, plane, update_graph, messages=()):
     """Return the `CommunicationReport` of the training step that was compiled last.
 
     Args:
         network: the `keras.Model` that is trained.
-        plane: its `MeshPlane`; None where there is no mesh.
+        plane: its compute plane; None where all is on one device.
         update_graph: the graph that the update plane was traced in, or None.
+        messages: `Collective`s that the stages of a pipeline send each other.
 
     Raises:
         ValueError: no step was compiled yet.
@@ -26,7 +27,7 @@ def communication_report(network, plane, update_graph):
         raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
     over_horovod = horovod_collectives(update_graph, runtime.data_shard()[1])
     if plane is None or layout.get_mesh() is None:
-        return CommunicationReport(tuple(over_horovod))
+        return CommunicationReport((*messages, *over_horovod))
     names = {layer.name for layer in network._flatten_layers()}
     times = get_parallel_config().micro_batch_num
     on_mesh = times * [
@@ -36,7 +37,7 @@ def communication_report(network, plane, update_graph):
     if hasattr(network, "stream_shapes"):
         formula = block_formula(network, network.stream_shapes(plane.input_shapes))
         formula = {block: times * entries for block, entries in formula.items()}
-    return CommunicationReport((*on_mesh, *over_horovod), formula)
+    return CommunicationReport((*on_mesh, *messages, *over_horovod), formula)
 
 
 def block_formula(network, stream_shapes):
@@ -59,7 +60,7 @@ def block_formula(network, stream_shapes):
     for stack in network._flatten_layers():
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
             entries = math.prod(stream_shapes[stack.name]) // data_slices
-            for block in stack.blocks:
+            for block in filter(stages.is_here, stack.blocks):
                 parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
                 sums = 2.0 * parts
                 if block.recompute_config.recompute:

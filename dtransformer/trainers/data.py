@@ -4,6 +4,9 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel import runtime
+from dtransformer.trainers.accumulation import check_rows
+
+_KERAS_BATCH_SIZE = 32
 
 
 class EpochStart(keras.callbacks.Callback):
@@ -40,6 +43,21 @@ def check_batches(data):
                 f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
                 "same number, its own rows of each global batch"
             )
+
+
+def check_micro_batches(data, batch_size=None):
+    """Check that the first batch, and an array's last, can be divided into micro-batches.
+
+    Raises:
+        ValueError: see `check_rows`.
+    """
+    if isinstance(data, tf.data.Dataset):
+        for batch in data.take(1):
+            check_rows(len(tf.nest.flatten(batch)[0]))
+    elif not hasattr(data, "__next__") and not isinstance(data, keras.utils.PyDataset):
+        number, size = len(tf.nest.flatten(data)[0]), batch_size or _KERAS_BATCH_SIZE
+        check_rows(min(number, size))
+        check_rows(number % size)
 
 
 def input_symbols(data):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import runtime
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.data import EpochStart, as_data, check_batches
+from dtransformer.trainers.data import EpochStart, as_data, check_batches, check_micro_batches
 from dtransformer.trainers.throughput import Throughput, measured_peak
 
 
@@ -104,8 +104,10 @@ class FitLoop(keras.Model):
         data = as_data(x)
         if isinstance(data, tf.data.Dataset):
             kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
-        self._prepare(data)
         check_batches(data)
+        if runtime.rows_multiple_of() > 1:
+            check_micro_batches(data, kwargs.get("batch_size"))
+        self._prepare(data)
         return super().fit(
             data,
             y,

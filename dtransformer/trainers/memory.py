@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
-from dtransformer.parallel import layout, runtime
+from dtransformer.parallel import layout, runtime, stages
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.gathered import CopiedVariable, GatheredVariable, SlicedVariable
 from dtransformer.parallel.tables import columns
@@ -59,14 +59,15 @@ class MemoryReport:
         return "\n".join(columns(lines, right=(1, 2)))
 
 
-def memory_report(network, optimizer, update, input_shapes):
+def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     """Return the `MemoryReport` of a trainer whose step was run.
 
     Args:
         network: the `keras.Model`.
         optimizer: its Keras optimizer.
         update: its `UpdatePlane`.
-        input_shapes: nested shapes of a batch of this rank's island, or None.
+        input_shapes: nested shapes of what this rank's island computes at once, or None.
+        num_kept: how many such activations are kept at once.
     """
     plan, level = update.plan, update.plan.level
     trained = network.trainable_variables
@@ -104,7 +105,7 @@ def memory_report(network, optimizer, update, input_shapes):
             ),
             _bytes(states),
         ),
-        MemoryRow("activations", activation_bytes(network, input_shapes)),
+        MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
     return MemoryReport(rows, _peak())
 
@@ -119,21 +120,22 @@ def _weight_bytes(row, variable):
     return (row.slice_entries if is_gathered else row.entries) * _item_bytes(row, variable)
 
 
-def activation_bytes(network, input_shapes):
+def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes that the blocks' activations take until the backward pass.
 
-    One micro-batch of one device. Attention keeps 5·i·b·s·h bytes and the mask of its
+    Those of one device, of the blocks of its pipeline stage. Attention keeps 5·i·b·s·h bytes and the mask of its
     dropout, with items of i bytes, and 2·i·b·a·s² and a mask; the feed-forward layer
     9·i·b·s·h and a mask, two norms 2·i·b·s·h.
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
-        input_shapes: nested shapes of the batch.
+        input_shapes: nested shapes of what the island computes at once.
+        num_kept: how many such activations are kept at once.
     """
     if not hasattr(network, "stream_shapes") or input_shapes is None:
         return 0
     config = get_parallel_config()
-    slices = layout.axis_size(layout.mesh_axis("batch")) * config.micro_batch_num
+    slices = layout.axis_size(layout.mesh_axis("batch")) / num_kept
     streams = network.stream_shapes(input_shapes)
     item = tf.as_dtype(network.compute_dtype).size
     total = 0
@@ -141,7 +143,7 @@ def activation_bytes(network, input_shapes):
         if isinstance(stack, BlockStack) and stack.name in streams:
             b, s, h = streams[stack.name]
             memory = next(iter(streams.values()))[1]
-            for block in stack.blocks:
+            for block in filter(stages.is_here, stack.blocks):
                 is_decoder = isinstance(block, TransformerDecoderLayer)
                 lengths = [s, memory] if is_decoder else [s]
                 total += b / slices * _of_block(block, s, h, lengths, item, config)

@@ -18,7 +18,7 @@ from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
 from dtransformer.trainers.compute import MeshPlane
-from dtransformer.trainers.data import input_specs, input_symbols
+from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.loop import FitLoop
 from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
@@ -386,7 +386,7 @@ class Trainer(FitLoop):
             return
         if runtime.stage()[1] > 1:
             self._plane = PipelinePlane(self)
-            self._plane.build(input_specs(data))
+            self._plane.build(data)
             self._compute = self._plane.train
         elif not self.network.built:
             self.network(input_symbols(data))
@@ -451,7 +451,8 @@ class Trainer(FitLoop):
         """Return which collectives the last compiled training step sends; print it.
 
         Those of the mesh are read from the functions that DTensor lowered for the
-        devices, those over Horovod from the update's graph.
+        devices, those over Horovod from the update's graph; messages between pipeline
+        stages are those of the plan.
 
         Returns:
             A `dtransformer.parallel.audit.CommunicationReport`. Where the network has the
@@ -460,7 +461,9 @@ class Trainer(FitLoop):
         Raises:
             ValueError: no step was compiled yet.
         """
-        return communication_report(self.network, self._plane, self._update_graph)
+        is_pipeline = isinstance(self._plane, PipelinePlane) and self._update_graph is not None
+        messages = self._plane.messages_sent() if is_pipeline else []
+        return communication_report(self.network, self._plane, self._update_graph, messages)
 
     def memory_report(self, inputs=None):
         """Return what this rank's memory is needed for; print it.
@@ -484,9 +487,11 @@ class Trainer(FitLoop):
         if self._update is None or self._update.gradient_bytes is None:
             raise ValueError("no training step was run yet: call fit or train_on_batch first")
         shapes = None if self._plane is None else self._plane.input_shapes
+        num_kept = getattr(self._plane, "num_kept", 1)
         if inputs is not None:
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
-        return memory_report(self.network, self.optimizer, self._update, shapes)
+            num_kept /= get_parallel_config().micro_batch_num
+        return memory_report(self.network, self.optimizer, self._update, shapes, num_kept)
 
     def timeline(self, path=None):
         """Return what the stages of the pipeline did in the last training step.

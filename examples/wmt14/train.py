@@ -2,6 +2,10 @@
 
     python examples/wmt14/train.py --faithful --epochs 4
     horovodrun -np 4 python examples/wmt14/train.py --model_parallel 2
+    horovodrun -np 2 python examples/wmt14/train.py --encoder_layer 2 --decoder_layer 2 \\
+        --pipeline_stage 2 --micro_batch_num 4 --model_parallel 2 --local_devices 2
+
+Two hosts: examples/wmt14/cluster.sh.
 
 `--faithful` follows the sample's data rules: whitespace words, no start token, fixed
 lengths, no shuffling. The default has subwords, start and end tokens, masks, length
@@ -23,7 +27,7 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.runtime import data_shard
+from dtransformer.parallel import runtime
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.callbacks import LossMonitor, StepTimer
 
@@ -45,8 +49,9 @@ def parse_arguments():
         "--model_parallel", "--mp", type=int, default=1, dest="mp", help="slices of operations"
     )
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
-    parser.add_argument("--pipeline_stage", type=int, default=1)
-    parser.add_argument("--micro_batch_num", type=int, default=1)
+    parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")
+    parser.add_argument("--micro_batch_num", type=int, default=1, help="parts of a batch")
+    parser.add_argument("--timeline", help="a .png or .json file for what the last step did")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
     return args
@@ -60,7 +65,7 @@ def faithful_data(args):
     dataset = dataset.batch(args.batch_size, drop_remainder=True)
     if dtransformer.is_chief():
         print(f"{len(examples.source):,} pairs, {len(dataset)} steps an epoch")
-    index, count = data_shard()
+    index, count = runtime.data_shard()
     rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
     special = {"pad_id": wmt14.PAD, "start_id": wmt14.PAD, "end_id": wmt14.EOT}
     return dataset.map(rows).cache().prefetch(1), special, args.vocab_size
@@ -71,14 +76,15 @@ def modern_data(args):
     sources, targets = read_tsv(args.data)
     tokenizer = SubwordTokenizer.train([*sources, *targets], args.vocab_size)
     special = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}
-    index, count = data_shard()
+    index, count = runtime.data_shard()
     batches = TranslationBatches(
         tokenizer.encode(sources),
         tokenizer.encode(targets),
         batch_size=args.batch_size,
         max_length=128,
-        pad_to_bucket=args.mp > 1,  # every shape is compiled anew on a mesh
+        pad_to_bucket=runtime.compiles_shapes(),
         pad_to_multiple_of=args.mp,
+        pad_rows_to_multiple_of=runtime.rows_multiple_of(),
         shard_index=index,
         num_shards=count,
         **special,
@@ -120,6 +126,8 @@ def main():
     trainer.compile(optimizer, CrossEntropyLoss(ignore_id=special["pad_id"]))
     trainer.summary()
     trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=[StepTimer(), LossMonitor(every=20)])
+    if args.timeline:
+        trainer.timeline(args.timeline)
 
 
 if __name__ == "__main__":

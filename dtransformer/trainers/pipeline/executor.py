@@ -6,16 +6,17 @@ import tensorflow as tf
 
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.parallel import audit, gathered, groups, runtime, stages
-from dtransformer.parallel.computation import num_rows
+from dtransformer.parallel.computation import check_same_batch, num_rows
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.messages import Messages
 from dtransformer.parallel.stage_devices import stage_devices
 from dtransformer.parallel.stage_pass import StagePass, from_last
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.accumulation import rows_of, seed_of
+from dtransformer.trainers.accumulation import check_rows, rows_of, seed_of
+from dtransformer.trainers.data import input_specs, input_symbols
 from dtransformer.trainers.pipeline import schedules
 from dtransformer.trainers.pipeline.simulator import ideal_of
-from dtransformer.trainers.pipeline.timeline import Event, Timeline, write
+from dtransformer.trainers.pipeline.timeline import Event, Timeline, most_alive, write
 
 
 def check_pipeline(config):
@@ -105,11 +106,12 @@ class PipelinePlane:
             )
         return self._plans[key]
 
-    def build(self, inputs):
-        """Build this stage's part of the network, for a batch of inputs."""
+    def build(self, data):
+        """Build this stage's part of the network, for what `fit` is given."""
         if not self._network.built:
-            self._network.build()
-        stages.share_tables(self._network, inputs)
+            with stages.view(stages.BuildView()):
+                self._network(input_symbols(data))
+        stages.share_tables(self._network, input_specs(data))
         self._copies = self._shared_weights()
 
     def example_of_outputs(self):
@@ -120,6 +122,30 @@ class PipelinePlane:
     def collectives(self):
         """Return the `Collective`s on the mesh of the step that was compiled last."""
         return audit.mesh_collectives(self._compiled)
+
+    def messages_sent(self):
+        """Return the `Collective`s that are the messages of the last step."""
+        plan, sent = self._last_plan, []
+        for part in stages.own_parts():
+            for values, backward in (
+                (plan.sent_after(part), False),
+                (plan.received_by(part), True),
+            ):
+                for value in values:
+                    layer = value.name.split(":")[0].split("/", 1)[-1]
+                    sent += [
+                        audit.Collective(
+                            *("message", "message", tuple(shape), tf.as_dtype(dtype).name),
+                            *("stages", 2, layer, backward),
+                        )
+                        for shape, dtype in self.devices.message_specs(value)
+                    ]
+        return self.number * sent
+
+    @property
+    def num_kept(self):
+        """The number of micro-batches whose activations of all own parts are kept at once."""
+        return most_alive(self._instructions[self.stage]) / len(stages.own_parts())
 
     def timeline(self, path=None):
         """Return what all stages did in the last step; see `Trainer.timeline`."""
@@ -138,7 +164,7 @@ class PipelinePlane:
     def train(self, inputs, labels, sample_weight, count, loss_scale, seed):
         """As `Trainer._loss_and_gradients`; gradients are those of this stage's weights."""
         batch = inputs, labels, sample_weight
-        self.devices.check(batch)
+        self._check(batch)
         batches = self._micro_batches(batch)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         numbers = [self.devices.put_numbers(x) for x in (count, loss_scale)]
@@ -147,16 +173,16 @@ class PipelinePlane:
             step.run(instruction)
         step.finish()
         self.events, self._compiled = step.events, step.compiled or self._compiled
+        self._last_plan = step.plan
         return self._add_copies(step.all_gradients()), step.all_outputs(), self._shared(step.sums)
+
+    def _check(self, batch):
+        self.devices.check(batch)
+        check_same_batch(batch, runtime.pipeline_group(), "a pipeline")
 
     def _micro_batches(self, batch):
         rows = num_rows(batch)
-        if rows % self.number:
-            raise ValueError(
-                f"a batch of {rows} rows a data shard cannot be divided into "
-                f"micro_batch_num={self.number} equal micro-batches, as a pipeline needs: use a "
-                "multiple of them"
-            )
+        check_rows(rows)
         return [rows_of(batch, k, self.number, rows) for k in range(self.number)]
 
     def function(self, part, plan):
@@ -165,7 +191,7 @@ class PipelinePlane:
         It gives what the part sends on, its share of the loss, and at the last part sums
         and the outputs, where metrics want them.
         """
-        key = part, id(plan)
+        key = part, self.devices.shapes(plan)
         if key not in self._functions:
             self._functions[key] = self.devices.compile(
                 self._forward(part, plan), self._network, part
@@ -233,7 +259,7 @@ class PipelinePlane:
 
     def test(self, inputs, labels, sample_weight):
         """As `Trainer._outputs_and_sums`; outputs where metrics want them, at the last stage."""
-        self.devices.check((inputs, labels, sample_weight))
+        self._check((inputs, labels, sample_weight))
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
         (outputs, sums), _ = self._test(batch)
@@ -247,7 +273,7 @@ class PipelinePlane:
     def predict(self, inputs):
         """As `Trainer.call`; on every rank."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-        self.devices.check(inputs)
+        self._check(inputs)
         rows = num_rows(inputs)
         outputs, _ = self._predict(self.devices.put_rows(inputs))
         return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))
@@ -259,7 +285,7 @@ class _Step:
     def __init__(self, plane, batches, count, loss_scale, seed):
         self._plane, self._devices, self._batches = plane, plane.devices, batches
         self._count, self._loss_scale, self._seed = count, loss_scale, seed
-        self._plan = plane.plan(batches[0][0])
+        self.plan = plane.plan(batches[0][0])
         self._weights = {}  # part -> what gradients are taken of
         self._tapes = {}  # (part, micro-batch) -> what its backward pass needs
         self._arriving = {}  # name of a message -> future
@@ -281,7 +307,7 @@ class _Step:
         """Wait until everything has left."""
         for message in self._leaving:
             message.result()
-        functions = [self._plane.function(part, self._plan) for part in self._weights]
+        functions = [self._plane.function(part, self.plan) for part in self._weights]
         if any(function.is_new for function in functions):
             self.compiled = [name for function in functions for name in function.compiled]
             self.compiled += audit.new_functions()  # those of gradients
@@ -318,7 +344,7 @@ class _Step:
         self._receive(one, border, self._gradients_after(border, one.micro_batch))
 
     def _receive(self, one, border, name):
-        values = self._plan.sent_after(border)
+        values = self.plan.sent_after(border)
         specs = [spec for value in values for spec in self._devices.message_specs(value)]
         self._arriving[name] = self._plane.messages.receive(specs, one.peer, name)
 
@@ -335,7 +361,7 @@ class _Step:
         """Wait for a message; return the `Value`s that pass a border and their tensors."""
         parts = iter(self._arriving.pop(name).result())
         self._started = time.time()  # what comes before is waiting
-        values = self._plan.sent_after(border)
+        values = self.plan.sent_after(border)
         return values, [
             self._devices.from_message(
                 value, [next(parts) for _ in self._devices.message_specs(value)]
@@ -356,7 +382,7 @@ class _Step:
         if part:
             values, received = self._arrived(part - 1, self._activations_after(part - 1, k))
         seed = self._devices.put_numbers(seed_of(self._seed, k, plane.number))
-        function = plane.function(part, self._plan)
+        function = plane.function(part, self.plan)
         if part not in self._weights:
             self._weights[part] = function.weights()
         weights = self._weights[part]
@@ -366,7 +392,7 @@ class _Step:
             sent, loss, sums, outputs = function(
                 weights, by_name, *self._batches[k], self._count, self._loss_scale, seed
             )
-        values = self._plan.sent_after(part)
+        values = self.plan.sent_after(part)
         sent = [sent[value.name] for value in values]
         self._tapes[part, k] = tape, sent, loss, received
         self._results[self._activations_after(part, k)] = self._to_message(values, sent)
@@ -387,11 +413,11 @@ class _Step:
         )
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
-        values = self._plan.received_by(part)
+        values = self.plan.received_by(part)
         self._results[self._gradients_after(part - 1, k)] = self._to_message(
             values, [tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)]
         )
-        self._add_up(plane.function(part, self._plan).trained, gradients)
+        self._add_up(plane.function(part, self.plan).trained, gradients)
 
     def _add_up(self, weights, gradients):
         new = {

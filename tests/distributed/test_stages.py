@@ -1,0 +1,60 @@
+"""Promise: stages skip together, measure together, wait for each other, and say what is wrong."""
+
+import json
+
+import pytest
+
+from tests.distributed import stages
+from tests.distributed.launch import launch, needs_horovod
+from tests.tolerances import TRAINING
+
+pytestmark = needs_horovod
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank gives."""
+    folder = tmp_path_factory.mktemp("stages")
+    code, output = launch(2, ["-m", "tests.distributed.stages", folder], timeout=400)
+    assert code == 0, output[-20000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_an_overflow_on_one_stage_is_skipped_on_all(ranks):
+    for rank in ranks:
+        found = rank["overflow_on_one_stage"]
+        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
+        assert found["loss_scale"][3] == found["loss_scale"][2] / 2
+        weights = found["weights"]
+        assert [weights[i] == weights[i - 1] for i in range(1, 5)] == [False, True, False, False]
+        assert len(weights[0]) == 1
+    assert ranks[0]["overflow_on_one_stage"]["weights"] != weights
+
+
+def test_keras_metrics_are_those_of_one_process(ranks):
+    expected = stages.keras_metrics()
+    for rank in ranks:
+        for name, values in expected.items():
+            assert rank["keras_metrics"][name] == pytest.approx(values, rel=TRAINING)
+
+
+def test_sleeps_before_instructions_change_nothing(ranks):
+    for schedule, (first, *others) in ranks[0]["losses_of_sleepy_stages"].items():
+        assert len(others) == 4 and len(set(first)) == 10
+        assert all(losses == first for losses in others), schedule
+    assert ranks[0]["losses_of_sleepy_stages"] == ranks[1]["losses_of_sleepy_stages"]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("rows", ["6 rows", "micro_batch_num=4", "a multiple of 4"]),
+        ("last_rows", ["5 rows", "micro_batch_num=4"]),
+        ("order", ["theirs differ", "shuffle=False"]),
+    ],
+)
+def test_every_rank_says_what_is_wrong_with_a_batch(name, words, ranks):
+    for rank in ranks:
+        message, is_built = rank["errors"][name]
+        assert all(word in message for word in words), message
+        assert is_built == (name == "order")
