@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from workload import command_of, json_with, translation_trainer
+from workload import command_of, json_with, passing_bytes, translation_trainer
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -54,19 +54,6 @@ def parse_arguments():
 
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def passing_bytes(step):
-    """Return the peak of TensorFlow's allocator in a step, above what stays; None if unknown."""
-    import tensorflow as tf
-
-    try:
-        tf.config.experimental.reset_memory_stats("CPU:0")
-        step()
-        info = tf.config.experimental.get_memory_info("CPU:0")
-    except ValueError:  # it counts with oneDNN's operations only
-        return None
-    return info["peak"] - info["current"]
 
 
 def limit_memory(num_bytes):

@@ -26,6 +26,19 @@ def translation_trainer(vocab_size, hidden_size, layers):
     return trainer
 
 
+def passing_bytes(step):
+    """Return the peak of TensorFlow's allocator in a step, above what stays; None if unknown."""
+    import tensorflow as tf
+
+    try:
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        step()
+        info = tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:  # it counts with oneDNN's operations only
+        return None
+    return info["peak"] - info["current"]
+
+
 def command_of(num_ranks, arguments):
     """Return the command that runs a Python program, on several ranks under horovodrun."""
     command = [sys.executable, *arguments]

@@ -1,6 +1,7 @@
 """Messages between the stages of a pipeline: they travel while the stages compute."""
 
 import concurrent.futures
+import time
 
 import tensorflow as tf
 
@@ -16,14 +17,18 @@ class Messages:
     Horovod has no send and receive: a message is a broadcast between two ranks, which are
     paired by its name. Each waits in a thread of its own, so that no order of sends and
     receives can stop the job.
+
+    Attributes:
+        ended: dict of the name of a message and when it had left or come, in seconds.
     """
 
     def __init__(self):
+        self.ended = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_AT_ONCE, "messages")
         self._functions = {}
 
     def send(self, tensors, peer, name):
-        """Start to send tensors; return a future.
+        """Start to send tensors; return a future, which does not keep them.
 
         Args:
             tensors: list of tensors.
@@ -52,7 +57,13 @@ class Messages:
                 autograph=False,
             )
             self._functions[key]._omit_frequent_tracing_warning = True
-        return self._threads.submit(self._functions[key], tensors)
+        return self._threads.submit(self._run, key, tensors)
+
+    def _run(self, key, tensors):
+        results = self._functions[key](tensors)
+        sends, name = key
+        self.ended[name] = time.time()
+        return None if sends else results
 
 
 def _broadcast(tensors, peer, sends, name):

@@ -51,7 +51,7 @@ def parse_arguments():
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")
     parser.add_argument("--micro_batch_num", type=int, default=1, help="parts of a batch")
-    parser.add_argument("--timeline", help="a .png or .json file for what the last step did")
+    parser.add_argument("--save_timeline", help="a .png or .json file for what the last step did")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
     return args
@@ -126,8 +126,8 @@ def main():
     trainer.compile(optimizer, CrossEntropyLoss(ignore_id=special["pad_id"]))
     trainer.summary()
     trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=[StepTimer(), LossMonitor(every=20)])
-    if args.timeline:
-        trainer.timeline(args.timeline)
+    if args.save_timeline:
+        trainer.timeline(args.save_timeline)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.models import CausalLM
 from dtransformer.parallel import runtime
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.pipeline import executor
+from dtransformer.trainers.pipeline.step import Step
 from tests.distributed import jobs
 
 NUM_STAGES, ROWS, WIDTH, VOCAB = 2, 8, 6, 12
@@ -115,7 +115,7 @@ def keras_metrics():
 
 def losses_of_sleepy_stages(num_runs):
     """Losses of runs of ten steps, without sleeps and with them, for each schedule."""
-    run, result = executor._Step.run, {}
+    run, result = Step.run, {}
     rng = random.Random(runtime.rank())
 
     def sleepy(step, instruction):
@@ -129,14 +129,34 @@ def losses_of_sleepy_stages(num_runs):
         trainer.train_on_batch(*words())
         first = trainer.network.get_weights()
         result[schedule] = []
-        executor._Step.run = run
+        Step.run = run
         for _ in range(1 + num_runs // 3):
             trainer.network.set_weights(first)
             logs = [trainer.train_on_batch(*words(s), return_dict=True) for s in range(10)]
             result[schedule].append([float(log["step_loss"]) for log in logs])
-            executor._Step.run = sleepy
-    executor._Step.run = run
+            Step.run = sleepy
+    Step.run = run
     return result
+
+
+def reports():
+    """The timeline and what is sent, of a step with four micro-batches of two rows."""
+    start(micro_batch_num=4)
+    trainer = Trainer(small_model())
+    trainer.compile("adam", CrossEntropyLoss())
+    trainer.train_on_batch(*words())
+    timeline = trainer.timeline()
+    events = [
+        [str(event.instruction), event.stage, event.start, event.end] for event in timeline.events
+    ]
+    sent = [c for c in trainer.communication_report().collectives if c.kind == "message"]
+    activations = trainer.memory_report()["activations"].planned
+    return {
+        "events": events,
+        "bubble": timeline.bubble,
+        "sent": [[c.layer, list(c.shape), c.backward, c.bytes_sent] for c in sent],
+        "activations": activations,
+    }
 
 
 def errors():
@@ -160,7 +180,7 @@ def errors():
     return found
 
 
-JOBS = {job.__name__: job for job in (overflow_on_one_stage, keras_metrics, errors)}
+JOBS = {job.__name__: job for job in (overflow_on_one_stage, keras_metrics, reports, errors)}
 
 
 def main(folder, num_runs=12):

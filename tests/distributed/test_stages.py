@@ -27,8 +27,9 @@ def test_an_overflow_on_one_stage_is_skipped_on_all(ranks):
         assert found["loss_scale"][3] == found["loss_scale"][2] / 2
         weights = found["weights"]
         assert [weights[i] == weights[i - 1] for i in range(1, 5)] == [False, True, False, False]
-        assert len(weights[0]) == 1
-    assert ranks[0]["overflow_on_one_stage"]["weights"] != weights
+        assert len(weights[0]) == 1  # its own stage's
+    first, last = (rank["overflow_on_one_stage"]["weights"] for rank in ranks)
+    assert first[-1] != last[-1]
 
 
 def test_keras_metrics_are_those_of_one_process(ranks):
@@ -43,6 +44,33 @@ def test_sleeps_before_instructions_change_nothing(ranks):
         assert len(others) == 4 and len(set(first)) == 10
         assert all(losses == first for losses in others), schedule
     assert ranks[0]["losses_of_sleepy_stages"] == ranks[1]["losses_of_sleepy_stages"]
+
+
+def test_the_timeline_has_all_computations_and_messages_in_order(ranks):
+    assert ranks[0]["reports"]["events"] == ranks[1]["reports"]["events"]
+    assert 0 < ranks[0]["reports"]["bubble"] < 1
+    events = {
+        (name, stage): (start, end) for name, stage, start, end in ranks[0]["reports"]["events"]
+    }
+    computations = {(f"{kind}{k}", s) for kind in "FB" for k in range(4) for s in range(2)}
+    messages = {(f"{kind}<{k}", s) for kind, s in (("a", 1), ("g", 0)) for k in range(4)}
+    assert events.keys() == computations | messages
+    for k in range(4):  # forward, message, forward, backward, message, backward
+        way = [("F", 0), ("a<", 1), ("F", 1), ("B", 1), ("g<", 0), ("B", 0)]
+        times = [events[f"{kind}{k}", stage] for kind, stage in way]
+        assert all(start <= end for start, end in times)
+        assert all(before[0] <= after[1] for before, after in zip(times, times[1:]))
+        starts = [start for start, _ in times]
+        assert starts == sorted(starts)
+
+
+def test_messages_and_activations_are_reported(ranks):
+    first, last = (rank["reports"] for rank in ranks)
+    shape = [stages.ROWS // 4, stages.WIDTH, 16]
+    num_bytes = 4 * shape[0] * shape[1] * shape[2]
+    assert first["sent"] == 4 * [["blocks/block_1", shape, False, num_bytes]]
+    assert last["sent"] == 4 * [["blocks/block_1", shape, True, num_bytes]]
+    assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two micro-batches, one
 
 
 @pytest.mark.parametrize(

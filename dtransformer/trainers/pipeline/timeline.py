@@ -7,7 +7,9 @@ import pathlib
 from dtransformer.trainers.pipeline import schedules
 from dtransformer.trainers.pipeline.schedules import BACKWARD, COMPUTATIONS, FORWARD
 
-_COLORS = {FORWARD: "#4c78a8", BACKWARD: "#f58518"}
+# Of a stage's first chunk, and of the others.
+_COLORS = {FORWARD: ("#4c78a8", "#7aa6d1"), BACKWARD: ("#f58518", "#f9b06a")}
+_MESSAGE = "#54a24b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +134,13 @@ def plot(timeline, ideal):
     for axes, shown, title in ((above, timeline, "measured"), (below, ideal, "without messages")):
         begin = min(event.start for event in shown.events)
         for event in shown.events:
-            kind = event.instruction.kind
-            if kind not in COMPUTATIONS:
-                continue
+            kind, is_later = event.instruction.kind, event.instruction.chunk > 0
             start, length = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
-            axes.barh(event.stage, length, left=start, color=_COLORS[kind], edgecolor="white")
+            if kind not in COMPUTATIONS:  # a line below what its receiver does
+                axes.barh(event.stage + 0.47, length, 0.08, left=start, color=_MESSAGE)
+                continue
+            color = _COLORS[kind][is_later]
+            axes.barh(event.stage, length, left=start, color=color, edgecolor="white")
             number = event.instruction.micro_batch
             axes.text(start + length / 2, event.stage, number, ha="center", va="center", color="w")
         axes.set_title(f"{title}: {shown.bubble:.1%} idle", loc="left", fontsize=10)
@@ -144,6 +148,10 @@ def plot(timeline, ideal):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     below.set_xlabel("milliseconds")
-    patches = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=2, frameon=False)
+    colors = {kind: color for kind, (color, _) in _COLORS.items()}
+    if any(event.instruction.chunk for event in timeline.events):
+        colors.update({f"{kind}, later chunk": color for kind, (_, color) in _COLORS.items()})
+    colors["message to the stage"] = _MESSAGE
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(colors), frameon=False)
     return figure

@@ -1,0 +1,117 @@
+"""Measure how long the stages of a pipeline wait, and what they keep; print JSON.
+
+    python benchmarks/pipeline.py
+    python benchmarks/pipeline.py --cases 1f1b:8,gpipe:8,interleaved:8 --rounds 5
+
+A case is a schedule and a number of micro-batches of equal size. The blocks of a language model
+with a small vocabulary make the stages equal. `bubble` is the median over the rounds' last steps,
+from `trainer.timeline()`; `theory` is (p - 1) / (v * m + p - 1), for stages that take equally long
+and messages that take no time; `without_messages` is the schedule with the measured durations.
+`live_bytes` is the peak of TensorFlow's allocator in a step above what stays, on the first stage.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+from workload import command_of, json_with, output_lines, passing_bytes
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cases", default="1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8", help="with commas"
+    )
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8, help="steps that are measured")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=8, help="texts of a micro-batch")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
+    parser.add_argument("--save_timeline", help="a .png or .json file for each case; {case} in it")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def work(args):
+    """Train with one schedule on this rank; rank 0 prints what was measured."""
+    import keras
+    import numpy as np
+
+    import dtransformer
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import CausalLM
+    from dtransformer.trainers import Trainer
+    from dtransformer.trainers.pipeline.schedules import BACKWARD, FORWARD, instructions
+    from dtransformer.trainers.pipeline.simulator import ideal_of
+
+    schedule, number = args.worker.split(":")
+    number, chunks = int(number), 2 if schedule == "interleaved" else 1
+    dtransformer.init(
+        dtransformer.TransformerOpParallelConfig(
+            pipeline_stage=args.stages,
+            micro_batch_num=number,
+            pipeline_schedule=schedule,
+            pipeline_chunks=chunks,
+        )
+    )
+    model = CausalLM(
+        64, hidden_size=args.hidden_size, num_layers=args.layers, max_length=args.length
+    )
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss())
+    shape = args.rows * number, args.length + 1
+    ids = np.random.default_rng(0).integers(4, 64, shape).astype("int32")
+    step = lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:])
+    for _ in range(3):
+        step()
+    live_bytes = passing_bytes(step)
+    plan = instructions(schedule, args.stages, number, chunks)
+    bubbles, ideals, seconds = [], [], []
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+        timeline = trainer.timeline()
+        bubbles.append(timeline.bubble)
+        ideals.append(ideal_of(timeline, plan).bubble)
+    if args.save_timeline:
+        trainer.timeline(args.save_timeline.format(case=args.worker.replace(":", "-")))
+
+    def median_ms(stage, kind):
+        events = [e for e in timeline.of_stage(stage) if e.instruction.kind == kind]
+        return 1e3 * statistics.median(e.end - e.start for e in events)
+
+    result = {
+        "bubble": statistics.median(bubbles),
+        "theory": (args.stages - 1) / (chunks * number + args.stages - 1),
+        "without_messages": statistics.median(ideals),
+        "bubbles": bubbles,
+        "forward_ms": [median_ms(stage, FORWARD) for stage in range(args.stages)],
+        "backward_ms": [median_ms(stage, BACKWARD) for stage in range(args.stages)],
+        "live_bytes": live_bytes,
+        "tokens_per_second": ids[:, 1:].size / statistics.median(seconds),
+    }
+    if dtransformer.is_chief():
+        print(json.dumps(result), flush=True)
+    dtransformer.shutdown()
+
+
+def main():
+    args = parse_arguments()
+    if args.worker is not None:
+        return work(args)
+    options = {k: v for k, v in vars(args).items() if k not in ("worker", "cases", "save_timeline")}
+    report = {"options": options, "cases": {}}
+    for case in args.cases.split(","):
+        command = command_of(args.stages, [__file__, *sys.argv[1:], "--worker", case])
+        lines = output_lines(case, command, timeout=900)
+        report["cases"][case] = json_with("without_messages", lines)
+        print(case, report["cases"][case], file=sys.stderr)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
