@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 
-from workload import command_of, json_with, output_lines, translation_trainer
+from workload import command_of, report_of, translation_trainer
 
 
 def parse_arguments():
@@ -69,13 +69,12 @@ def main():
     args = parse_arguments()
     if args.worker is not None:
         return work(args)
-    report = {"options": {k: v for k, v in vars(args).items() if k not in ("worker", "levels")}}
-    report["levels"] = {}
-    for level in args.levels.split(","):
-        command = command_of(args.ranks, [__file__, *sys.argv[1:], "--worker", level])
-        lines = output_lines(level, command, timeout=600)
-        report["levels"][level] = json_with("entries_sent", lines)
-        print(level, report["levels"][level], file=sys.stderr)
+    options = {k: v for k, v in vars(args).items() if k not in ("worker", "levels")}
+    commands = {
+        level: command_of(args.ranks, [__file__, *sys.argv[1:], "--worker", level])
+        for level in args.levels.split(",")
+    }
+    report = report_of(options, "levels", commands, "entries_sent", timeout=600)
     print(json.dumps(report, indent=2))
 
 

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 
-from workload import command_of, json_with, output_lines, passing_bytes
+from workload import command_of, passing_bytes, report_of
 
 
 def parse_arguments():
@@ -104,12 +104,11 @@ def main():
     if args.worker is not None:
         return work(args)
     options = {k: v for k, v in vars(args).items() if k not in ("worker", "cases", "save_timeline")}
-    report = {"options": options, "cases": {}}
-    for case in args.cases.split(","):
-        command = command_of(args.stages, [__file__, *sys.argv[1:], "--worker", case])
-        lines = output_lines(case, command, timeout=900)
-        report["cases"][case] = json_with("without_messages", lines)
-        print(case, report["cases"][case], file=sys.stderr)
+    commands = {
+        case: command_of(args.stages, [__file__, *sys.argv[1:], "--worker", case])
+        for case in args.cases.split(",")
+    }
+    report = report_of(options, "cases", commands, "without_messages", timeout=900)
     print(json.dumps(report, indent=2))
 
 

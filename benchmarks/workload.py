@@ -60,3 +60,20 @@ def output_lines(name, command, timeout):
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
     return done.stdout.splitlines()
+
+
+def report_of(options, key, commands, word, timeout):
+    """Run commands; return the options, and under a key what each has printed.
+
+    Args:
+        options: dict of the benchmark's options.
+        key: str, under which the results are.
+        commands: dict of names and commands.
+        word: a word of the line in JSON that a command prints.
+        timeout: seconds of each.
+    """
+    report = {"options": options, key: {}}
+    for name, command in commands.items():
+        report[key][name] = json_with(word, output_lines(name, command, timeout))
+        print(name, report[key][name], file=sys.stderr)
+    return report

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.embedding import VocabEmbedding
+from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.parallel import runtime, stages
 
 
@@ -11,8 +11,8 @@ class TokenModel(keras.Model):
     """A network whose inputs are the ids of tokens.
 
     Attributes:
-        arguments: dict of the arguments that the network is made again from;
-            `"hidden_size"` is one of them.
+        arguments: dict of the arguments that the network is made again from.
+        vocab_size: number of entries of the vocabulary of the logits.
     """
 
     @property
@@ -25,6 +25,25 @@ class TokenModel(keras.Model):
         # Unit variance after the multiplication with √h, and a sensible tied head.
         normal = keras.initializers.RandomNormal(stddev=h**-0.5)
         return VocabEmbedding(vocab_size, h, normal, dtype=self.dtype_policy, name=name)
+
+    def _make_head(self):
+        return VocabHead(
+            self.vocab_size,
+            use_bias=self.arguments["head_bias"],
+            tied=self.arguments["tied_head"],
+            dtype=self.dtype_policy,
+            name="head",
+        )
+
+    def _block_arguments(self):
+        """Return what the network's arguments say of every block."""
+        return {
+            "attention_dropout_rate": self.arguments["attention_dropout_rate"],
+            "hidden_dropout_rate": self.arguments["dropout_rate"],
+            "hidden_act": self.arguments["hidden_act"],
+            "post_layernorm_residual": self.arguments["post_layernorm_residual"],
+            "dtype": self.dtype_policy,
+        }
 
     def _embed_ids(self, ids, embedding, positions, dropout, start=0, training=False):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""

@@ -5,7 +5,7 @@ import tensorflow as tf
 from dtransformer.layers.attention import AttentionMask
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.embedding import PositionEmbedding, VocabHead
+from dtransformer.layers.embedding import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
 from dtransformer.models.base import TokenModel, first_given
@@ -148,20 +148,10 @@ class TranslationTransformer(TokenModel):
             options["num_heads"],
             options["ffn_hidden_size"],
             lambda_func=lambda_func,
-            attention_dropout_rate=options["attention_dropout_rate"],
-            hidden_dropout_rate=options["dropout_rate"],
-            hidden_act=options["hidden_act"],
-            post_layernorm_residual=options["post_layernorm_residual"],
-            dtype=policy,
             name="transformer",
+            **self._block_arguments(),
         )
-        self.head = VocabHead(
-            self.vocab_size,
-            use_bias=options["head_bias"],
-            tied=options["tied_head"],
-            dtype=policy,
-            name="head",
-        )
+        self.head = self._make_head()
 
     def build(self, input_shape=None):
         if self.built:

@@ -375,6 +375,42 @@ class TransformerOpParallelConfig(_Checked):
         return dataclasses.replace(self, data_parallel=data)
 
 
+def check_schedule(name, num_stages, num_micro_batches, num_chunks=1):
+    """Check that a schedule of a pipeline can be carried out.
+
+    Args:
+        name: one of `PIPELINE_SCHEDULES`.
+        num_stages: number p of stages.
+        num_micro_batches: number m of micro-batches of a step.
+        num_chunks: number v of chunks of each stage.
+
+    Raises:
+        ValueError: there is no such schedule, there are fewer micro-batches than stages,
+            or the chunks are not what the schedule takes.
+    """
+    _one_of(*PIPELINE_SCHEDULES)("pipeline_schedule", name)
+    if num_micro_batches < num_stages:
+        raise ValueError(
+            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
+            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
+        )
+    if name != "interleaved":
+        if num_chunks != 1:
+            raise ValueError(
+                f"pipeline_chunks={num_chunks} needs pipeline_schedule='interleaved', got {name!r}"
+            )
+        return
+    if num_chunks < 2:
+        raise ValueError(
+            f"pipeline_schedule='interleaved' needs pipeline_chunks of 2 or more, got {num_chunks}"
+        )
+    if num_micro_batches % num_stages:
+        raise ValueError(
+            f"pipeline_schedule='interleaved' needs a multiple of pipeline_stage={num_stages} as "
+            f"micro_batch_num, got {num_micro_batches}"
+        )
+
+
 _current = TransformerOpParallelConfig()
 
 

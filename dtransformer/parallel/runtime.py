@@ -19,6 +19,7 @@ import tensorflow as tf
 from dtransformer.parallel import groups, layout
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
+    check_schedule,
     get_parallel_config,
     set_parallel_config,
 )
@@ -102,6 +103,17 @@ def check_supported(config):
                     f"{name}={value} does not work with pipeline_stage={config.pipeline_stage}: "
                     f"{reason}"
                 )
+        check_schedule(
+            config.pipeline_schedule,
+            config.pipeline_stage,
+            config.micro_batch_num,
+            config.pipeline_chunks,
+        )
+    elif config.pipeline_chunks > 1:
+        raise ValueError(
+            f"pipeline_chunks={config.pipeline_chunks} are those of a pipeline's stages: set "
+            "pipeline_stage=2 or more"
+        )
 
 
 def check_joined(config):

@@ -22,7 +22,7 @@ from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.loop import FitLoop
 from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
-from dtransformer.trainers.pipeline.executor import PipelinePlane, check_pipeline, check_trainer
+from dtransformer.trainers.pipeline.executor import PipelinePlane, check_trainer
 from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
 from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
 
@@ -55,7 +55,6 @@ class Trainer(FitLoop):
         super().__init__(**kwargs)
         runtime.check_supported(get_parallel_config())
         runtime.check_joined(get_parallel_config())
-        check_pipeline(get_parallel_config())
         self.network = network
         self.objective = None
         self._accuracy_tracker = None

@@ -111,7 +111,23 @@ def test_what_is_carried_out(fields):
 def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     (name, value), *_ = fields.items()
     with pytest.raises(ValueError, match=f"{name}={value} does not work with pipeline_stage=2: "):
-        runtime.check_supported(TransformerOpParallelConfig(pipeline_stage=2, **fields))
+        runtime.check_supported(
+            TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
+        )
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"pipeline_stage": 4, "micro_batch_num": 2}, "micro_batch_num=2 is less than"),
+        ({"pipeline_chunks": 2}, "set pipeline_stage=2 or more"),
+        ({"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_chunks": 2}, "'interleaved'"),
+    ],
+    ids=str,
+)
+def test_a_pipeline_that_cannot_work_is_refused_at_once(fields, words):
+    with pytest.raises(ValueError, match=words):
+        runtime.check_supported(TransformerOpParallelConfig(**fields))
 
 
 def test_init_refuses_what_is_not_carried_out_and_stays_outside():

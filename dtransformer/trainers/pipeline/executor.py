@@ -20,25 +20,6 @@ from dtransformer.trainers.pipeline.step import Step
 from dtransformer.trainers.pipeline.timeline import Timeline, most_alive, write
 
 
-def check_pipeline(config):
-    """Check that the schedule of a config can be carried out.
-
-    Raises:
-        ValueError: see `schedules.check_schedule`.
-    """
-    if config.pipeline_stage > 1:
-        schedules.check_schedule(*_schedule_of(config))
-
-
-def _schedule_of(config):
-    return (
-        config.pipeline_schedule,
-        config.pipeline_stage,
-        config.micro_batch_num,
-        config.pipeline_chunks,
-    )
-
-
 def check_trainer(objective, run_eagerly, jit_compile):
     """Check that stages can compute what a trainer is compiled with.
 
@@ -69,7 +50,9 @@ class PipelinePlane:
         self.stage, self.num_stages = runtime.stage()
         config = get_parallel_config()
         self.number = config.micro_batch_num
-        self._instructions = schedules.instructions(*_schedule_of(config))
+        self._instructions = schedules.instructions(
+            config.pipeline_schedule, self.num_stages, self.number, config.pipeline_chunks
+        )
         self.waits_for_messages = config.pipeline_chunks == 1 and runtime.device_type() == "CPU"
         self.devices, self.messages = stage_devices(), Messages()
         self._predict = StagePass(

@@ -11,6 +11,8 @@ al., 2021, arXiv 2104.04473, §2.2.
 
 import dataclasses
 
+from dtransformer.parallel.config import check_schedule
+
 FORWARD, BACKWARD = "forward", "backward"
 SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
 SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
@@ -127,37 +129,6 @@ def _alternate(ahead, forwards, backwards):
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
-
-
-def check_schedule(name, num_stages, num_micro_batches, num_chunks=1):
-    """Check that a schedule can be carried out.
-
-    Raises:
-        ValueError: there is no such schedule, there are fewer micro-batches than stages,
-            or the chunks are not what the schedule takes.
-    """
-    if name not in SCHEDULES:
-        raise ValueError(f"pipeline_schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
-    if num_micro_batches < num_stages:
-        raise ValueError(
-            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
-            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
-        )
-    if name != "interleaved":
-        if num_chunks != 1:
-            raise ValueError(
-                f"pipeline_chunks={num_chunks} needs pipeline_schedule='interleaved', got {name!r}"
-            )
-        return
-    if num_chunks < 2:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs pipeline_chunks of 2 or more, got {num_chunks}"
-        )
-    if num_micro_batches % num_stages:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs a multiple of pipeline_stage={num_stages} as "
-            f"micro_batch_num, got {num_micro_batches}"
-        )
 
 
 def instructions(name, num_stages, num_micro_batches, num_chunks=1):

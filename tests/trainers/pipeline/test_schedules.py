@@ -152,7 +152,7 @@ def test_stages_that_wait_for_each_other_are_an_error():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("zigzag", 2, 2, 1), "must be one of gpipe, 1f1b, interleaved; got 'zigzag'"),
+        (("zigzag", 2, 2, 1), "must be one of 1f1b, gpipe, interleaved; got 'zigzag'"),
         (("1f1b", 4, 3, 1), "micro_batch_num=3 is less than pipeline_stage=4"),
         (("1f1b", 2, 4, 2), "pipeline_chunks=2 needs pipeline_schedule='interleaved'"),
         (("interleaved", 2, 4, 1), "needs pipeline_chunks of 2 or more, got 1"),
