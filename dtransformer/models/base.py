@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
-from dtransformer.parallel import runtime, stages
+from dtransformer.parallel import runtime, stage_plan
 
 
 class TokenModel(keras.Model):
@@ -64,7 +64,7 @@ class TokenModel(keras.Model):
     def _share_tables(self, inputs):
         """Build what other stages of a pipeline need, before weights are loaded or trained."""
         if runtime.stage()[1] > 1:
-            stages.share_tables(self, inputs)
+            stage_plan.share_tables(self, inputs)
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

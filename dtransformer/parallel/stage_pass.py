@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from dtransformer.parallel import gathered, runtime, stages
+from dtransformer.parallel import gathered, runtime, stage_plan, stages
 from dtransformer.parallel.messages import Messages
 from dtransformer.parallel.slices import carried
 from dtransformer.parallel.stage_devices import stage_devices
@@ -58,10 +58,10 @@ class StagePass:
         return self.devices.result(outputs), new_states
 
     def _plan(self, inputs):
-        key = tuple(tf.nest.flatten(stages.specs_of(inputs)))
+        key = tuple(tf.nest.flatten(stage_plan.specs_of(inputs)))
         if key not in self._plans:
             outputs = lambda inputs: self._function(inputs, None)[0]
-            self._plans[key] = stages.StagePlan.of(outputs, inputs, stages.num_parts())
+            self._plans[key] = stage_plan.StagePlan.of(outputs, inputs, stages.num_parts())
         return self._plans[key]
 
     def _at(self, part):
@@ -89,7 +89,7 @@ class StagePass:
 
             def compute(received, inputs, state):
                 with gathered.reading(self._name):
-                    with stages.view(stages.StageView(part, plan, received)) as view:
+                    with stages.view(stage_plan.StageView(part, plan, received)) as view:
                         outputs, state = self._function(inputs, state)
                 sent = {name: devices.pin(values[name], x) for name, x in view.sent.items()}
                 return devices.pin_whole(outputs), sent, state

@@ -10,7 +10,7 @@ from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 from dtransformer.parallel import stages
-from dtransformer.parallel.stages import StagePlan, StageView
+from dtransformer.parallel.stage_plan import StagePlan, StageView
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
 from tests.tolerances import BLOCKS, assert_all_close

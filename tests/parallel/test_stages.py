@@ -8,7 +8,7 @@ from dtransformer import parallel_config
 from dtransformer.layers.block import spread_evenly
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel import stages
-from dtransformer.parallel.stages import StagePlan, StageView
+from dtransformer.parallel.stage_plan import StagePlan, StageView
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 2, "decoder_layers": 2}
 INPUTS = {"source": tf.reshape(tf.range(1, 16), [3, 5]), "target": tf.reshape(tf.range(12), [3, 4])}

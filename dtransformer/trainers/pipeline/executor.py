@@ -6,7 +6,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.dropout import dropout_seed
-from dtransformer.parallel import audit, gathered, groups, runtime, stages
+from dtransformer.parallel import audit, gathered, groups, runtime, stage_plan, stages
 from dtransformer.parallel.computation import check_same_batch, num_rows
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.messages import Messages
@@ -80,17 +80,19 @@ class PipelinePlane:
 
     def plan(self, inputs):
         """Return the `StagePlan` for a micro-batch, from its tensors or specs."""
-        key = tuple(tf.nest.flatten(stages.specs_of(inputs)))
+        key = tuple(tf.nest.flatten(stage_plan.specs_of(inputs)))
         if key not in self._plans:
-            self._plans[key] = stages.StagePlan.of_network(self.network, inputs, stages.num_parts())
+            self._plans[key] = stage_plan.StagePlan.of_network(
+                self.network, inputs, stages.num_parts()
+            )
         return self._plans[key]
 
     def build(self, data):
         """Build this stage's part of the network, for what `fit` is given."""
         if not self.network.built:
-            with stages.view(stages.BuildView()):
+            with stages.view(stage_plan.BuildView()):
                 self.network(input_symbols(data))
-        stages.share_tables(self.network, input_specs(data))
+        stage_plan.share_tables(self.network, input_specs(data))
         self._copies = self._shared_weights()
 
     def example_of_outputs(self):
@@ -189,7 +191,7 @@ class PipelinePlane:
 
         def forward(received, inputs, labels, sample_weight, count, loss_scale, seed):
             received = {name: devices.pin(received_values[name], x) for name, x in received.items()}
-            view = stages.StageView(part, plan, received)
+            view = stage_plan.StageView(part, plan, received)
             with dropout_seed(devices.numbers(seed, [2])), gathered.reading("train"):
                 with stages.view(view):
                     outputs = self.network(inputs, training=True)
