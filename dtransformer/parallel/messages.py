@@ -1,6 +1,7 @@
 """Messages between the stages of a pipeline: they travel while the stages compute."""
 
 import concurrent.futures
+import threading
 import time
 
 import tensorflow as tf
@@ -8,15 +9,13 @@ import tensorflow as tf
 from dtransformer.parallel import groups, runtime
 from dtransformer.parallel.slices import carried
 
-_MOST_AT_ONCE = 64
-
 
 class Messages:
     """Sends and receives lists of tensors.
 
     Horovod has no send and receive: a message is a broadcast between two ranks, which are
     paired by its name. Each waits in a thread of its own, so that no order of sends and
-    receives can stop the job.
+    receives can stop the job; nor can one keep a rank that fails from ending.
 
     Attributes:
         ended: dict of the name of a message and when it had left or come, in seconds.
@@ -24,7 +23,6 @@ class Messages:
 
     def __init__(self):
         self.ended = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_AT_ONCE, "messages")
         self._functions = {}
 
     def send(self, tensors, peer, name):
@@ -57,13 +55,19 @@ class Messages:
                 autograph=False,
             )
             self._functions[key]._omit_frequent_tracing_warning = True
-        return self._threads.submit(self._run, key, tensors)
+        future = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
+        return future
 
-    def _run(self, key, tensors):
-        results = self._functions[key](tensors)
+    def _run(self, future, key, tensors):
         sends, name = key
+        try:
+            results = self._functions[key](tensors)
+        except BaseException as error:
+            future.set_exception(error)
+            return
         self.ended[name] = time.time()
-        return None if sends else results
+        future.set_result(None if sends else results)
 
 
 def _broadcast(tensors, peer, sends, name):

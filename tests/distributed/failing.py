@@ -1,6 +1,6 @@
 """A training job in which one rank fails as asked: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.failing kill|raise|shapes MODEL_PARALLEL
+horovodrun -np 2 python -m tests.distributed.failing kill|raise|midst|shapes model|data|stage
 """
 
 import os
@@ -14,9 +14,16 @@ import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import runtime
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.pipeline.step import Step
 from tests.distributed.jobs import translation_model
 
 FAIL_IN_STEP = 5
+# What the two ranks are together.
+AXES = {
+    "model": {"model_parallel": 2},
+    "data": {},
+    "stage": {"pipeline_stage": 2, "micro_batch_num": 4},
+}
 
 
 class Fail(keras.callbacks.Callback):
@@ -35,10 +42,17 @@ class Fail(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "raise":
             raise RuntimeError("this rank has had enough")
+        elif self.how == "midst":
+            Step._backward = fail
 
 
-def main(how, model_parallel):
-    dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=int(model_parallel)))
+def fail(step, instruction):
+    """Fail while messages to and from this rank are on their way."""
+    raise RuntimeError("this rank has had enough")
+
+
+def main(how, axis):
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(**AXES[axis]))
     model = translation_model(hidden_size=256, num_heads=2)
     model.build()
     trainer = Trainer(model)

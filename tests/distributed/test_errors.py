@@ -34,6 +34,8 @@ def test_every_rank_says_what_is_wrong(action, words, output):
 FAILURES = {
     ("kill", "model"): ["Process name: 1", "Exit code: 137"],
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
+    ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
+    ("midst", "stage"): ["this rank has had enough", "Process name: 1"],
     ("raise", "model"): ["this rank has had enough", "Process name: 1"],
     ("shapes", "model"): ["rank 0 has int32 [16, 8]", "rank 1 has int32 [16, 16]", "data_shard()"],
 }
@@ -43,7 +45,7 @@ FAILURES = {
 @pytest.mark.parametrize("how, axis", FAILURES)
 def test_a_rank_that_fails_ends_the_job(how, axis):
     """Within the time of a start, five steps and a minute."""
-    arguments = ["-m", "tests.distributed.failing", how, 2 if axis == "model" else 1]
+    arguments = ["-m", "tests.distributed.failing", how, axis]
     code, output = launch(2, arguments, timeout=180)
     assert code != 0
     assert ("step 5" in output) == (how != "shapes"), output[-4000:]
