@@ -23,6 +23,7 @@ from dtransformer.trainers.pipeline.step import Step
 from tests.distributed import jobs
 
 NUM_STAGES, ROWS, WIDTH, VOCAB = 2, 8, 6, 12
+SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # and the number of their chunks
 SECONDS = 2e-3  # most that a stage sleeps before an instruction
 
 
@@ -122,21 +123,32 @@ def losses_of_sleepy_stages(num_runs):
         time.sleep(rng.random() * SECONDS)
         run(step, instruction)
 
-    for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2)):
+    for schedule, chunks in SCHEDULES.items():
         start(micro_batch_num=4, pipeline_schedule=schedule, pipeline_chunks=chunks)
         trainer = Trainer(small_model())
         trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
-        trainer.train_on_batch(*words())
+        trainer.network.build()
         first = trainer.network.get_weights()
         result[schedule] = []
         Step.run = run
         for _ in range(1 + num_runs // 3):
             trainer.network.set_weights(first)
-            logs = [trainer.train_on_batch(*words(s), return_dict=True) for s in range(10)]
-            result[schedule].append([float(log["step_loss"]) for log in logs])
+            result[schedule].append(losses_of_ten_steps(trainer))
             Step.run = sleepy
     Step.run = run
     return result
+
+
+def losses_of_ten_steps(trainer):
+    logs = [trainer.train_on_batch(*words(s), return_dict=True) for s in range(10)]
+    return [float(log["step_loss"]) for log in logs]
+
+
+def losses_alone():
+    start()
+    trainer = Trainer(small_model())
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
+    return losses_of_ten_steps(trainer)
 
 
 def reports():

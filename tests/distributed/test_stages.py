@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import stages
 from tests.distributed.launch import launch, needs_horovod
-from tests.tolerances import TRAINING
+from tests.tolerances import PARITY_LOSS, TRAINING
 
 pytestmark = needs_horovod
 
@@ -37,6 +37,12 @@ def test_keras_metrics_are_those_of_one_process(ranks):
     for rank in ranks:
         for name, values in expected.items():
             assert rank["keras_metrics"][name] == pytest.approx(values, rel=TRAINING)
+
+
+def test_losses_of_every_schedule_are_those_of_one_process(ranks):
+    expected = stages.losses_alone()
+    for losses in ranks[0]["losses_of_sleepy_stages"].values():
+        assert losses[0] == pytest.approx(expected, rel=PARITY_LOSS)
 
 
 def test_sleeps_before_instructions_change_nothing(ranks):
