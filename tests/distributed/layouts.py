@@ -64,7 +64,7 @@ class Layout:
         """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
         axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
-        axes += f"pp{self.stages}m{self.parts}{schedule}" * (self.stages > 1)
+        axes += f"pp{self.stages}m{self.parts}-{schedule}" * (self.stages > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+shard{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"

@@ -16,10 +16,10 @@ pytestmark = needs_horovod
 # One launch for each number of ranks; all schedules with a decoder alone: test_stages.py. The
 # whole grid: python benchmarks/parity.py --layouts '*pp*'
 RUNS = """
-    deep_dropout/pp2m41f1b@2x1 deep_tied/pp2m2interleaved2@2x1 deep_tied/mp2pp2m21f1b@2x2
-    deep_dropout/pp4m41f1b@4x1 deep_tied/dp2pp2m21f1b@4x1+shard2 deep/mp2pp2m21f1b@4x1+rows+sp
+    deep_dropout/pp2m4-1f1b@2x1 deep_tied/pp2m2-interleaved2@2x1 deep_tied/mp2pp2m2-1f1b@2x2
+    deep_dropout/pp4m4-1f1b@4x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2 deep/mp2pp2m2-1f1b@4x1+rows+sp
 """.split()
-USED = ("deep_tied/pp2m2interleaved2@2x1", "deep_tied/mp2pp2m21f1b@2x2")
+USED = ("deep_tied/pp2m2-interleaved2@2x1", "deep_tied/mp2pp2m2-1f1b@2x2")
 each = pytest.mark.parametrize("run", RUNS)
 each_used = pytest.mark.parametrize("run", USED)
 
