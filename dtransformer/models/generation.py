@@ -147,9 +147,10 @@ class _TokenPass:
             logits, caches = self._step(inputs, caches)
             if self._start.is_last:
                 state = self._update(state, logits, seed)
-            told = [state["last"], state["beams"], search.goes_on(state)]
-            state["last"], state["beams"], goes_on = from_last(told, "choice")
-            state["position"] += 0 if self._start.is_last else 1
+            numbers = [state["position"], tf.cast(search.goes_on(state), "int32")]
+            told = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
+            state["last"], state["beams"] = tf.split(told[:-2], 2)
+            state["position"], goes_on = told[-2], bool(told[-1])
         return from_last(search.result(state), "ids")
 
 

@@ -165,11 +165,6 @@ class EmbeddingOpParallelConfig(_Checked):
     vocab_emb_dp: bool = _field(True, _flag)
 
     @property
-    def num_pipeline_parts(self):
-        """The number of parts that the network is divided into: chunks of all stages."""
-        return self.pipeline_stage * self.pipeline_chunks
-
-    @property
     def dp_mp_config(self):
         """The degrees alone, as an `OpParallelConfig`."""
         return OpParallelConfig(self.data_parallel, self.model_parallel)

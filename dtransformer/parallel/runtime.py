@@ -383,7 +383,7 @@ def rows_multiple_of():
 
 
 def compiles_shapes():
-    """Return whether every shape of a batch is compiled anew: the fewer there are, the better."""
+    """Return whether every shape of a batch is traced or compiled anew: better there are few."""
     return layout.get_mesh() is not None or stage()[1] > 1
 
 

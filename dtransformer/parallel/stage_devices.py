@@ -72,17 +72,17 @@ class OneDevice:
         """Lay nested results out as `result` takes them, inside of a compiled function."""
         return tensors
 
-    def message_specs(self, value):
-        """Return (shape, dtype) of each tensor of a message of a `Value`."""
-        return [(value.shape, value.dtype)]
+    def message_specs(self, values):
+        """Return (shape, dtype) of each tensor of the message of a list of `Value`s."""
+        return [(value.shape, value.dtype) for value in values]
 
-    def to_message(self, value, x):
-        """Return the tensors of a message of a `Value`."""
-        return [x]
+    def to_message(self, values, tensors):
+        """Return the tensors of the message of a list of `Value`s."""
+        return tensors
 
-    def from_message(self, value, parts):
-        """Return the tensor that a message of a `Value` stands for."""
-        return parts[0]
+    def from_message(self, values, parts):
+        """Return the tensors that the message of a list of `Value`s stands for."""
+        return parts
 
     def shards_of(self, weight, gradient):
         """Return this rank's part of a gradient, in the order of the weight's shards."""
@@ -94,8 +94,7 @@ class OneDevice:
 
     def wait(self, results):
         """Wait until nested results are computed."""
-        if runtime.device_type() == "GPU":
-            tf.test.experimental.sync_devices()
+        _wait_for_gpus()
 
 
 class _Function:
@@ -111,9 +110,13 @@ class _Function:
 
     def __call__(self, weights, *args):
         results = self._function(*args)
-        if runtime.device_type() == "GPU":
-            tf.test.experimental.sync_devices()
+        _wait_for_gpus()
         return results
+
+
+def _wait_for_gpus():
+    if runtime.device_type() == "GPU":
+        tf.test.experimental.sync_devices()
 
 
 class Mesh(OneDevice):
@@ -149,14 +152,16 @@ class Mesh(OneDevice):
     def pin_whole(self, tensors):
         return layout.pin_whole(tensors)
 
-    def message_specs(self, value):
-        return [(shape, value.dtype) for shape in self._slices(value).shapes]
+    def message_specs(self, values):
+        return [(shape, value.dtype) for value in values for shape in self._slices(value).shapes]
 
-    def to_message(self, value, x):
-        return self._slices(value).unpack(x)
+    def to_message(self, values, tensors):
+        pairs = zip(values, tensors, strict=True)
+        return [part for value, x in pairs for part in self._slices(value).unpack(x)]
 
-    def from_message(self, value, parts):
-        return self._slices(value).pack(parts)
+    def from_message(self, values, parts):
+        parts, all_slices = iter(parts), [self._slices(value) for value in values]
+        return [slices.pack([next(parts) for _ in slices.distinct]) for slices in all_slices]
 
     def shards_of(self, weight, gradient):
         return variables.unpacked(weight, gradient)

@@ -51,7 +51,7 @@ class StagePass:
             outputs, sent, new_states[part] = function(function.weights(), received, inputs, state)
             if part < plan.num_parts - 1:
                 values = plan.sent_after(part)
-                parts = [x for v in values for x in self.devices.to_message(v, sent[v.name])]
+                parts = self.devices.to_message(values, [sent[value.name] for value in values])
                 leaving.append(self._messages.send(parts, stages.stage_after(part), self._at(part)))
         for message in leaving:
             message.result()
@@ -72,15 +72,11 @@ class StagePass:
         if not part:
             return {}
         values = plan.received_by(part)
-        specs = [self.devices.message_specs(value) for value in values]
-        message = self._messages.receive(
-            [spec for own in specs for spec in own], stages.stage_before(part), self._at(part - 1)
-        )
-        parts = iter(message.result())
-        return {
-            value.name: self.devices.from_message(value, [next(parts) for _ in own])
-            for value, own in zip(values, specs)
-        }
+        specs = self.devices.message_specs(values)
+        name, peer = self._at(part - 1), stages.stage_before(part)
+        parts = self._messages.receive(specs, peer, name).result()
+        tensors = self.devices.from_message(values, parts)
+        return {value.name: x for value, x in zip(values, tensors)}
 
     def _compiled(self, part, plan, state):
         key = part, self.devices.shapes(plan), state is None

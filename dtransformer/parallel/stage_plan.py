@@ -266,16 +266,12 @@ def share_tables(network, inputs):
         network: a `keras.Model`, built.
         inputs: nested tensors, or specs of known shapes: a batch.
 
-    Returns:
-        The `StagePlan` of the batch.
-
     Raises:
         ValueError: see `StagePlan.of_network`.
     """
-    plan = StagePlan.of_network(network, inputs, stages.num_parts())
+    StagePlan.of_network(network, inputs, stages.num_parts())
     own, _ = runtime.stage()
     for shared, layer in stages.shared_weights(network):
         if own in shared and not layer.weights:
             layer.built = False
             layer.build((None, None))
-    return plan

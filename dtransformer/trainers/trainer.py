@@ -523,7 +523,9 @@ class Trainer(FitLoop):
         gathered on rank 0, so that all ranks have to call; the optimizer's state is saved
         only where no weight is cut.
         """
-        with variables.gathered(self.network.variables), whole_network(self.network):
+        is_first = runtime.stage()[0] == 0  # `whole_network` gathers what the others have
+        own = self.network.variables if is_first else []
+        with variables.gathered(own), whole_network(self.network):
             if runtime.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
                 if self._has_state() and str(filepath).endswith(".h5"):

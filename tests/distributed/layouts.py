@@ -374,6 +374,13 @@ def true_part(weight, expected):
     return weight[tuple(slice(size) for size in expected.shape)]
 
 
+def assert_same(found, expected):
+    """Asserts that weights are equal to the last bit, padding of vocabularies aside."""
+    assert set(found) == set(expected)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(true_part(found[path], value), value, err_msg=path)
+
+
 def differences(results, expected, network):
     """Compare the results of `train` with those of one process.
 

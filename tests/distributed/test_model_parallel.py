@@ -8,7 +8,7 @@ import pytest
 from dtransformer.trainers import Trainer
 from tests.distributed import layouts
 from tests.distributed.launch import needs_horovod
-from tests.distributed.layouts import parse, weights
+from tests.distributed.layouts import assert_same, parse, weights
 from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 
 # One launch for each number of ranks. More layouts: python benchmarks/parity.py
@@ -120,10 +120,3 @@ def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of, alone):
     expected = alone[parse(run)[0]]
     for rank in ranks_of(run):
         assert_same(weights(rank, "loaded"), weights(expected, "final"))
-
-
-def assert_same(found, expected):
-    """Asserts that weights are equal to the last bit, padding of vocabularies aside."""
-    assert set(found) == set(expected)
-    for path, value in expected.items():
-        np.testing.assert_array_equal(layouts.true_part(found[path], value), value, err_msg=path)

@@ -8,7 +8,7 @@ from dtransformer.layers.block import BlockStack
 from dtransformer.trainers import Trainer
 from tests.distributed import layouts
 from tests.distributed.launch import needs_horovod
-from tests.distributed.layouts import ALONE, parse, weights
+from tests.distributed.layouts import ALONE, assert_same, parse, weights
 from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 
 pytestmark = needs_horovod
@@ -135,10 +135,7 @@ def test_weights_saved_by_the_job_load_in_one_process(run, ranks_of, folder):
     for results in ranks_of(run):
         trained.update(weights(results, "final"))
     Trainer(model).load_weights(layouts.weights_file(folder, network, layout))
-    assert {weight.path for weight in model.weights} == set(trained)
-    for weight in model.weights:
-        value = weight.numpy()
-        np.testing.assert_array_equal(layouts.true_part(trained[weight.path], value), value)
+    assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
 
 
 @each_used
@@ -147,7 +144,4 @@ def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of, expected_of
     for results in ranks_of(run):
         loaded = weights(results, "loaded")
         assert loaded.keys() == weights(results, "final").keys()
-        for path, value in loaded.items():
-            np.testing.assert_array_equal(
-                layouts.true_part(value, expected[path]), expected[path], err_msg=path
-            )
+        assert_same(loaded, {path: expected[path] for path in loaded})

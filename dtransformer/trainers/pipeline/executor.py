@@ -108,19 +108,16 @@ class PipelinePlane:
         """Return the `Collective`s that are the messages of the last step."""
         plan, sent = self._last_plan, []
         for part in stages.own_parts():
-            for values, backward in (
-                (plan.sent_after(part), False),
-                (plan.received_by(part), True),
-            ):
-                for value in values:
-                    layer = value.name.split(":")[0].split("/", 1)[-1]
-                    sent += [
-                        audit.Collective(
-                            *("message", "message", tuple(shape), tf.as_dtype(dtype).name),
-                            *("stages", 2, layer, backward),
-                        )
-                        for shape, dtype in self.devices.message_specs(value)
-                    ]
+            borders = (plan.sent_after(part), False), (plan.received_by(part), True)
+            for value, backward in [(v, is_back) for values, is_back in borders for v in values]:
+                layer = value.name.split(":")[0].split("/", 1)[-1]
+                sent += [
+                    audit.Collective(
+                        *("message", "message", tuple(shape), dtype),
+                        *("stages", 2, layer, backward),
+                    )
+                    for shape, dtype in self.devices.message_specs([value])
+                ]
         return self.number * sent
 
     @property

@@ -105,8 +105,7 @@ class Step:
         self._receive(one, border, self._gradients_after(border, one.micro_batch))
 
     def _receive(self, one, border, name):
-        values = self.plan.sent_after(border)
-        specs = [spec for value in values for spec in self._devices.message_specs(value)]
+        specs = self._devices.message_specs(self.plan.sent_after(border))
         self._arriving[name] = self._plane.messages.receive(specs, one.peer, name)
         self.received[name] = Event(self._plane.stage, one, time.time(), None)
 
@@ -124,20 +123,10 @@ class Step:
 
     def _arrived(self, border, name):
         """Wait for a message; return the `Value`s that pass a border and their tensors."""
-        parts = iter(self._arriving.pop(name).result())
+        parts = self._arriving.pop(name).result()
         self._started = time.time()  # what comes before is waiting
         values = self.plan.sent_after(border)
-        return values, [
-            self._devices.from_message(
-                value, [next(parts) for _ in self._devices.message_specs(value)]
-            )
-            for value in values
-        ]
-
-    def _to_message(self, values, tensors):
-        return [
-            x for v, tensor in zip(values, tensors) for x in self._devices.to_message(v, tensor)
-        ]
+        return values, self._devices.from_message(values, parts)
 
     # Computations.
 
@@ -160,7 +149,7 @@ class Step:
         values = self.plan.sent_after(part)
         sent = [sent[value.name] for value in values]
         self._tapes[part, k] = tape, sent, loss, received
-        self._results[self._activations_after(part, k)] = self._to_message(values, sent)
+        self._results[self._activations_after(part, k)] = self._devices.to_message(values, sent)
         for name, x in sums.items():
             self.sums[name] = self._devices.result(x) + self.sums.get(name, 0.0)
         if outputs is not None:
@@ -180,7 +169,7 @@ class Step:
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         values = self.plan.received_by(part)
-        self._results[self._gradients_after(part - 1, k)] = self._to_message(
+        self._results[self._gradients_after(part - 1, k)] = self._devices.to_message(
             values, [tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)]
         )
         self._add_up(plane.function(part, self.plan).trained, gradients)
