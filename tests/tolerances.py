@@ -49,5 +49,6 @@ PARITY_LOGITS = 1e-4
 
 # Training on one process against the same steps by hand or by Keras, in float32.
 TRAINING = 2e-5
-# Losses of the first steps in mixed precision against those in float32.
-TRAINING_16_BIT = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}
+# Losses and norms of the first steps in mixed precision against those in float32: some epsilons
+# of the type (8e-3 and 1e-3), as CPUs round its products at different places.
+TRAINING_16_BIT = {"mixed_bfloat16": 2e-2, "mixed_float16": 5e-3}
