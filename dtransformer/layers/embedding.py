@@ -33,7 +33,9 @@ class _VocabLayer(Layer):
         initializer = (
             PaddedInitializer(initializer, shape) if padded != list(shape) else initializer
         )
-        return self.add_weight(tuple(padded), initializer, axes=axes, name=name, autocast=False)
+        weight = self.add_weight(tuple(padded), initializer, axes=axes, name=name, autocast=False)
+        weight.true_shape = tuple(shape)  # what checkpoints hold
+        return weight
 
     def save_own_variables(self, store):
         super().save_own_variables(store)

@@ -42,6 +42,12 @@ class SlicedVariable(PartedVariable):
         """Make what this rank holds of the whole."""
         self.shards = [keras.Variable(_copy_of_slice(whole), dtype=self._dtype, name=self.name)]
 
+    @property
+    def places(self):
+        box = tuple((0, size) for size in self.shape)
+        size, index = self.shards[0].shape[0], runtime.data_group().index
+        return [(box, (index * size, (index + 1) * size))]
+
     def _direct_assign(self, value):
         self.shards[0].assign(_copy_of_slice(tf.constant(value)))
 

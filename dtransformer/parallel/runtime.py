@@ -337,6 +337,14 @@ def topology():
     return _job.topology
 
 
+def joined():
+    """Return an object that is another one whenever the job was joined anew.
+
+    Compiled functions do not outlive that: a mesh starts TensorFlow anew.
+    """
+    return _job
+
+
 def horovod():
     """Return the module `horovod.tensorflow`, or None where the process runs alone."""
     return _job.hvd

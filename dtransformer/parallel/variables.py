@@ -29,6 +29,15 @@ class PartedVariable(keras.Variable):
     _gathered = None
 
     @property
+    def places(self):
+        """Where the shards lie in the whole: a list of (box, range).
+
+        A box is a tuple of (start, stop), one a dimension; a range is that of the flattened
+        box which the shard is, None where it is all of it.
+        """
+        raise NotImplementedError
+
+    @property
     def value(self):
         if in_stateless_scope():
             current = get_stateless_scope().get_current_value(self)
@@ -89,6 +98,10 @@ class MeshVariable(PartedVariable):
                     )
                 )
         self._value = None
+
+    @property
+    def places(self):
+        return [(tuple(index), None) for index in self._slices.distinct]
 
     def _read(self):
         if not tf.executing_eagerly():
