@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare | train | translate | evaluate | doctor.
+"""The command line: dtransformer prepare | train | translate | evaluate | checkpoint | doctor.
 
 What a user can mend is told in one line, with exit code 2. Imports that take long
 come after the arguments are parsed.
@@ -41,7 +41,11 @@ def _parser():
         help="replace values of the config, such as training.epochs=3",
     )  # fmt: skip
     train.add_argument("--run", help="the run folder; runs/NAME-OF-THE-CONFIG by default")
-    train.add_argument("--overwrite", action="store_true", help="replace a run that is there")
+    again = train.add_mutually_exclusive_group()
+    again.add_argument("--overwrite", action="store_true", help="replace a run that is there")
+    again.add_argument(
+        "--resume", action="store_true", help="go on from the run's newest checkpoint, if any"
+    )
 
     translate = commands.add_parser("translate", help="translate standard input, line by line")
     evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
@@ -52,6 +56,19 @@ def _parser():
     evaluate.add_argument("--src", required=True, help="the sentences to translate, one a line")
     evaluate.add_argument("--ref", required=True, help="their reference translations")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    inspect = actions.add_parser("inspect", help="tell what a checkpoint holds")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    verify = actions.add_parser("verify", help="compare all files with their checksums")
+    export = actions.add_parser("export", help="write the weights for one process")
+    export.add_argument("--out", required=True, help="a .weights.h5 or .safetensors file")
+    export.add_argument(
+        "--with-optimizer", action="store_true", help="the optimizer's states, too (.safetensors)"
+    )
+    for action in (inspect, verify, export):
+        action.add_argument("path", help="a checkpoint, or a folder of checkpoints")
 
     doctor = commands.add_parser("doctor", help="say what is installed and what works")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -83,7 +100,16 @@ def _run(arguments):
     if arguments.command == "train":
         from dtransformer.cli.train import train
 
-        train(arguments.config, arguments.set, arguments.run, arguments.overwrite)
+        train(arguments.config, arguments.set, arguments.run, arguments.overwrite, arguments.resume)
+    elif arguments.command == "checkpoint":
+        from dtransformer.cli import checkpoint
+
+        if arguments.action == "inspect":
+            checkpoint.inspect(arguments.path, arguments.json)
+        elif arguments.action == "verify":
+            checkpoint.verify(arguments.path)
+        else:
+            checkpoint.export_weights(arguments.path, arguments.out, arguments.with_optimizer)
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
 

@@ -76,6 +76,9 @@ class TrainingOptions:
     steps_per_execution: int = 1
     local_devices: int = 1  # of each rank
     seed: int = 0
+    checkpoint_steps: int = 0  # a checkpoint after so many steps; 0 for one an epoch
+    checkpoint_minutes: float = 0  # or after so much time
+    keep_checkpoints: int = 2  # the newest ones, and the best by val_loss
     bleu_sentences: int = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
 
@@ -122,6 +125,9 @@ _BOUNDS = {
     "training.steps_per_execution": (1, None),
     "training.local_devices": (1, None),
     "training.seed": (0, None),
+    "training.checkpoint_steps": (0, None),
+    "training.checkpoint_minutes": (0, None),
+    "training.keep_checkpoints": (1, None),
     "training.bleu_sentences": (0, None),
     "search.beam_size": (1, None),
     "search.length_penalty": (0, None),

@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, tokenizer/, model.weights.h5, metrics.jsonl."""
+"""A run's folder: config.yaml, tokenizer/, model.weights.h5, metrics.jsonl, checkpoints/."""
 
 import inspect
 import pathlib
@@ -15,6 +15,7 @@ CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 WEIGHTS = "model.weights.h5"
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
 def make_model(config, tokenizer):

@@ -18,8 +18,11 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
 from dtransformer.parallel import runtime
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
+from dtransformer.trainers.checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.callback import best_of
+from dtransformer.trainers.checkpoint.files import saved_steps
 
 
 class TimeLimit(keras.callbacks.Callback):
@@ -45,7 +48,17 @@ class TimeLimit(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def train(config_path, settings=(), run_folder=None, overwrite=False):
+class _ConfigFile:
+    """A `RunConfig` as checkpoints take it."""
+
+    def __init__(self, config):
+        self._config = config
+
+    def save(self, path):
+        save_config(self._config, path)
+
+
+def train(config_path, settings=(), run_folder=None, overwrite=False, resume=False):
     """Train as a config file says, and write a run folder.
 
     Args:
@@ -53,6 +66,7 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
         settings: list of "section.key=value" that replace values of the file.
         run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
         overwrite: whether a run folder with weights may be replaced.
+        resume: whether to go on from the run's newest checkpoint; it begins where there is none.
 
     Returns:
         The path of the run folder.
@@ -62,9 +76,9 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
     """
     config = load_config(config_path, settings)
     folder = pathlib.Path(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
-    if (folder / runs.WEIGHTS).exists() and not overwrite:
+    if (folder / runs.WEIGHTS).exists() and not overwrite and not resume:
         raise InputError(
-            f"{folder}: holds a trained run already; give --overwrite, or another --run"
+            f"{folder}: holds a trained run already; give --overwrite, --resume, or another --run"
         )
     try:
         dtransformer.init(
@@ -84,7 +98,8 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
         config.tokenizer.vocab_size,
         lower_case=config.tokenizer.lower_case,
     )
-    if runtime.is_chief():
+    resumes = resume and bool(saved_steps(folder / runs.CHECKPOINTS))
+    if runtime.is_chief() and not resumes:
         _start_folder(folder, config, tokenizer)
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
@@ -109,7 +124,8 @@ def train(config_path, settings=(), run_folder=None, overwrite=False):
         batches,
         epochs=options.epochs,
         validation_data=dev_batches,
-        callbacks=_callbacks(config, folder, model, tokenizer, dev_pairs),
+        callbacks=_callbacks(config, folder, model, tokenizer, dev_pairs, resumes),
+        resume=resumes,
         verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
     )
     if runtime.is_chief():
@@ -148,7 +164,8 @@ def _start_folder(folder, config, tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         for name in (runs.WEIGHTS, runs.METRICS):
             (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / runs.TOKENIZER, ignore_errors=True)
+        for name in (runs.TOKENIZER, runs.CHECKPOINTS):
+            shutil.rmtree(folder / name, ignore_errors=True)
         save_config(config, folder / runs.CONFIG)
         tokenizer.save(folder / runs.TOKENIZER)
     except OSError as error:
@@ -179,7 +196,7 @@ def _batches(config, tokenizer, pairs, training):
     )
 
 
-def _callbacks(config, folder, model, tokenizer, dev_pairs):
+def _callbacks(config, folder, model, tokenizer, dev_pairs, resumes):
     options = config.training
     callbacks = [StepTimer()]
     if options.max_minutes:
@@ -199,6 +216,17 @@ def _callbacks(config, folder, model, tokenizer, dev_pairs):
             monitor="val_loss",
             save_best_only=bool(dev_pairs),  # the last epoch's without a dev set
             save_weights_only=True,
+            initial_value_threshold=_best_loss(folder) if resumes else None,
+        )
+    )
+    callbacks.append(
+        ModelCheckpoint(
+            folder / runs.CHECKPOINTS,
+            every_steps=options.checkpoint_steps or None,
+            every_minutes=options.checkpoint_minutes or None,
+            keep=options.keep_checkpoints,
+            monitor="val_loss" if dev_pairs else None,
+            assets={runs.TOKENIZER: tokenizer, runs.CONFIG: _ConfigFile(config)},
         )
     )
     if runtime.is_chief():
@@ -206,3 +234,9 @@ def _callbacks(config, folder, model, tokenizer, dev_pairs):
         if options.tensorboard:
             callbacks.append(keras.callbacks.TensorBoard(folder / "tensorboard"))
     return callbacks
+
+
+def _best_loss(folder):
+    """Return the best loss of the checkpoints that there are, so that it is still to be beaten."""
+    best = best_of([path for _, path in saved_steps(folder / runs.CHECKPOINTS)], "val_loss")
+    return None if best is None else Checkpoint(best).manifest["metrics"]["val_loss"]

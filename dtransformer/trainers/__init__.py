@@ -1,5 +1,6 @@
 """How a step is run: the trainer, its planes, schedules and callbacks."""
 
+from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["ModelCheckpoint", "Trainer"]

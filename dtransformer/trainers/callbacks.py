@@ -22,7 +22,7 @@ class _StepCallback(keras.callbacks.Callback):
 
     def __init__(self, every=1):
         super().__init__()
-        self.every = _positive("every", every)
+        self.every = check_positive("every", every)
 
     def on_train_begin(self, logs=None):
         self._steps_done = 0
@@ -243,7 +243,7 @@ class SacreBleu(keras.callbacks.Callback):
         if not callable(translate):
             raise InputError(f"translate must be a function, received {translate!r}")
         self.translate = translate
-        self.every = _positive("every", every)
+        self.every = check_positive("every", every)
         self.score = None
         self.signature = None
 
@@ -269,7 +269,8 @@ def _say(line):
         print(line, flush=True)
 
 
-def _positive(name, value):
+def check_positive(name, value):
+    """Return an integer of at least 1; an InputError says what came instead."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name} must be an integer, at least 1, received {value!r}")
     return value

@@ -9,17 +9,43 @@ from dtransformer.trainers.accumulation import check_rows
 _KERAS_BATCH_SIZE = 32
 
 
-class EpochStart(keras.callbacks.Callback):
-    """Tells the data which epoch comes next, so that it shuffles anew; resets the clock."""
+class DataPosition(keras.callbacks.Callback):
+    """Tells the data which epoch comes next, and knows which batch does; resets the clock.
 
-    def __init__(self, data):
+    Args:
+        data: as `fit` takes them.
+        first_batch: the batch that the first epoch begins with.
+    """
+
+    async_safe = True
+
+    def __init__(self, data, first_batch=0):
         super().__init__()
-        self.data = data
+        self._data = data
+        self._begins_at, self._begun_at = first_batch, 0  # the next epoch, and this one
+        self._epoch = self._batch = 0
+
+    def value(self):
+        """Return where training stands, a dict with the `epoch` and `batch` that come next."""
+        if hasattr(self._data, "position"):
+            return self._data.position(self._batch - self._begun_at)
+        return {"epoch": self._epoch, "batch": self._batch}
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model._throughput.reset()
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(epoch)
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(epoch)
+        self._begun_at, self._begins_at = self._begins_at, 0
+        self._epoch, self._batch = epoch, self._begun_at
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._batch = batch + 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        steps = self.params.get("steps")
+        is_over = not self.model.stop_training or (steps is not None and self._batch >= steps)
+        if is_over and not hasattr(self._data, "position"):
+            self._epoch, self._batch = epoch + 1, 0
 
 
 def as_data(data):

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from dtransformer.parallel import runtime
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.data import EpochStart, as_data, check_batches, check_micro_batches
+from dtransformer.trainers.data import DataPosition, as_data, check_batches, check_micro_batches
+from dtransformer.trainers.resuming import Beginning, check_callbacks
 from dtransformer.trainers.throughput import Throughput, measured_peak
 
 
@@ -21,6 +22,8 @@ class FitLoop(keras.Model):
 
     _plane = None
     _throughput = None
+    _data_position = None
+    _beginning = None  # of the fit that is running
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
@@ -35,6 +38,8 @@ class FitLoop(keras.Model):
 
         def timed_step(iterator):
             nonlocal compiled
+            if self._beginning is not None:
+                self._beginning.count_step()
             start = time.perf_counter()
             logs = step(iterator)
             tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
@@ -84,7 +89,15 @@ class FitLoop(keras.Model):
         return run
 
     def fit(
-        self, x=None, y=None, *, verbose="auto", callbacks=None, validation_data=None, **kwargs
+        self,
+        x=None,
+        y=None,
+        *,
+        verbose="auto",
+        callbacks=None,
+        validation_data=None,
+        resume=False,
+        **kwargs,
     ):
         """Train; as `keras.Model.fit`.
 
@@ -96,26 +109,56 @@ class FitLoop(keras.Model):
             y, validation_data, and the others: as Keras'.
             verbose: as Keras'; ranks other than 0 print nothing.
             callbacks: list of Keras callbacks.
+            resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
+                `callbacks`, and to begin where it has none; or the path of a checkpoint, or
+                of a folder of them. `epochs` counts from the run's beginning. In the midst
+                of an epoch training goes on with the batch after the last one. For the
+                losses of a run without a break, the order of the data has to depend on
+                the epoch only: as that of `TranslationBatches` does, or of a dataset that
+                does not shuffle.
 
         Returns:
             A `keras.callbacks.History`.
+
+        Raises:
+            InputError: there is no checkpoint to resume from; it is damaged or does not fit;
+                the data cannot go on from its position.
         """
-        callbacks = [EpochStart(x), *(callbacks or [])]
-        data = as_data(x)
+        data, callbacks = as_data(x), list(callbacks or [])
+        check_callbacks(callbacks)
         if isinstance(data, tf.data.Dataset):
             kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
         check_batches(data)
         if runtime.rows_multiple_of() > 1:
             check_micro_batches(data, kwargs.get("batch_size"))
         self._prepare(data)
-        return super().fit(
-            data,
-            y,
-            verbose=verbose if runtime.is_chief() else 0,
-            callbacks=callbacks,
-            validation_data=as_data(validation_data),
-            **kwargs,
-        )
+        beginning = Beginning.of(self, x, data, resume, callbacks, kwargs.get("steps_per_epoch"))
+        if beginning.restored is not None:
+            kwargs["initial_epoch"] = beginning.epoch
+        self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
+        verbose = verbose if runtime.is_chief() else 0
+        try:
+            with beginning.quiet():
+                return super().fit(
+                    beginning.data,
+                    y,
+                    verbose=verbose,
+                    callbacks=beginning.callbacks(
+                        [self._data_position, *callbacks],
+                        verbose=verbose,
+                        epochs=kwargs.get("epochs", 1),
+                        model=self,
+                    ),
+                    validation_data=as_data(validation_data),
+                    **kwargs,
+                )
+        finally:
+            self._beginning = None
+            self.wait_until_saved()
+
+    def _position(self):
+        """Return where training stands in its data, as checkpoints keep it; None if unknown."""
+        return None if self._data_position is None else self._data_position.value()
 
     def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
         """Compute loss and metrics over data; as `keras.Model.evaluate`."""

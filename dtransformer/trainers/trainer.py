@@ -13,7 +13,6 @@ from dtransformer.parallel import gathered, layout, runtime, stages, variables
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.plan import WeightPlan
 from dtransformer.parallel.stage_pass import from_last
-from dtransformer.parallel.stage_weights import whole_network
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.accumulation import in_micro_batches
 from dtransformer.trainers.communication import communication_report
@@ -24,14 +23,14 @@ from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
 from dtransformer.trainers.pipeline.executor import PipelinePlane, check_trainer
 from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
-from dtransformer.trainers.weights_file import load_optimizer, save_optimizer
+from dtransformer.trainers.saving import SavedModel
 
 # Number of entries from which on XLA's start pays.
 _LARGE_NETWORK = 2**20
 
 
 @register
-class Trainer(FitLoop):
+class Trainer(FitLoop, SavedModel):
     """Train a Keras model on every rank of the job.
 
     The fit loop, its progress bar, history and callbacks are Keras' own. Each rank
@@ -280,6 +279,9 @@ class Trainer(FitLoop):
             if outputs is None:  # the last stage of a pipeline has them
                 outputs = self._plane.example_of_outputs()
             self._compile_metrics.build(labels, outputs)
+            if self._beginning is not None:
+                with tf.init_scope():
+                    self._beginning.restore_metrics(self)
 
     def _track(self, totals, labels, outputs, sample_weight):
         """Update the metrics; return their means since the epoch began."""
@@ -515,39 +517,6 @@ class Trainer(FitLoop):
         if not isinstance(self._plane, PipelinePlane):
             raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")
         return self._plane.timeline(path)
-
-    def save_weights(self, filepath, overwrite=True, **kwargs):
-        """Save weights and the optimizer's state from rank 0; as `keras.Model.save_weights`.
-
-        The network alone can load the file too, on any layout. Weights that are cut are
-        gathered on rank 0, so that all ranks have to call; the optimizer's state is saved
-        only where no weight is cut.
-        """
-        is_first = runtime.stage()[0] == 0  # `whole_network` gathers what the others have
-        own = self.network.variables if is_first else []
-        with variables.gathered(own), whole_network(self.network):
-            if runtime.is_chief():
-                self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
-                if self._has_state() and str(filepath).endswith(".h5"):
-                    save_optimizer(filepath, self.optimizer)
-        runtime.barrier()
-
-    def load_weights(self, filepath, **kwargs):
-        """Load weights on every rank; as `keras.Model.load_weights`.
-
-        Once compiled, the optimizer takes the state that the file holds of one alike.
-        """
-        if not self.network.built:
-            self.network.build()
-        self.network.load_weights(filepath, **kwargs)
-        if self.compiled and str(filepath).endswith(".h5"):
-            self._start_update()
-            if self._has_state():
-                load_optimizer(filepath, self.optimizer)
-
-    def _has_state(self):
-        """Return whether there is a state of the optimizer, of whole weights."""
-        return self._update is not None and not self._update.has_parts
 
     def get_compile_config(self):
         """Return nothing: a trainer that is loaded has to be compiled again."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtransformer.parallel import runtime, slices
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.gathered import CopiedVariable, GatheredVariable, SlicedVariable
-from dtransformer.parallel.variables import own_shards, share_of
+from dtransformer.parallel.variables import PartedVariable, own_shards, share_of
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.flat_variable import FlatVariable
 from dtransformer.trainers.loss_scale import LossScale
@@ -47,6 +47,7 @@ class UpdatePlane:
         self.plan, self.gradient_bytes = shard_plan(weights), None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._group = runtime.data_group()
+        self._weights = weights
         self._shards, self._owners, self._shares = [], [], []
         for number, weight in enumerate(weights):
             parts = own_shards([weight])
@@ -88,10 +89,21 @@ class UpdatePlane:
         self._groups = [[i for i in group if not self._is_stored[i]] for group in groups]
         self._compute = self._compiled() if compiles else self._update_some
 
-    @property
-    def has_parts(self):
-        """Whether this rank's states of the optimizer are those of parts of weights."""
-        return self._clips
+    def updated_parts(self):
+        """Return (weight, box, range) of what the optimizer's states belong to, in its order.
+
+        See `PartedVariable.places` for boxes and ranges.
+        """
+        found = []
+        for weight in self._weights:
+            whole = tuple((0, size) for size in weight.shape)
+            places = weight.places if isinstance(weight, PartedVariable) else [(whole, None)]
+            found += [(weight, box, flat) for box, flat in places]
+        for i in self._flat:
+            weight, box, _ = found[i]
+            size = self._units[i].shape[0]
+            found[i] = weight, box, (self._group.index * size, (self._group.index + 1) * size)
+        return found
 
     def reduce(self, gradients):
         """Return the sums of the gradients over the data group: slices where so planned."""

@@ -79,6 +79,7 @@ def run(corpus):
 
 def test_a_run_folder_holds_everything(run):
     assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
         "config.yaml",
         "metrics.jsonl",
         "model.weights.h5",
@@ -120,6 +121,58 @@ def test_evaluate_prints_the_signature(run, corpus, capsys):
 def test_a_trained_run_is_not_replaced_by_accident(run, corpus, capsys):
     assert main(["train", "--config", str(corpus / "config.yaml"), "--run", str(run)]) == 2
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(run, corpus, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    arguments = ["train", "--config", str(corpus / "config.yaml"), "--run", str(folder)]
+    assert main([*arguments, "--resume", "--set", *SETTINGS, "training.epochs=13"]) == 0
+    printed = capsys.readouterr().out
+    assert "step-00000240: epoch 13, batch 1" in printed
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines[-21:]] == [13] * 21
+    assert json.loads(lines[-1])["step"] == 260
+    assert main(["checkpoint", "verify", str(folder / "checkpoints")]) == 0
+
+
+def test_a_checkpoint_tells_what_it_is(run, tmp_path, capsys):
+    folder = run / "checkpoints"
+    newest = folder / "step-00000240"
+    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{newest}: step 240, saved 20" in printed
+    assert "Next: epoch 13, batch 1" in printed
+    assert "val_loss" in printed and "optimizer/velocities/source_embedding/table" in printed
+    assert main(["checkpoint", "inspect", str(newest), "--json"]) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert manifest["step"] == 240 and "tokenizer/vocab.txt" in manifest["files"]
+
+
+def test_weights_of_a_checkpoint_are_exported(run, tmp_path, monkeypatch, capsys):
+    folder = run / "checkpoints"
+    for name in ("model.weights.h5", "model.safetensors"):
+        assert main(["checkpoint", "export", str(folder), "--out", str(tmp_path / name)]) == 0
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copy(tmp_path / "model.weights.h5", tmp_path / "run")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(ENGLISH[3].encode())))
+    capsys.readouterr()
+    assert main(["translate", "--run", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == french(ENGLISH[3]) + "\n"
+
+
+def test_a_damaged_checkpoint_is_named(run, tmp_path, capsys):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(run / "checkpoints", folder)
+    data = folder / "step-00000240" / "state.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:-1])
+    assert main(["checkpoint", "verify", str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert f"{data} has" in captured.out and "files are whole" in captured.out
+    assert "1 damaged" in captured.err
+    assert main(["checkpoint", "export", str(data.parent), "--out", "model.safetensors"]) == 2
+    assert main(["checkpoint", "inspect", str(tmp_path / "nothing")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def damaged_runs(run, folder):

@@ -11,7 +11,8 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss, Dropout
 from dtransformer.models import TranslationTransformer
-from dtransformer.trainers import Trainer
+from dtransformer.errors import InputError
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import TRAINING, TRAINING_16_BIT, assert_all_close
 
@@ -508,10 +509,11 @@ class Interrupt(keras.callbacks.Callback):
 
 
 class TestCallbacks:
-    def fit(self, *callbacks, trainer=None, epochs=6, rate=0.05):
+    def fit(self, *callbacks, trainer=None, epochs=6, rate=0.05, resume=False):
         trainer, record = trainer or dense_trainer(keras.optimizers.Adam(rate)), Record()
         options = dict(batch_size=8, shuffle=False, verbose=0, callbacks=[record, *callbacks])
-        history = trainer.fit(*points(), epochs=epochs, validation_data=points(seed=1), **options)
+        options.update(epochs=epochs, resume=resume)
+        history = trainer.fit(*points(), validation_data=points(seed=1), **options)
         return trainer, record, history
 
     def test_an_interrupted_fit_goes_on_where_it_was(self, tmp_path):
@@ -522,17 +524,20 @@ class TestCallbacks:
             return dense_trainer(keras.optimizers.Adam(rate))
 
         _, whole, _ = self.fit(trainer=trainer())
-        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        saving = ModelCheckpoint(tmp_path)
         with pytest.raises(KeyboardInterrupt):
-            self.fit(backup, Interrupt(epoch=3), trainer=trainer())
+            self.fit(saving, Interrupt(epoch=3), trainer=trainer())
         dtransformer.set_seed(1)  # a new process, whose own weights must not matter
-        resumed, record, history = self.fit(
-            keras.callbacks.BackupAndRestore(tmp_path / "backup"), trainer=trainer()
-        )
+        resumed, record, history = self.fit(saving, trainer=trainer(), resume=True)
         assert history.epoch == [3, 4, 5]
         for name in ("step_loss", "learning_rate", "gradient_norm"):
             np.testing.assert_allclose(record[name], whole[name][6:], TRAINING, err_msg=name)
         assert int(resumed.optimizer.iterations) == 12
+
+    def test_keras_backup_is_refused(self, tmp_path):
+        """It would go on without the optimizer's state."""
+        with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):
+            self.fit(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
 
     def test_early_stopping(self):
         stop = keras.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2)

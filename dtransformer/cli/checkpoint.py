@@ -1,0 +1,65 @@
+"""`dtransformer checkpoint inspect | verify | export`."""
+
+import json
+import time
+
+from dtransformer.errors import InputError
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.tables import columns
+from dtransformer.trainers.checkpoint import Checkpoint, export, files
+
+
+def inspect(path, as_json=False):
+    """Print what a checkpoint holds."""
+    checkpoint = Checkpoint(files.open_or_latest(path)[0])
+    manifest = checkpoint.manifest
+    if as_json:
+        print(json.dumps({"path": str(checkpoint.path), **manifest}, indent=1))
+        return
+    position = manifest["position"]
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"]))
+    parallel = [
+        f"{name}={value}"
+        for name, value in manifest["parallel"].items()
+        if value != getattr(TransformerOpParallelConfig, name)
+    ]
+    sizes = [row["bytes"] for row in manifest["files"].values()]
+    rows = [("tensor", "shape", "type")]
+    rows += [
+        (name, "×".join(map(str, shape)) or "scalar", dtype)
+        for name, (shape, dtype) in sorted(manifest["tensors"].items())
+    ]
+    print(f"{checkpoint.path}: step {checkpoint.step}, saved {saved_at}")
+    if position is not None:
+        print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
+    print(f"Saved by {manifest['ranks']} ranks: {', '.join(parallel) or 'nothing divided'}")
+    print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
+    print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
+    print("\n".join(columns(rows)))
+
+
+def verify(path):
+    """Compare all files of the checkpoints of a path with their checksums; print what is wrong.
+
+    Raises:
+        InputError: a checkpoint is damaged.
+    """
+    damaged = 0
+    for folder in files.open_or_latest(path):
+        try:
+            checkpoint = Checkpoint(folder)
+            problems = list(checkpoint.problems().values())
+        except InputError as error:
+            problems = [str(error)]
+        print(
+            f"{folder}: {'; '.join(problems) or f'{len(checkpoint.file_names())} files are whole'}"
+        )
+        damaged += bool(problems)
+    if damaged:
+        raise InputError(f"{path}: {damaged} damaged; restoring takes the newest that is whole")
+
+
+def export_weights(path, out, with_optimizer=False):
+    """Write the weights of a checkpoint to a file for one process."""
+    number = export(path, out, with_optimizer=with_optimizer)
+    print(f"{out}: {number} tensors")

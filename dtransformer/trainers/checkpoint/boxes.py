@@ -1,0 +1,118 @@
+"""Which rectangular boxes of a whole tensor a rank's part of it consists of: pure functions.
+
+A box is a tuple of (start, stop), one a dimension. TensorFlow's checkpoints store boxes, and
+read any box of a tensor, whatever boxes it was written in. A sharded optimizer's part is a
+range of the flattened tensor instead: a few boxes that follow each other.
+"""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor, and where a rank has it.
+
+    Args:
+        box: where it lies in the whole.
+        start, stop: where it lies in the rank's flattened part, padding included.
+        shape: its shape there.
+        inside: the box of `shape` that is no padding.
+    """
+
+    box: tuple
+    start: int
+    stop: int
+    shape: tuple
+    inside: tuple
+
+    @property
+    def entries(self):
+        """The number of entries, without padding."""
+        return size_of(self.box)
+
+    @property
+    def inside_slices(self):
+        """What `shape` is indexed with for the entries that are no padding."""
+        return tuple(slice(start, stop) for start, stop in self.inside)
+
+
+def pieces_of(shape, box, whole_range=None):
+    """Return the `Piece`s of a rank's part of a tensor, in their order.
+
+    Args:
+        shape: the tensor's shape without padding; entries beyond it are left out.
+        box: the box of the padded tensor that the rank has.
+        whole_range: (start, stop) of the flattened box, where the rank has no more of it;
+            what goes beyond the box is left out.
+
+    Example:
+
+    >>> [piece.box for piece in pieces_of((4, 3), ((0, 4), (0, 3)), (2, 7))]
+    [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
+    """
+    sizes = tuple(stop - start for start, stop in box)
+    first, last = whole_range or (0, math.prod(sizes))
+    pieces, position = [], 0
+    for part in boxes_of_range(sizes, first, min(last, math.prod(sizes))):
+        here = tuple(stop - start for start, stop in part)
+        begins = [b + p for (b, _), (p, _) in zip(box, part)]
+        kept = [
+            max(min(begin + size, end) - begin, 0) for begin, size, end in zip(begins, here, shape)
+        ]
+        if all(kept):
+            pieces.append(
+                Piece(
+                    tuple((begin, begin + size) for begin, size in zip(begins, kept)),
+                    *(position, position + math.prod(here)),
+                    here,
+                    tuple((0, size) for size in kept),
+                )
+            )
+        position += math.prod(here)
+    return pieces
+
+
+def boxes_of_range(shape, start, stop):
+    """Return the boxes that follow each other in a range of a flattened tensor.
+
+    At most two a dimension: the rest of a row, whole rows, the beginning of a row.
+
+    Args:
+        shape: shape of the tensor.
+        start, stop: range of entries.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, first_rest = divmod(start, row)
+    last, last_rest = divmod(stop, row)
+    if first == last:  # within one row
+        return _in_row(shape, first, first_rest, last_rest)
+    boxes = _in_row(shape, first, first_rest, row) if first_rest else []
+    first += bool(first_rest)
+    if first < last:
+        boxes.append(((first, last), *((0, size) for size in shape[1:])))
+    return boxes + (_in_row(shape, last, 0, last_rest) if last_rest else [])
+
+
+def _in_row(shape, row, start, stop):
+    return [((row, row + 1), *box) for box in boxes_of_range(shape[1:], start, stop)]
+
+
+def size_of(box):
+    """Return the number of entries of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def spec_of(shape, box):
+    """Return how TensorFlow writes a box of a tensor down, such as "8 6 2,2:0,6".
+
+    "" stands for the whole.
+    """
+    if all((start, stop) == (0, size) for size, (start, stop) in zip(shape, box)):
+        return ""
+    sizes = " ".join(map(str, shape))
+    return f"{sizes} " + ":".join(f"{start},{stop - start}" for start, stop in box)

@@ -1,0 +1,189 @@
+"""Restoring: each rank reads the slices that it needs, whatever layout has written them."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from dtransformer.errors import InputError
+from dtransformer.parallel import runtime
+from dtransformer.parallel.agreement import all_gather_json, raise_together
+from dtransformer.trainers.checkpoint import files
+from dtransformer.trainers.checkpoint.state import METRICS, NETWORK, metrics_of, state_of
+
+_NAMES_TOLD = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What was restored.
+
+    Args:
+        path: the checkpoint's folder.
+        manifest: dict; see `files.Checkpoint`.
+        missing: list of the names of the trainer's tensors that the checkpoint lacks.
+        unexpected: list of the checkpoint's that the trainer lacks.
+        other_shapes: dict of names, and both shapes, of those that were left as they are.
+        damaged: list of the paths of newer checkpoints that are damaged.
+    """
+
+    path: str
+    manifest: dict
+    missing: list
+    unexpected: list
+    other_shapes: dict
+    damaged: list = dataclasses.field(default_factory=list)
+
+    @property
+    def step(self):
+        """The number of updates before it was saved."""
+        return self.manifest["step"]
+
+    @property
+    def position(self):
+        """Dict with the `epoch` and `batch` that come next; None where it is not known."""
+        return self.manifest.get("position")
+
+
+def restore(trainer, path, strict=True, weights_only=False):
+    """Set the state of a trainer from a checkpoint; all ranks have to call.
+
+    Nothing is changed before the checkpoint was found to be whole, and to fit.
+
+    Args:
+        trainer: a `Trainer` whose network and optimizer are built.
+        path: a checkpoint's folder; or a folder of them, of which the newest is taken that
+            is not damaged.
+        strict: whether a tensor that one of them lacks, or of another shape, is an error.
+        weights_only: whether the network's weights are restored alone.
+
+    Returns:
+        A `Restored`.
+
+    Raises:
+        InputError: there is no checkpoint, all are damaged (names every file), or the state
+            does not fit (names every tensor); on every rank.
+    """
+    checkpoint, damaged = _first_whole(path)
+    held = [one for one in state_of(trainer) if not one.name.startswith(METRICS)]
+    if weights_only:
+        held = [one for one in held if one.name.startswith(NETWORK)]
+    found = _compare(checkpoint, held, weights_only)
+    if strict:
+        _check(found)
+    left = {*found.missing, *found.other_shapes}
+    held = [one for one in held if one.name not in left]
+    error = None
+    try:
+        for one in held:
+            one.assign(files.read_part(checkpoint, one))
+    except (tf.errors.OpError, OSError) as caught:
+        error = InputError(f"{checkpoint.path}: cannot be read ({_first_line(caught)})")
+    raise_together(error, "checkpoint/restored")
+    if not weights_only:
+        runtime.set_seed(checkpoint.manifest["seed"])
+    return dataclasses.replace(found, damaged=damaged)
+
+
+def restore_metrics(trainer, restored):
+    """Set the sums since the epoch began, of those metrics that there are already."""
+    checkpoint = files.Checkpoint(restored.path)
+    for one in metrics_of(trainer):
+        if checkpoint.shapes.get(one.name) == one.shape:
+            one.assign(files.read_part(checkpoint, one))
+
+
+def _first_whole(path):
+    """Return the first checkpoint of a path that is not damaged, and the paths of those before.
+
+    Ranks share the work to read all files. A part that has a good replica is replaced.
+    """
+    error, candidates = None, []
+    if runtime.is_chief():
+        try:
+            candidates = [str(folder) for folder in files.open_or_latest(path)]
+        except InputError as caught:
+            error = caught
+    raise_together(error, "checkpoint/candidates")
+    candidates = all_gather_json(candidates, "checkpoint/paths")[0]
+    wrong = []
+    for number, candidate in enumerate(candidates):
+        checkpoint, problems = _verified(candidate)
+        if not problems:
+            if wrong and runtime.is_chief():
+                lines = "\n  ".join(wrong)
+                print(f"Damaged, and passed by:\n  {lines}\nTaken instead: {candidate}", flush=True)
+            return checkpoint, candidates[:number]
+        wrong += problems
+    raise InputError(f"{path}: no checkpoint is whole: {'; '.join(wrong)}")
+
+
+def _verified(path):
+    """Return a `Checkpoint` and what is wrong with it, found by all ranks together."""
+    checkpoint, problems = None, {}
+    try:
+        checkpoint = files.Checkpoint(path)
+        own = checkpoint.file_names()[runtime.rank() :: runtime.size()]
+        problems = checkpoint.problems(own)
+    except InputError as error:
+        problems = {files.MANIFEST: str(error)}
+    together = {}
+    for theirs in all_gather_json(problems, "checkpoint/verified"):
+        together.update(theirs)
+    lost = {name: text for name, text in together.items() if not name.startswith(files.REPLICAS)}
+    repaired = []
+    if runtime.is_chief() and checkpoint is not None:
+        repaired = [name for name in lost if checkpoint.repair(name)]
+        for name in repaired:
+            print(f"{lost[name]}; replaced by its replica", flush=True)
+    repaired = all_gather_json(repaired, "checkpoint/repaired")[0]
+    return checkpoint, [text for name, text in lost.items() if name not in repaired]
+
+
+def _compare(checkpoint, held, weights_only):
+    """Return a `Restored` that tells what of a state, all ranks', a checkpoint has."""
+    theirs = checkpoint.shapes
+    own = {one.name: list(one.shape) for one in held}
+    everyone = {}
+    for names in all_gather_json(own, "checkpoint/names"):
+        everyone.update({name: tuple(shape) for name, shape in names.items()})
+    expected = [name for name in theirs if not name.startswith(METRICS)]
+    if weights_only:
+        expected = [name for name in expected if name.startswith(NETWORK)]
+    return Restored(
+        str(checkpoint.path),
+        checkpoint.manifest,
+        missing=sorted(everyone.keys() - theirs.keys()),
+        unexpected=sorted(set(expected) - everyone.keys()),
+        other_shapes={
+            name: (shape, theirs[name])
+            for name, shape in everyone.items()
+            if theirs.get(name, shape) != shape
+        },
+    )
+
+
+def _check(found):
+    """Raise an InputError where a checkpoint does not fit a trainer."""
+    shapes = [
+        f"{name} {ours}, there {theirs}" for name, (ours, theirs) in found.other_shapes.items()
+    ]
+    kinds = {
+        "the checkpoint lacks": found.missing,
+        "the trainer lacks": found.unexpected,
+        "shapes differ": shapes,
+    }
+    told = [f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names]
+    if told:
+        raise InputError(
+            f"{found.path} does not fit this network and optimizer: {'. '.join(told)}. Restore it "
+            "with those that it was saved with, or what fits with strict=False"
+        )
+
+
+def _some(names):
+    more = len(names) - _NAMES_TOLD
+    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first_line(error):
+    return str(error).split("\n")[0]
