@@ -1,5 +1,6 @@
 """`dtransformer checkpoint inspect | verify | export`."""
 
+import dataclasses
 import json
 import time
 
@@ -18,10 +19,11 @@ def inspect(path, as_json=False):
         return
     position = manifest["position"]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"]))
+    default = json.loads(json.dumps(dataclasses.asdict(TransformerOpParallelConfig())))
     parallel = [
         f"{name}={value}"
         for name, value in manifest["parallel"].items()
-        if value != getattr(TransformerOpParallelConfig, name)
+        if value not in (default.get(name), 1)
     ]
     sizes = [row["bytes"] for row in manifest["files"].values()]
     rows = [("tensor", "shape", "type")]
@@ -56,7 +58,10 @@ def verify(path):
         )
         damaged += bool(problems)
     if damaged:
-        raise InputError(f"{path}: {damaged} damaged; restoring takes the newest that is whole")
+        raise InputError(
+            f"{path}: {damaged} damaged; restoring takes the newest that is whole, and replaces parts "
+            "that have a replica"
+        )
 
 
 def export_weights(path, out, with_optimizer=False):

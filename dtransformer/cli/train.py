@@ -18,6 +18,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
 from dtransformer.parallel import runtime
+from dtransformer.parallel.agreement import from_chief
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -76,10 +77,7 @@ def train(config_path, settings=(), run_folder=None, overwrite=False, resume=Fal
     """
     config = load_config(config_path, settings)
     folder = pathlib.Path(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
-    if (folder / runs.WEIGHTS).exists() and not overwrite and not resume:
-        raise InputError(
-            f"{folder}: holds a trained run already; give --overwrite, --resume, or another --run"
-        )
+    _check_folder(folder, overwrite, resume)  # before any work
     try:
         dtransformer.init(
             config.parallel,
@@ -98,9 +96,9 @@ def train(config_path, settings=(), run_folder=None, overwrite=False, resume=Fal
         config.tokenizer.vocab_size,
         lower_case=config.tokenizer.lower_case,
     )
-    resumes = resume and bool(saved_steps(folder / runs.CHECKPOINTS))
-    if runtime.is_chief() and not resumes:
-        _start_folder(folder, config, tokenizer)
+    resumes = from_chief(
+        lambda: _begin_folder(folder, config, tokenizer, overwrite, resume), "run_folder"
+    )
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
@@ -158,8 +156,25 @@ def _clean(config, pairs):
     return pairs
 
 
-def _start_folder(folder, config, tokenizer):
-    """Begin the run folder anew: the config as run, and the tokenizer."""
+def _check_folder(folder, overwrite, resume):
+    """Return whether a run goes on from a checkpoint; refuse to replace one by accident."""
+    has_checkpoints = bool(saved_steps(folder / runs.CHECKPOINTS))
+    if resume and has_checkpoints:
+        return True
+    if (has_checkpoints or (folder / runs.WEIGHTS).exists()) and not overwrite:
+        ways = "--overwrite, " + "--resume, " * has_checkpoints + "or another --run"
+        raise InputError(f"{folder}: holds a run already; give {ways}")
+    return False
+
+
+def _begin_folder(folder, config, tokenizer, overwrite, resume):
+    """Begin the run folder anew: the config as run, and the tokenizer.
+
+    Returns:
+        Whether the run goes on from a checkpoint instead.
+    """
+    if _check_folder(folder, overwrite, resume):
+        return True
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (runs.WEIGHTS, runs.METRICS):
@@ -170,6 +185,7 @@ def _start_folder(folder, config, tokenizer):
         tokenizer.save(folder / runs.TOKENIZER)
     except OSError as error:
         raise InputError(f"{folder}: the run folder cannot be written ({error})") from None
+    return False
 
 
 def _batches(config, tokenizer, pairs, training):

@@ -9,6 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
 
 _functions, _joined = {}, None
+_END = b"\0"  # of a text: JSON has none
 
 
 def all_gather_json(value, name):
@@ -30,40 +31,60 @@ def all_gather_json(value, name):
         _joined = runtime.joined()
     if name not in _functions:
         _functions[name] = tf.function(
-            lambda own: _all_gather(own, name),
+            lambda own: runtime.horovod().allgather(own, name=name),
             input_signature=[tf.TensorSpec([None], "uint8")],
             autograph=False,
         )
         _functions[name]._omit_frequent_tracing_warning = True  # each name has its own
-    own = tf.constant(np.frombuffer(text.encode(), "uint8"))
-    together, sizes = _functions[name](own)
-    texts = tf.split(together, sizes)
-    return [json.loads(bytes(text.numpy())) for text in texts]
+    own = tf.constant(np.frombuffer(text.encode() + _END, "uint8"))
+    texts = _functions[name](own).numpy().tobytes().split(_END)
+    return [json.loads(text) for text in texts[:-1]]
 
 
-def _all_gather(own, name):
-    hvd = runtime.horovod()
-    sizes = hvd.allgather(tf.shape(own), name=f"{name}/sizes")
-    return hvd.allgather(own, name=name), sizes
-
-
-def raise_together(error, name):
-    """Raise on every rank what some rank has caught.
+def from_chief(action, name):
+    """Return on every rank what an action returns on rank 0, where alone it is done.
 
     Args:
-        error: this rank's exception; None where it has none.
+        action: a function that returns what JSON can say.
         name: as of `all_gather_json`.
 
     Raises:
-        The first rank's error: an `InputError` as such, others as a RuntimeError.
+        InputError: on every rank, where rank 0 raised one, or an OSError.
     """
-    own = None if error is None else [isinstance(error, InputError), _text_of(error)]
+    own = caught = None
+    if runtime.is_chief():
+        try:
+            own = {"value": action()}
+        except (InputError, OSError) as error:
+            own, caught = {"error": str(error)}, error
+    first = all_gather_json(own, name)[0]
+    if "error" in first:
+        raise InputError(first["error"]) from caught
+    return first["value"]
+
+
+def together(action, name):
+    """Return what an action returns on this rank, once it is done on every rank.
+
+    Args:
+        action: a function without arguments.
+        name: as of `all_gather_json`.
+
+    Raises:
+        The first rank's error, on every rank: an `InputError` or `ValueError` as such, others as
+        a RuntimeError.
+    """
+    value = error = None
+    try:
+        value = action()
+    except Exception as caught:
+        error = caught
+    kinds = {"InputError": InputError, "ValueError": ValueError}
+    own = None if error is None else [type(error).__name__, str(error)]
     for rank, theirs in enumerate(all_gather_json(own, name)):
         if theirs is not None:
-            is_input, text = theirs
-            place = f"rank {rank}: " if runtime.size() > 1 and not is_input else ""
-            raise (InputError if is_input else RuntimeError)(place + text) from error
-
-
-def _text_of(error):
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            kind, text = theirs
+            if kind not in kinds:
+                text = f"rank {rank}: {kind}: {text}" if runtime.size() > 1 else f"{kind}: {text}"
+            raise kinds.get(kind, RuntimeError)(text) from error
+    return value

@@ -50,6 +50,7 @@ class _Job:
 
 _job = _Job()
 _initialized = False
+_before_leaving = []
 _seed = _DEFAULT_SEED
 
 
@@ -284,10 +285,18 @@ def _leave_mesh():
 def shutdown():
     """Leave the job, once every rank is here. Without a job, do nothing."""
     global _job, _initialized
+    for wait in _before_leaving:
+        wait()
     _leave_mesh()
     barrier()
     _leave_job()
     _job, _initialized = _Job(), False
+
+
+def before_leaving(wait):
+    """Let `shutdown` call a function first: it waits for what needs the other ranks."""
+    if wait not in _before_leaving:
+        _before_leaving.append(wait)
 
 
 def _leave_job():

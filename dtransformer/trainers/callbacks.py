@@ -29,13 +29,18 @@ class _StepCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
-        self._steps_in_epoch = 0
+        self._steps_in_epoch = None
+        self._steps_before = self._steps_done
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._steps_in_epoch is None:  # an epoch that is resumed begins in its midst
+            self._steps_in_epoch = batch
 
     def _advance(self, batch):
         """Counts up to `batch`; returns the new steps and whether `every` was passed."""
-        new = batch + 1 - self._steps_in_epoch
+        new = batch + 1 - (self._steps_in_epoch or 0)
         due = (self._steps_done + new) // self.every > self._steps_done // self.every
-        self._steps_in_epoch += new
+        self._steps_in_epoch = batch + 1
         self._steps_done += new
         return new, due
 
@@ -68,6 +73,7 @@ class StepTimer(_StepCallback):
         self._timed = 0
 
     def on_train_batch_begin(self, batch, logs=None):
+        super().on_train_batch_begin(batch, logs)
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
@@ -85,7 +91,7 @@ class StepTimer(_StepCallback):
             return
         mean = self._total / self._timed if self._timed else self._last
         line = f"epoch: {epoch + 1}, step time: {mean:.3f} ms mean, {self._last:.3f} ms last"
-        if self._steps_in_epoch == self._steps_done:
+        if not self._steps_before:
             line += f", {self._first:.3f} ms first (compiles)"
         _say(line)
         if logs is not None:

@@ -39,7 +39,8 @@ class DataPosition(keras.callbacks.Callback):
         self._epoch, self._batch = epoch, self._begun_at
 
     def on_train_batch_end(self, batch, logs=None):
-        self._batch = batch + 1
+        steps = self.params.get("steps")  # several steps at a time may count beyond it
+        self._batch = max(self._batch, batch + 1 if steps is None else min(batch + 1, steps))
 
     def on_epoch_end(self, epoch, logs=None):
         steps = self.params.get("steps")

@@ -22,7 +22,6 @@ class FitLoop(keras.Model):
 
     _plane = None
     _throughput = None
-    _data_position = None
     _beginning = None  # of the fit that is running
 
     def make_train_function(self, force=False):
@@ -138,27 +137,23 @@ class FitLoop(keras.Model):
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if runtime.is_chief() else 0
         try:
-            with beginning.quiet():
-                return super().fit(
-                    beginning.data,
-                    y,
+            return super().fit(
+                beginning.data,
+                y,
+                verbose=verbose,
+                callbacks=beginning.callbacks(
+                    [self._data_position, *callbacks],
                     verbose=verbose,
-                    callbacks=beginning.callbacks(
-                        [self._data_position, *callbacks],
-                        verbose=verbose,
-                        epochs=kwargs.get("epochs", 1),
-                        model=self,
-                    ),
-                    validation_data=as_data(validation_data),
-                    **kwargs,
-                )
+                    epochs=kwargs.get("epochs", 1),
+                    model=self,
+                ),
+                validation_data=as_data(validation_data),
+                **kwargs,
+            )
         finally:
+            beginning.end_epoch()
             self._beginning = None
             self.wait_until_saved()
-
-    def _position(self):
-        """Return where training stands in its data, as checkpoints keep it; None if unknown."""
-        return None if self._data_position is None else self._data_position.value()
 
     def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
         """Compute loss and metrics over data; as `keras.Model.evaluate`."""
@@ -181,4 +176,5 @@ class FitLoop(keras.Model):
     def train_on_batch(self, x, *args, **kwargs):
         """Train on one batch; as `keras.Model.train_on_batch`."""
         self._prepare(x)
+        self._data_position = self._restored_position = None  # not known any more
         return super().train_on_batch(x, *args, **kwargs)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json
+from dtransformer.parallel.agreement import from_chief
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
@@ -34,6 +34,7 @@ class Beginning:
     num_batches: int | None = None
     restored: Restored | None = None
     _steps_left: int | None = None  # of the first epoch
+    _quiet: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def of(cls, trainer, x, data, resume, callbacks, steps_per_epoch=None):
@@ -48,26 +49,45 @@ class Beginning:
         Raises:
             InputError: see `Trainer.fit`.
         """
-        restored = _restored(trainer, resume, callbacks)
-        if restored is None:
-            return cls(data)
-        epoch, batch = restored.position["epoch"], restored.position["batch"]
-        if not batch:
-            return cls(data, epoch, restored=restored)
+        found = []
+
+        def check(restored):
+            found.append(cls._at(trainer, x, data, restored, steps_per_epoch))
+
+        return found[0] if _restore(trainer, resume, callbacks, check) else cls(data)
+
+    @classmethod
+    def _at(cls, trainer, x, data, restored, steps_per_epoch):
+        """Return where a run goes on from a checkpoint."""
+        position = restored.position
+        if position is None:
+            raise InputError(
+                f"{restored.path} does not tell where its data stood, as it was not saved in fit: "
+                "call restore instead of resume"
+            )
+        epoch, batch = position["epoch"], position["batch"]
         if hasattr(x, "restore"):
-            x.restore(restored.position)
+            if steps_per_epoch:
+                raise InputError(
+                    f"steps_per_epoch={steps_per_epoch} does not work with resume and a "
+                    f"{type(x).__name__}, which has epochs of its own: leave it out"
+                )
+            x.restore(position)
             rest, num_batches = data, int(data.cardinality())
+        elif not batch and not steps_per_epoch:
+            return cls(data, epoch, restored=restored)
         else:
-            rest, num_batches = begun_at(data, restored.position, steps_per_epoch)
-        if batch > num_batches:
+            rest, num_batches = begun_at(data, position, steps_per_epoch)
+        too_many = batch - num_batches
+        if too_many >= trainer.steps_per_execution:
             raise InputError(
                 f"{restored.path}: the run stood at batch {batch}, and an epoch of the data has "
                 f"{num_batches}: resume with the data and batch size that it began with"
             )
-        if batch == num_batches:  # data that did not know their number
+        if too_many >= 0:  # data that did not know their number
             return cls(data, epoch + 1, restored=restored)
         steps_left = -(-(num_batches - batch) // trainer.steps_per_execution)
-        return cls(rest, epoch, batch, num_batches, restored, steps_left)
+        return cls(rest, epoch, batch, num_batches, restored, steps_left if batch else None)
 
     def count_step(self):
         """Count a step; end the first epoch after the batches that were left of it.
@@ -103,16 +123,22 @@ class Beginning:
             **options,
         )
 
-    @contextlib.contextmanager
-    def quiet(self):
-        """Keras takes the end of a first epoch that was begun before for a lack of data."""
-        with warnings.catch_warnings():
-            if self.batch:
-                warnings.filterwarnings("ignore", message="Your input ran out of data")
-            yield
+    @property
+    def is_over(self):
+        """Whether no batch of the first epoch is left."""
+        return self._steps_left == 0
+
+    def begin_epoch(self, trainer):
+        """Restore an epoch that is resumed in its midst."""
+        if self.batch:
+            self.restore_metrics(trainer)  # which Keras has reset
+            self._quiet.enter_context(warnings.catch_warnings())
+            # Keras takes its end for a lack of data.
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
 
     def end_epoch(self):
         """The first epoch is over: the others are whole."""
+        self._quiet.close()
         self.batch, self._steps_left = 0, None
 
 
@@ -142,11 +168,12 @@ class _ShiftedCallbacks(keras.callbacks.CallbackList):
         super().__init__(*args, **kwargs)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._beginning.restore_metrics(self.model)  # which Keras has reset
+        self._beginning.begin_epoch(self.model)
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch, logs=None):
-        super().on_train_batch_begin(batch + self._beginning.batch, logs)
+        if not self._beginning.is_over:  # Keras counts on to a whole epoch
+            super().on_train_batch_begin(batch + self._beginning.batch, logs)
 
     def on_train_batch_end(self, batch, logs=None):
         super().on_train_batch_end(batch + self._beginning.batch, logs)
@@ -156,10 +183,10 @@ class _ShiftedCallbacks(keras.callbacks.CallbackList):
         self._beginning.end_epoch()
 
 
-def _restored(trainer, resume, callbacks):
-    """Restore a checkpoint; return a `Restored`, or None where training begins."""
+def _restore(trainer, resume, callbacks, check):
+    """Restore a checkpoint; return whether there is one to go on from."""
     if not resume:
-        return None
+        return False
     path = resume
     if resume is True:
         saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
@@ -169,21 +196,27 @@ def _restored(trainer, resume, callbacks):
                 "one, or give resume the path of a checkpoint"
             )
         path = saving[0].folder
-        if not all_gather_json(bool(files.saved_steps(path)), "checkpoint/any")[0]:
-            return None
-    restored = trainer.restore(path)
-    if restored.position is None:
-        raise InputError(
-            f"{restored.path} does not tell where its data stood, as it was not saved in fit: call "
-            "restore instead of resume"
-        )
+        set_aside(files.headless_steps, path)
+        if not from_chief(lambda: bool(files.saved_steps(path)), "checkpoint/any"):
+            return False
+    restored = trainer._restore(path, check=check)
+    if resume is True:  # else they would be kept as the newest ones
+        set_aside(lambda _: restored.damaged, path)
     if runtime.is_chief():
-        if resume is True:
-            for damaged in restored.damaged:  # else they would be kept as the newest ones
-                files.set_aside(damaged)
         place = f"epoch {restored.position['epoch'] + 1}, batch {restored.position['batch'] + 1}"
         print(f"Resuming from {restored.path}: {place}", flush=True)
-    return restored
+    return True
+
+
+def set_aside(damaged, folder):
+    """Let rank 0 rename the damaged checkpoints that a function finds in a folder."""
+
+    def rename():
+        for path in damaged(folder):
+            print(f"{path} is damaged, and set aside", flush=True)
+            files.set_aside(path)
+
+    from_chief(rename, "checkpoint/set_aside")
 
 
 def begun_at(data, position, steps_per_epoch=None):
@@ -203,16 +236,15 @@ def begun_at(data, position, steps_per_epoch=None):
             f"{type(data).__name__} cannot begin there: give fit a tf.data.Dataset, or an object with "
             "position() and restore(position), such as TranslationBatches"
         )
-    num_batches = steps_per_epoch or int(data.cardinality())
-    if num_batches < 0:
-        num_batches = int(data.reduce(np.int64(0), lambda count, *_: count + 1))
-    starts = iter([position["batch"]])
+    size = int(data.cardinality())
+    if size == tf.data.UNKNOWN_CARDINALITY and not steps_per_epoch:
+        size = int(data.reduce(np.int64(0), lambda count, *_: count + 1))
+    num_batches, starts = steps_per_epoch or size, iter([position["batch"]])
     if steps_per_epoch:
-        whole = itertools.count(position["epoch"] + 1)
-        starts = itertools.chain(
-            [position["epoch"] * num_batches + position["batch"]],
-            (epoch * num_batches for epoch in whole),
-        )
+        first = position["epoch"] * num_batches + position["batch"]
+        later = (epoch * num_batches for epoch in itertools.count(position["epoch"] + 1))
+        starts = (start % size if size > 0 else start for start in itertools.chain([first], later))
+        data = data.repeat() if size > 0 else data
 
     def rest(_):
         start = tf.numpy_function(lambda: np.int64(next(starts, 0)), [], tf.int64)

@@ -13,11 +13,12 @@ from dtransformer.trainers.checkpoint.writer import CheckpointWriter
 class SavedModel(keras.Model):
     """Saves and restores as a trainer does.
 
-    A subclass has the `network`, `_start_update()`, which builds the optimizer, and
-    `_position()`, where the data stand.
+    A subclass has the `network`, and `_start_update()`, which builds the optimizer.
     """
 
     _writer = None
+    _data_position = None  # of the last fit
+    _restored_position = None
 
     def save(self, path, overwrite=True, *, wait=True, replicas=False, assets=None, **kwargs):
         """Save a checkpoint of the whole run, which any layout can restore.
@@ -100,9 +101,22 @@ class SavedModel(keras.Model):
         >>> trainer.restore("runs/wmt14/last").step  # doctest: +SKIP
         1200
         """
+        return self._restore(path, strict=strict, weights_only=weights_only)
+
+    def _restore(self, path, **options):
         self.wait_until_saved()
         self._start_state("restore")
-        return restore(self, path, strict, weights_only)
+        restored = restore(self, path, **options)
+        self._data_position = None
+        if not options.get("weights_only"):
+            self._restored_position = restored.position
+        return restored
+
+    def _position(self):
+        """Return where training stands in its data, as checkpoints keep it; None if unknown."""
+        if self._data_position is None:
+            return self._restored_position
+        return self._data_position.value()
 
     def _start_state(self, purpose):
         """Build network and optimizer, so that there is a state."""

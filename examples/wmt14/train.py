@@ -5,7 +5,8 @@
     horovodrun -np 2 python examples/wmt14/train.py --encoder_layer 2 --decoder_layer 2 \\
         --pipeline_stage 2 --micro_batch_num 4 --model_parallel 2 --local_devices 2
 
-Two hosts: examples/wmt14/cluster.sh.
+Two hosts: examples/wmt14/cluster.sh. Saving and going on from checkpoints:
+examples/wmt14/save_and_recover.sh.
 
 `--faithful` follows the sample's data rules: whitespace words, no start token, fixed
 lengths, no shuffling. The default has subwords, start and end tokens, masks, length
@@ -28,7 +29,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
 from dtransformer.parallel import runtime
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import LossMonitor, StepTimer
 
 
@@ -52,6 +53,10 @@ def parse_arguments():
     parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")
     parser.add_argument("--micro_batch_num", type=int, default=1, help="parts of a batch")
     parser.add_argument("--save_timeline", help="a .png or .json file for what the last step did")
+    parser.add_argument("--checkpoints", help="a folder for checkpoints, one an epoch")
+    parser.add_argument("--save_steps", type=int, help="one after so many steps, too")
+    parser.add_argument("--replicas", action="store_true", help="write parts twice where possible")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest, if any")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
     return args
@@ -125,7 +130,12 @@ def main():
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(ignore_id=special["pad_id"]))
     trainer.summary()
-    trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=[StepTimer(), LossMonitor(every=20)])
+    callbacks = [StepTimer(), LossMonitor(every=20)]
+    if args.checkpoints:
+        callbacks.append(
+            ModelCheckpoint(args.checkpoints, every_steps=args.save_steps, replicas=args.replicas)
+        )
+    trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=callbacks, resume=args.resume)
     if args.save_timeline:
         trainer.timeline(args.save_timeline)
 

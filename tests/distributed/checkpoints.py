@@ -36,12 +36,19 @@ GRID = {
 }
 # Runs that are resumed on the same layout.
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
+# Those that also save parts twice.
+REPLICATED = ("dp2@2x1", "dp2@2x1+shard1")
 SEED, OTHER_SEED = 7, 99
 
 
 def checkpoint_of(folder, saved, restored=None):
     """Return the path of a checkpoint, written again after it was restored on a layout."""
     return pathlib.Path(folder) / (saved if restored is None else f"{saved}-on-{restored}")
+
+
+def replicated(folder, name):
+    """Return the path of a checkpoint whose parts are written twice where they can be."""
+    return pathlib.Path(folder) / f"{name}-replicated"
 
 
 def new_trainer(network=NETWORK, seed=SEED):
@@ -74,6 +81,8 @@ def save(folder, name):
     trainer = new_trainer()
     losses(trainer, 0, STEPS_BEFORE)
     trainer.save(checkpoint_of(folder, name))
+    if name in REPLICATED:
+        trainer.save(replicated(folder, name), replicas=True)
     write(folder, f"{name}-after", losses(trainer, STEPS_BEFORE, STEPS_AFTER))
 
 

@@ -1,19 +1,30 @@
 """Promise: a checkpoint fits every layout, and a run that goes on from it loses nothing."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.errors import InputError
+from dtransformer.trainers.checkpoint import Checkpoint
 from tests.distributed import checkpoints
-from tests.distributed.checkpoints import GRID, RESUMED, checkpoint_of, read
+from tests.distributed.checkpoints import (
+    GRID,
+    OTHER_SEED,
+    REPLICATED,
+    RESUMED,
+    checkpoint_of,
+    read,
+    replicated,
+)
 from tests.distributed.launch import launch, needs_horovod
 from tests.distributed.layouts import ALONE
 from tests.tolerances import PARITY_LOSS
 
 pytestmark = needs_horovod
-each_pair = pytest.mark.parametrize(["saved", "restored"], itertools.product(GRID, GRID))
+each_pair = pytest.mark.parametrize(["saved", "restored"], list(itertools.product(GRID, GRID)))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +83,36 @@ def test_each_byte_is_written_once(name, folder):
     assert len(sizes) == GRID[name].ranks
     if GRID[name].stages == 1:
         assert max(sizes) <= 1.1 * written / len(sizes), "ranks write about as much"
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_a_lost_part_is_replaced_by_its_replica(name, folder, capsys):
+    path = replicated(folder, name)
+    expected = tensors_of(path)
+    copies = sorted(path.glob("replicas/state.data-*"))
+    assert len(copies) == 2, "what both ranks have"
+    for number, copy in enumerate(copies):
+        part, manifest = path / copy.name, Checkpoint(path).manifest["files"]
+        assert manifest[copy.name]["crc32"] == manifest[f"replicas/{copy.name}"]["crc32"]
+        ranks = [manifest[name]["rank"] for name in (copy.name, f"replicas/{copy.name}")]
+        assert sorted(ranks) == [0, 1], "written by two ranks"
+        part.unlink() if number else part.write_bytes(b"damaged")
+    checkpoints.new_trainer(seed=OTHER_SEED).restore(path)
+    assert capsys.readouterr().out.count("replaced by its replica") == 2
+    found = tensors_of(path)
+    for tensor, value in expected.items():
+        np.testing.assert_array_equal(found[tensor], value, err_msg=tensor)
+
+
+def test_what_one_rank_alone_has_cannot_be_replaced(folder, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(replicated(folder, "dp2@2x1+shard1"), path)
+    parts = sorted(path.glob("state.data-*"))
+    assert len(parts) == 4
+    alone = [part for part in parts if not (path / "replicas" / part.name).exists()]
+    alone[0].unlink()
+    with pytest.raises(InputError, match=f"{alone[0].name} is missing"):
+        checkpoints.new_trainer().restore(path)
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -9,7 +9,7 @@ import keras
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json
+from dtransformer.parallel.agreement import all_gather_json, from_chief
 from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import files
 
@@ -76,17 +76,19 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self.keep, self.monitor = keep, monitor
         wants_most = monitor is not None and ("acc" in monitor or "bleu" in monitor)
         self._sign = -1 if mode == "max" or (mode == "auto" and wants_most) else 1
+        self._in_epoch, self._batch = False, 0
         self._wait, self._options = wait, {"replicas": replicas, "assets": assets}
 
     def on_train_begin(self, logs=None):
         self._saved_step = self._last_step = self._step()
-        self._is_due = False
-        newest = all_gather_json(
-            [step for step, _ in files.saved_steps(self.folder)][-1:], "newest"
+        self._is_due, self._has_logs = False, True
+        newest = from_chief(
+            lambda: max((step for step, _ in files.saved_steps(self.folder)), default=0),
+            "checkpoint/newest",
         )
-        if newest[0] and newest[0][0] > self._last_step:
+        if newest > self._last_step:
             raise InputError(
-                f"{self.folder} has a checkpoint of step {newest[0][0]}, and training is at step "
+                f"{self.folder} has a checkpoint of step {newest}, and training is at step "
                 f"{self._last_step}: go on from it with fit(resume=True), or give another folder"
             )
         if self._clock is not None:
@@ -96,29 +98,39 @@ class ModelCheckpoint(keras.callbacks.Callback):
     # has the logs of the validation, and going on from it begins the next epoch.
 
     def on_train_batch_end(self, batch, logs=None):
-        before, self._last_step = self._last_step, self._step()
+        before, self._last_step, self._batch = self._last_step, self._step(), batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
         if self._clock is not None:
             self._is_due |= self._clock.is_over(self._last_step)
 
     def on_train_batch_begin(self, batch, logs=None):
+        self._in_epoch = True
         if self._is_due:
             self._save({})
 
+    def on_test_begin(self, logs=None):
+        """Save an epoch that is stopped in its midst while its sums are there."""
+        steps = self.params.get("steps")
+        if self._in_epoch and self.model.stop_training and (not steps or self._batch < steps):
+            self._save({})
+            self._has_logs = True  # the sums at the epoch's end are those of the validation
+
     def on_epoch_end(self, epoch, logs=None):
-        if self._is_due or (self.every_epochs and not (epoch + 1) % self.every_epochs):
+        self._in_epoch = False
+        is_last = self.model.stop_training or epoch + 1 == self.params.get("epochs")
+        is_due = self._is_due or is_last
+        if is_due or (self.every_epochs and not (epoch + 1) % self.every_epochs):
             self._save(logs or {})
 
     def on_train_end(self, logs=None):
-        if self._step() > self._saved_step:
-            self._save(logs or {})
+        self._save(logs or {})
         self.model.wait_until_saved()
         self._remove_old()
 
     def _save(self, logs):
         self._is_due, step = False, self._step()
-        if step == self._saved_step:
+        if step == self._saved_step and (self._has_logs or not logs):
             return
         metrics = {name: float(value) for name, value in logs.items() if _is_number(value)}
         if logs and self.monitor is not None and self.monitor not in logs:
@@ -131,7 +143,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._remove_old()  # the newest is complete now
         info = {"position": self.model._position(), "metrics": metrics}
         self.model._save(self.folder / files.folder_of(step), info, **self._options)
-        self._saved_step = step
+        self._saved_step, self._has_logs = step, bool(logs)
         if self._clock is not None:
             self._clock.start(step)
         if self._wait:
@@ -145,11 +157,14 @@ class ModelCheckpoint(keras.callbacks.Callback):
         """Remove all checkpoints but the newest ones and the best."""
         if self.keep is None or not runtime.is_chief():
             return
-        saved = files.saved_steps(self.folder)
-        best = best_of([path for _, path in saved], self.monitor, self._sign)
-        for _, path in saved[: -self.keep]:
-            if path != best:
-                files.remove(path)
+        try:
+            saved = files.saved_steps(self.folder)
+            best = best_of([path for _, path in saved], self.monitor, self._sign)
+            for _, path in saved[: -self.keep]:
+                if path != best:
+                    files.remove(path)
+        except OSError as error:  # the other ranks go on
+            warnings.warn(f"an old checkpoint cannot be removed ({error})", stacklevel=2)
 
 
 def best_of(paths, monitor, sign=1):
@@ -166,7 +181,7 @@ def best_of(paths, monitor, sign=1):
             value = files.Checkpoint(path).manifest["metrics"].get(monitor)
         except InputError:  # damaged
             continue
-        if value is not None and not math.isnan(value):
+        if value is not None:
             values[path] = sign * value
     return min(values, key=values.get) if values else None
 

@@ -1,5 +1,6 @@
 """Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
 
+import functools
 import pathlib
 
 import keras
@@ -8,6 +9,7 @@ import safetensors
 import safetensors.numpy
 
 from dtransformer.errors import InputError
+from dtransformer.parallel.agreement import all_gather_json, together
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.state import NETWORK, OPTIMIZER, held_of_network
 
@@ -42,13 +44,12 @@ def export(path, filepath, network=None, with_optimizer=False):
         network = _network_of(checkpoint) if network is None else network
         if not network.built:
             network.build()
-        for one in held_of_network(network):
-            if checkpoint.shapes.get(one.name) != one.shape:
-                raise InputError(
-                    f"{checkpoint.path} does not fit the network: {one.name} is not in it"
-                )
+        held = held_of_network(network)
+        there = {name: s for name, s in checkpoint.shapes.items() if name.startswith(NETWORK)}
+        _check_fits(checkpoint.path, held, there)
+        for one in held:
             one.assign(files.read_part(checkpoint, one))
-        network.save_weights(filepath)
+        _written(filepath, lambda: network.save_weights(filepath))
         return len(network.variables)
     if not is_safetensors(filepath):
         raise InputError(f"{filepath}: give a file that ends with {_KERAS} or {_SAFETENSORS}")
@@ -59,7 +60,7 @@ def export(path, filepath, network=None, with_optimizer=False):
         if name.startswith(kinds)
     }
     about = {"format": "dtransformer", "step": str(checkpoint.step)}
-    safetensors.numpy.save_file(tensors, filepath, metadata=about)
+    _written(filepath, lambda: safetensors.numpy.save_file(tensors, filepath, metadata=about))
     return len(tensors)
 
 
@@ -79,34 +80,53 @@ def load_safetensors(network, filepath):
         InputError: there is no such file, or it lacks a weight, has others, or has one of
             another shape.
     """
-    held = held_of_network(network)
-    if not pathlib.Path(filepath).exists():
-        raise InputError(f"{filepath}: there is no such file")
+    held = together(lambda: held_of_network(network), "safetensors/network")
+
+    def opened():
+        if not pathlib.Path(filepath).exists():
+            raise InputError(f"{filepath}: there is no such file")
+        try:
+            file = safetensors.safe_open(filepath, "numpy")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InputError(f"{filepath}: is no safetensors file, or damaged ({error})") from None
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        return file, {f"{NETWORK}{n}": s for n, s in shapes.items() if not n.startswith(OPTIMIZER)}
+
+    file, there = together(opened, "safetensors/opened")
+    _check_fits(filepath, held, there)
+    for one in held:
+        whole = file.get_slice(one.name.removeprefix(NETWORK))
+        one.assign(one.put_together(functools.partial(_box_of, whole)))
+
+
+def _written(filepath, write):
+    """Call a function that writes a file; an InputError tells why it cannot."""
     try:
-        with safetensors.safe_open(filepath, "numpy") as file:
-            _check_names(filepath, file, held)
-            for one in held:
-                whole = file.get_slice(one.name.removeprefix(NETWORK))
-                one.assign(one.put_together(lambda box: _box_of(whole, box)))
-    except safetensors.SafetensorError as error:
-        raise InputError(f"{filepath}: is no safetensors file, or damaged ({error})") from None
+        write()
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{filepath}: cannot be written ({error})") from None
 
 
 def _box_of(whole, box):
     return whole[tuple(slice(*ends) for ends in box)] if box else whole[...]
 
 
-def _check_names(filepath, file, held):
-    there = {name for name in file.keys() if not name.startswith(OPTIMIZER)}
-    told = []
-    for one in held:
-        name = one.name.removeprefix(NETWORK)
-        if name not in there:
-            told.append(f"it lacks {name}")
-        elif tuple(file.get_slice(name).get_shape()) != one.shape:
-            told.append(f"{name} is {tuple(file.get_slice(name).get_shape())}, not {one.shape}")
+def _check_fits(path, held, there):
+    """Raise an InputError, on every rank, where shapes by name are not those of all ranks."""
+    own = {}
+    for theirs in all_gather_json({one.name: list(one.shape) for one in held}, "export/names"):
+        own.update({name: tuple(shape) for name, shape in theirs.items()})
+    told = [f"it lacks {name}" for name in sorted(own.keys() - there.keys())]
+    told += [f"it also has {name}" for name in sorted(there.keys() - own.keys())]
+    told += [
+        f"{name} is {there[name]}, not {own[name]}"
+        for name in sorted(own.keys() & there.keys())
+        if own[name] != there[name]
+    ]
     if told:
-        raise InputError(f"{filepath} does not fit the network: {'; '.join(told[:5])}")
+        told = [text.replace(NETWORK, "") for text in told]
+        more = f" and {len(told) - 5} more" if len(told) > 5 else ""
+        raise InputError(f"{path} does not fit the network: {'; '.join(told[:5])}{more}")
 
 
 def _network_of(checkpoint):

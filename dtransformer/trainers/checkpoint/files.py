@@ -24,6 +24,7 @@ from dtransformer.errors import InputError
 from dtransformer.trainers.checkpoint.boxes import spec_of
 
 MANIFEST, PREFIX, REPLICAS = "checkpoint.json", "state", "replicas"
+LATEST = "checkpoint"  # TensorFlow's own file with the prefix
 _UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
 _STEP = re.compile(r"step-(\d+)")
 _VERSION = 1
@@ -95,7 +96,8 @@ class Checkpoint:
 
     def problems(self, names=None):
         """Return what is wrong with files, by default all: a dict of names and texts."""
-        found = {name: self.problem_with(name) for name in names or self.file_names()}
+        names = self.file_names() if names is None else names
+        found = {name: self.problem_with(name) for name in names}
         return {name: problem for name, problem in found.items() if problem}
 
     def repair(self, name):
@@ -104,9 +106,13 @@ class Checkpoint:
         if replica not in self.manifest["files"] or self.problem_with(replica):
             return False
         fresh = self.path / f"{name}{_UNFINISHED}"
-        shutil.copyfile(self.path / replica, fresh)
-        _sync(fresh)
-        os.replace(fresh, self.path / name)
+        try:
+            shutil.copyfile(self.path / replica, fresh)
+            _sync(fresh)
+            os.replace(fresh, self.path / name)
+        except OSError:  # the disk is full, or may not be written
+            fresh.unlink(missing_ok=True)
+            return False
         return True
 
 
@@ -201,13 +207,12 @@ def commit(path, manifest):
         manifest: dict; see `Checkpoint`.
     """
     fresh = unfinished(path)
-    (fresh / "checkpoint").write_text(f'model_checkpoint_path: "{PREFIX}"\n')  # TensorFlow's own
     body = json.dumps({"version": _VERSION, **manifest}, sort_keys=True)
     document = {"crc32": _hex(zlib.crc32(body.encode())), "checkpoint": json.loads(body)}
     (fresh / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True))
-    for name in ("checkpoint", MANIFEST):
-        _sync(fresh / name)
-    _sync(fresh)
+    _sync(fresh / MANIFEST)
+    for folder in (fresh, *(path for path in fresh.rglob("*") if path.is_dir())):
+        _sync(folder)
     aside = _aside(path)
     if path.exists():
         if aside.exists():
@@ -221,8 +226,10 @@ def commit(path, manifest):
 
 def remove(path):
     """Remove a checkpoint; what a kill leaves of it is not taken for one."""
+    shutil.rmtree(_aside(path), ignore_errors=True)
+    doomed = unfinished(path)
+    shutil.rmtree(doomed, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        doomed = unfinished(path)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
@@ -238,7 +245,17 @@ def set_aside(path):
     doomed = path.with_name(path.name + _DAMAGED)
     if doomed.exists():
         shutil.rmtree(doomed)
-    os.rename(path, doomed)
+    os.rename(path if path.exists() else _aside(path), doomed)
+
+
+def headless_steps(folder):
+    """Return the paths of a folder's checkpoints that have lost their checkpoint.json."""
+    folder = pathlib.Path(folder)
+    return [
+        path
+        for path in sorted(folder.iterdir() if folder.is_dir() else ())
+        if _STEP.fullmatch(path.name) and path.is_dir() and not (path / MANIFEST).exists()
+    ]
 
 
 def describe(path):

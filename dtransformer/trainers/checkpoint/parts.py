@@ -28,8 +28,7 @@ def plan_parts(held, with_replicas=False):
     Args:
         held: list with a dict for each rank: (name, box) of a piece, and its bytes.
         with_replicas: whether pieces that several ranks have are written twice, by
-            different ranks. A part has pieces of one kind only then: those that other
-            ranks have, too, or those that none has.
+            different ranks. All pieces of a part are the same ranks' then.
     """
     holders = {}
     for rank, pieces in enumerate(held):
@@ -46,12 +45,10 @@ def plan_parts(held, with_replicas=False):
         own[writer].append(key)
     parts = []
     for rank, keys in enumerate(own):
-        groups = [keys]
-        if with_replicas:
-            groups = [
-                [key for key in keys if (len(holders[key]) > 1) == several] for several in (0, 1)
-            ]
-        parts += [Part(rank, tuple(sorted(group))) for group in groups if group]
+        groups = {}
+        for key in keys:
+            groups.setdefault(tuple(holders[key]) if with_replicas else None, []).append(key)
+        parts += [Part(rank, tuple(sorted(groups[kind]))) for kind in sorted(groups)]
     if not with_replicas:
         return parts
     return parts + [

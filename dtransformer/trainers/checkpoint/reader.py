@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json, raise_together
+from dtransformer.parallel.agreement import all_gather_json, from_chief, together
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.state import METRICS, NETWORK, metrics_of, state_of
 
@@ -44,7 +44,7 @@ class Restored:
         return self.manifest.get("position")
 
 
-def restore(trainer, path, strict=True, weights_only=False):
+def restore(trainer, path, strict=True, weights_only=False, check=None):
     """Set the state of a trainer from a checkpoint; all ranks have to call.
 
     Nothing is changed before the checkpoint was found to be whole, and to fit.
@@ -55,6 +55,7 @@ def restore(trainer, path, strict=True, weights_only=False):
             is not damaged.
         strict: whether a tensor that one of them lacks, or of another shape, is an error.
         weights_only: whether the network's weights are restored alone.
+        check: a function of the `Restored` that is called before anything is changed.
 
     Returns:
         A `Restored`.
@@ -64,24 +65,33 @@ def restore(trainer, path, strict=True, weights_only=False):
             does not fit (names every tensor); on every rank.
     """
     checkpoint, damaged = _first_whole(path)
-    held = [one for one in state_of(trainer) if not one.name.startswith(METRICS)]
+    held = together(lambda: state_of(trainer), "checkpoint/state")
+    held = [one for one in held if not one.name.startswith(METRICS)]
     if weights_only:
         held = [one for one in held if one.name.startswith(NETWORK)]
-    found = _compare(checkpoint, held, weights_only)
+    found = dataclasses.replace(_compare(checkpoint, held, weights_only), damaged=damaged)
     if strict:
         _check(found)
+    if check is not None:
+        check(found)
     left = {*found.missing, *found.other_shapes}
     held = [one for one in held if one.name not in left]
-    error = None
-    try:
-        for one in held:
-            one.assign(files.read_part(checkpoint, one))
-    except (tf.errors.OpError, OSError) as caught:
-        error = InputError(f"{checkpoint.path}: cannot be read ({_first_line(caught)})")
-    raise_together(error, "checkpoint/restored")
-    if not weights_only:
+
+    def assign():
+        try:
+            for one in held:
+                one.assign(files.read_part(checkpoint, one))
+        except (tf.errors.OpError, OSError, MemoryError) as error:
+            raise InputError(
+                f"{checkpoint.path}: cannot be read ({str(error).splitlines()[0]}); a part of the "
+                "state is replaced already: restore another checkpoint before you train on"
+            ) from error
+
+    together(assign, "checkpoint/restored")
+    if not weights_only and runtime.seed() != checkpoint.manifest["seed"]:
         runtime.set_seed(checkpoint.manifest["seed"])
-    return dataclasses.replace(found, damaged=damaged)
+        trainer.train_function = None  # traced with the other one
+    return found
 
 
 def restore_metrics(trainer, restored):
@@ -97,14 +107,9 @@ def _first_whole(path):
 
     Ranks share the work to read all files. A part that has a good replica is replaced.
     """
-    error, candidates = None, []
-    if runtime.is_chief():
-        try:
-            candidates = [str(folder) for folder in files.open_or_latest(path)]
-        except InputError as caught:
-            error = caught
-    raise_together(error, "checkpoint/candidates")
-    candidates = all_gather_json(candidates, "checkpoint/paths")[0]
+    candidates = from_chief(
+        lambda: [str(folder) for folder in files.open_or_latest(path)], "checkpoint/candidates"
+    )
     wrong = []
     for number, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
@@ -124,7 +129,7 @@ def _verified(path):
         checkpoint = files.Checkpoint(path)
         own = checkpoint.file_names()[runtime.rank() :: runtime.size()]
         problems = checkpoint.problems(own)
-    except InputError as error:
+    except (InputError, OSError) as error:
         problems = {files.MANIFEST: str(error)}
     together = {}
     for theirs in all_gather_json(problems, "checkpoint/verified"):
@@ -183,7 +188,3 @@ def _check(found):
 def _some(names):
     more = len(names) - _NAMES_TOLD
     return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
-
-
-def _first_line(error):
-    return str(error).split("\n")[0]

@@ -186,7 +186,8 @@ def _check_names(held, network):
         if not one.is_saved:
             continue
         for piece in one.pieces:
-            if seen.setdefault((one.name, piece.box), one.variable) is not one.variable:
+            same = seen.setdefault((one.name, piece.box), one.variable) is one.variable
+            if not same or seen.setdefault(one.name, one.shape) != one.shape:
                 raise ValueError(
                     f"two variables of {network.name} have the name {one.name}, so that a "
                     "checkpoint could not tell them apart: give their layers names of their own"

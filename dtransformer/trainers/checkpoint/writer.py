@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json, raise_together
+from dtransformer.parallel.agreement import all_gather_json, from_chief, together
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.boxes import spec_of
@@ -34,9 +34,12 @@ class CheckpointWriter:
         trainer: a `Trainer` whose network and optimizer are built.
     """
 
+    _under_way = None  # of this process, whichever trainer's
+
     def __init__(self, trainer):
         self._trainer = trainer
-        self._plan = self._digest = self._under_way = None
+        self._plan = self._digest = None
+        runtime.before_leaving(CheckpointWriter.finish)
 
     def start(self, path, info, *, overwrite=True, replicas=False, assets=None):
         """Begin to save; all ranks have to call. One that is under way is waited for.
@@ -54,35 +57,33 @@ class CheckpointWriter:
         """
         self.finish()
         path = pathlib.Path(path).absolute()
-        held = [one for one in state_of(self._trainer) if one.is_saved]
+        held, manifest = together(self._state, "checkpoint/state")
         parts, num_bytes = self._plan_of(held, replicas)
-        error = None
-        if runtime.is_chief():
-            try:
-                files.begin(path, num_bytes, overwrite)
-            except InputError as caught:
-                error = caught
-        raise_together(error, "checkpoint/begin")
+        from_chief(lambda: files.begin(path, num_bytes, overwrite), "checkpoint/begin")
         own = {key for part in parts if part.writer == runtime.rank() for key in part.keys}
         values = {}
         for one in held:
             needed = [piece for piece in one.pieces if (one.name, piece.box) in own]
             part = one.read() if needed else None
             values.update({(one.name, piece.box): (one, part, piece) for piece in needed})
-        saving = _Saving(path, parts, values, assets or {})
-        if runtime.is_chief():
-            saving.manifest = {**_manifest(self._trainer), **info}
-        self._under_way = concurrent.futures.Future()
-        threading.Thread(target=_run, args=(saving, self._under_way), daemon=True).start()
+        saving = _Saving(path, parts, values, assets or {}, {**manifest, **info})
+        CheckpointWriter._under_way = concurrent.futures.Future()
+        # No daemon: a process that ends waits for it.
+        threading.Thread(target=_run, args=(saving, self._under_way)).start()
 
-    def finish(self):
+    def _state(self):
+        """Return what is saved, and what the manifest tells of the trainer."""
+        return [one for one in state_of(self._trainer) if one.is_saved], _manifest(self._trainer)
+
+    @classmethod
+    def finish(cls):
         """Wait until what is under way is saved.
 
         Raises:
             InputError: it could not be written; the same on every rank.
         """
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
+        if cls._under_way is not None:
+            under_way, CheckpointWriter._under_way = cls._under_way, None
             under_way.result()
 
     def _plan_of(self, held, replicas):
@@ -113,14 +114,14 @@ class _Saving:
         parts: list of the `Part`s of all ranks.
         values: dict of (name, box), and (`Held`, its value, `Piece`), of what this rank writes.
         assets: see `CheckpointWriter.start`.
-        manifest: dict, on rank 0.
+        manifest: dict; see `files.Checkpoint`.
     """
 
     path: pathlib.Path
     parts: list
     values: dict
     assets: dict
-    manifest: dict | None = None
+    manifest: dict
 
     @property
     def fresh(self):
@@ -220,8 +221,9 @@ def _join(saving, written):
         os.rename(f"{saving.prefix(number)}.data-00000-of-00001", fresh / files.REPLICAS / name)
         os.remove(f"{saving.prefix(number)}.index")
         described[f"{files.REPLICAS}/{name}"] = written[str(number)]
-    index = f"{files.PREFIX}.index"
-    described[index] = {**files.describe(fresh / index), "rank": 0}
+    (fresh / files.LATEST).write_text(f'model_checkpoint_path: "{files.PREFIX}"\n')
+    for name in (f"{files.PREFIX}.index", files.LATEST):
+        described[name] = {**files.describe(fresh / name), "rank": 0}
     for name, asset in saving.assets.items():
         asset.save(fresh / name)
         paths = [fresh / name, *(fresh / name).rglob("*")]
@@ -251,7 +253,7 @@ def _serialized(thing):
     """Return a Keras config, or None of what has none."""
     try:
         return json.loads(json.dumps(keras.saving.serialize_keras_object(thing)))
-    except (NotImplementedError, TypeError, ValueError):
+    except Exception:  # of a user's get_config
         return None
 
 

@@ -44,7 +44,7 @@ class Net(keras.Model):
         return {"width": self.blocks[0].units, "layers": len(self.blocks)}
 
 
-def new_trainer(optimizer=None, jit_compile="auto", metrics=False, **options):
+def new_trainer(optimizer=None, jit="auto", metrics=False, steps_per_execution=1, **options):
     keras.utils.set_random_seed(0)
     trainer = Trainer(Net(**options))
     loss = keras.losses.MeanSquaredError()
@@ -52,7 +52,8 @@ def new_trainer(optimizer=None, jit_compile="auto", metrics=False, **options):
         optimizer or keras.optimizers.Adam(0.01),
         loss,
         metrics=[keras.metrics.MeanAbsoluteError()] if metrics else None,
-        jit_compile=jit_compile,
+        jit_compile=jit,
+        steps_per_execution=steps_per_execution,
     )
     return trainer
 
@@ -348,7 +349,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("jit_compile", [False, True])
     def test_training_goes_on_meanwhile(self, jit_compile, tmp_path, monkeypatch):
-        trainer, may_write = new_trainer(jit_compile=jit_compile), threading.Event()
+        trainer, may_write = new_trainer(jit=jit_compile), threading.Event()
         trainer.fit(dataset(), verbose=0)
         before, write = state(trainer), writer._write_parts
         monkeypatch.setattr(
@@ -466,11 +467,49 @@ class TestResume:
                     assert found[name] == history[name][stop_at // 6 :]
         assert seen.batches == list(range(6)), "one more epoch"
 
-    def test_steps_per_epoch_of_endless_data(self, tmp_path):
+    def test_several_steps_at_a_time(self, tmp_path):
+        """The last call of an epoch counts beyond its end."""
+
+        def fit(last_step, **options):
+            trainer, seen = new_trainer(steps_per_execution=4), Seen()
+            saving = ModelCheckpoint(
+                tmp_path / str(last_step == 100 and not options), every_steps=1
+            )
+            data = [seen, saving, Stop(last_step)]
+            trainer.fit(dataset(), epochs=3, verbose=0, callbacks=data, **options)
+            return trainer, seen
+
+        whole, expected = fit(100)
+        for stop_at in (4, 6, 10):
+            shutil.rmtree(tmp_path / "False", ignore_errors=True)
+            fit(stop_at)
+            trainer, seen = fit(100, resume=True)
+            assert seen.losses == expected.losses[-len(seen.losses) :]
+            assert_same_state(state(whole), state(trainer))
+
+    def test_an_epoch_that_is_stopped_and_validated(self, tmp_path):
+        _, _, history = uninterrupted()
+        found = {}
+        for stop_at in (4, 100):
+            callbacks = [ModelCheckpoint(tmp_path), Stop(stop_at)]
+            found = new_trainer().fit(
+                dataset(),
+                epochs=3,
+                verbose=0,
+                validation_data=dataset(2),
+                callbacks=callbacks,
+                resume=True,
+            )
+        assert found.history["loss"] == history["loss"], "the validation's sums are not the epoch's"
+        assert "val_loss" in Checkpoint(tmp_path / "step-00000018").manifest["metrics"]
+
+    @pytest.mark.parametrize("stop_at", [5, 7, 10])
+    @pytest.mark.parametrize("endless", [True, False])
+    def test_steps_per_epoch(self, stop_at, endless, tmp_path):
         def fit(last_step, **options):
             trainer, seen = new_trainer(), Seen()
             trainer.fit(
-                dataset(7).repeat(),
+                dataset(7).repeat() if endless else dataset(5),
                 epochs=3,
                 steps_per_epoch=5,
                 verbose=0,
@@ -481,9 +520,9 @@ class TestResume:
 
         whole, expected = fit(100)
         saving = [ModelCheckpoint(tmp_path)]
-        fit(7, callbacks=saving)
+        fit(stop_at, callbacks=saving)
         trainer, seen = fit(100, callbacks=saving, resume=True)
-        assert seen.losses == expected.losses[7:]
+        assert seen.losses == expected.losses[stop_at:]
         assert_same_state(state(whole), state(trainer))
 
     def test_from_a_path_without_saving(self, two):
@@ -504,6 +543,21 @@ class TestResume:
         assert (tmp_path / "step-00000009.damaged").exists() and 9 not in steps_of(tmp_path)
         assert_same_state(state(whole), state(trainer))
 
+    def test_one_without_its_manifest_is_set_aside(self, tmp_path, capsys):
+        saving = ModelCheckpoint(tmp_path, every_steps=2, keep=None)
+        new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
+        (tmp_path / "step-00000006" / "checkpoint.json").unlink()
+        trainer = new_trainer()
+        trainer.fit(dataset(), verbose=0, callbacks=[saving], resume=True)
+        assert "step-00000006 is damaged, and set aside" in capsys.readouterr().out
+        assert steps_of(tmp_path) == [2, 4, 6]
+
+    def test_a_checkpoint_that_is_saved_again_can_be_resumed(self, two):
+        trainer = new_trainer()
+        trainer.restore(two)
+        trainer.save(two / "again")
+        assert Checkpoint(two / "again").manifest["position"] == {"epoch": 1, "batch": 0}
+
     def test_what_cannot_be_resumed(self, two, tmp_path):
         with pytest.raises(InputError, match="resume=True needs one ModelCheckpoint"):
             new_trainer().fit(dataset(), resume=True, verbose=0)
@@ -519,8 +573,11 @@ class TestResume:
         trainer = new_trainer()
         trainer.train_on_batch(*next(iter(dataset())))
         trainer.save(tmp_path / "alone")
+        trainer = new_trainer()
+        before = state(trainer)
         with pytest.raises(InputError, match="does not tell where its data stood"):
-            new_trainer().fit(dataset(), verbose=0, resume=tmp_path / "alone")
+            trainer.fit(dataset(), verbose=0, resume=tmp_path / "alone")
+        assert_same_state(before, state(trainer))
 
 
 class TestExport:
@@ -543,13 +600,18 @@ class TestExport:
     def test_what_does_not_fit(self, two):
         export(two, two / "model.safetensors")
         for trainer, message in (
-            (new_trainer(layers=2), "it lacks block_1/kernel"),
+            (new_trainer(layers=2), "it lacks block_1/bias; it lacks block_1/kernel"),
+            (new_trainer(layers=0), "it also has block_0/bias"),
             (new_trainer(width=9), r"block_0/kernel is \(4, 8\), not \(4, 9\)"),
         ):
             with pytest.raises(InputError, match=message):
                 trainer.load_weights(two / "model.safetensors")
+        with pytest.raises(InputError, match="does not fit the network: it lacks block_1"):
+            export(two, two / "model.weights.h5", network=Net(layers=2))
         with pytest.raises(InputError, match="give a file that ends with"):
             export(two, two / "model.npz")
+        with pytest.raises(InputError, match="cannot be written"):
+            export(two, two / "nowhere" / "model.safetensors")
         flip(two / "model.safetensors", 0.01)
         with pytest.raises(InputError, match="is no safetensors file"):
             new_trainer().load_weights(two / "model.safetensors")

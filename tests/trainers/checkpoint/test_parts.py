@@ -17,6 +17,7 @@ def held_by(num_data, num_model, num_weights=20):
             pieces[f"kernel{number}", (cut, (0, 8))] = 4 * width * 8
             pieces[f"gamma{number}", ((0, 8),)] = 32
             pieces[f"slot{number}", (cut, (data, data + 1))] = 4 * width
+            pieces[f"flat{number}", ((data, data + 1),)] = 64  # of weights that no axis cuts
         held.append(pieces)
     return held
 

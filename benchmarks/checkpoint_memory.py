@@ -1,0 +1,122 @@
+"""Measure the memory that restoring a checkpoint takes; print JSON.
+
+    python benchmarks/checkpoint_memory.py
+    python benchmarks/checkpoint_memory.py --cases 'alone,mp2' --layers 2
+
+One process saves a network of 200 million parameters with AdamW's states; then the jobs of each
+case restore it. `peak_bytes` is the highest resident memory of a rank while it makes the trainer
+and restores, above that before; `share_bytes` what it holds in the end.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+
+from workload import command_of, report_of, translation_trainer
+
+# Name -> number of ranks, fields of the parallel config.
+CASES = {
+    "alone": (1, {}),
+    "dp2": (2, {}),
+    "mp2": (2, {"model_parallel": 2}),
+    "pp2": (2, {"pipeline_stage": 2, "micro_batch_num": 2}),
+    "shard1": (2, {"optimizer_shard": 1}),
+    "shard3": (2, {"optimizer_shard": 3}),
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="alone,mp2,pp2,shard1,shard3", help="with commas")
+    parser.add_argument("--layers", type=int, default=6, help="of the encoder, and of the decoder")
+    parser.add_argument("--hidden_size", type=int, default=1024)
+    parser.add_argument("--vocab_size", type=int, default=12000)
+    parser.add_argument("--worker", choices=["save", *CASES], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Watch:
+    """Watches the resident memory of this process."""
+
+    def __init__(self):
+        self.peak = self.begin = resident_bytes()
+        self._ends = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self):
+        while not self._ends.wait(0.002):
+            self.peak = max(self.peak, resident_bytes())
+
+    def end(self):
+        self._ends.set()
+
+
+def work(args):
+    import dtransformer
+    from dtransformer.parallel import variables
+    from dtransformer.trainers.checkpoint import Checkpoint
+
+    fields = {} if args.worker == "save" else CASES[args.worker][1]
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields))
+    watch, start = Watch(), time.perf_counter()
+    trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
+    path = pathlib.Path(args.folder) / "saved"
+    if args.worker == "save":
+        trainer.network.build()
+        trainer.save(path)
+        print(json.dumps({"peak_bytes": watch.peak, "parameters": trainer.network.count_params()}))
+        return
+    trainer.network.build()
+    trainer._start_update()
+    built = time.perf_counter()
+    made = watch.peak - watch.begin
+    trainer.restore(path)
+    watch.end()
+    shards = variables.own_shards(trainer.network.variables) + trainer.optimizer.variables
+    tensors = Checkpoint(path).manifest["tensors"]
+    if dtransformer.is_chief():
+        report = {
+            "peak_bytes": watch.peak - watch.begin,
+            "peak_bytes_before_restoring": made,
+            "share_bytes": sum(shard.numpy().nbytes for shard in shards),
+            "largest_tensor_bytes": 4 * max(_size(shape) for shape, _ in tensors.values()),
+            "seconds_to_make": built - start,
+            "seconds_to_restore": time.perf_counter() - built,
+        }
+        print(json.dumps(report), flush=True)
+    dtransformer.shutdown()
+
+
+def _size(shape):
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def main():
+    args = parse_arguments()
+    if args.worker:
+        return work(args)
+    options = {k: v for k, v in vars(args).items() if k not in ("worker", "folder", "cases")}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [__file__, *sys.argv[1:], "--folder", folder, "--worker"]
+        commands = {"save": command_of(1, [*arguments, "save"])}
+        for case in args.cases.split(","):
+            commands[case] = command_of(CASES[case][0], [*arguments, case])
+        report = report_of(options, "cases", commands, '"peak_bytes"', 1200)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
