@@ -1,11 +1,12 @@
 """A training job in which one rank fails as asked: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.failing kill|raise|midst|shapes model|data|stage
+horovodrun -np 2 python -m tests.distributed.failing kill|raise|midst|save|shapes model|data|stage
 """
 
 import os
 import signal
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import runtime
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.checkpoint import writer
 from dtransformer.trainers.pipeline.step import Step
 from tests.distributed.jobs import translation_model
 
@@ -44,6 +46,14 @@ class Fail(keras.callbacks.Callback):
             raise RuntimeError("this rank has had enough")
         elif self.how == "midst":
             Step._backward = fail
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Save, while the last rank is killed."""
+        if self.how == "save" and batch == FAIL_IN_STEP:
+            if runtime.rank() == runtime.size() - 1:
+                writer._write_parts = lambda saving: os.kill(os.getpid(), signal.SIGKILL)
+            folder = os.path.join(tempfile.gettempdir(), "dtransformer-failing-save")
+            self.model.save(folder, wait=False)
 
 
 def fail(step, instruction):

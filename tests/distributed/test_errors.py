@@ -20,6 +20,14 @@ def output():
         ("different_seeds", ["seed", "rank 0 has 0", "rank 1 has 1"]),
         ("wrong_product", ["data_parallel=3", "needs 3 ranks", "has 2"]),
         ("different_numbers_of_batches", ["rank 0 has 2 batches", "rank 1 has 3"]),
+        (
+            "part_that_cannot_be_written",
+            ["could not be written: rank 1: OSError: no space is left"],
+        ),
+        ("folder_that_cannot_be_made", ["cannot be written here"]),
+        ("lost_part", ["state.data-00001-of-00002 is missing"]),
+        ("other_network", ["does not fit", "shapes differ", "(60, 32), there (60, 16)"]),
+        ("all_is_well", ["in the end"]),
     ],
 )
 def test_every_rank_says_what_is_wrong(action, words, output):
@@ -36,6 +44,7 @@ FAILURES = {
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
     ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
     ("midst", "stage"): ["this rank has had enough", "Process name: 1"],
+    ("save", "data"): ["Process name: 1", "Exit code: 137"],
     ("raise", "model"): ["this rank has had enough", "Process name: 1"],
     ("shapes", "model"): ["rank 0 has int32 [16, 8]", "rank 1 has int32 [16, 16]", "data_shard()"],
 }

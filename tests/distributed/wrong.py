@@ -1,10 +1,16 @@
 """Does on every rank what has to end in an error, and prints each: a program that tests launch."""
 
+import os
+import pathlib
+import shutil
+import tempfile
+
 import tensorflow as tf
 
 import dtransformer
 import dtransformer.trainers
 from dtransformer.parallel import runtime
+from dtransformer.trainers.checkpoint import writer
 from tests.distributed import jobs
 
 
@@ -29,11 +35,70 @@ def different_numbers_of_batches():
     trainer.fit(batches.apply(number), verbose=0)
 
 
-if __name__ == "__main__":
+def checkpoints():
+    """Return actions with checkpoints; each leaves the one that there is as it is."""
+    folder = pathlib.Path(tempfile.gettempdir()) / f"wrong-{os.getppid()}"
+    folder = pathlib.Path(runtime.horovod().broadcast_object(str(folder), name="folder"))
+    trainer = dtransformer.trainers.Trainer(jobs.translation_model())
+    trainer.compile("adam")
+    trainer.save(folder / "good")
+    write = writer._write_parts
+
+    def part_that_cannot_be_written():
+        def fail(saving):
+            if runtime.rank() == 1:
+                raise OSError("no space is left")
+            return write(saving)
+
+        writer._write_parts = fail
+        try:
+            trainer.save(folder / "good")
+        finally:
+            writer._write_parts = write
+
+    def folder_that_cannot_be_made():
+        trainer.save(folder / "good" / "checkpoint.json" / "one")
+
+    def lost_part():
+        part = folder / "good" / "state.data-00001-of-00002"
+        if runtime.is_chief():
+            part.rename(folder / "part")
+        runtime.barrier()
+        try:
+            trainer.restore(folder / "good")
+        finally:
+            runtime.barrier()
+            if runtime.is_chief():
+                (folder / "part").rename(part)
+            runtime.barrier()
+
+    def other_network():
+        other = dtransformer.trainers.Trainer(jobs.translation_model(hidden_size=32))
+        other.compile("adam")
+        other.restore(folder / "good")
+
+    def all_is_well():
+        trainer.restore(folder / "good")
+        if runtime.is_chief():
+            shutil.rmtree(folder)
+        raise ValueError("in the end")
+
+    return (
+        *(part_that_cannot_be_written, folder_that_cannot_be_made, lost_part),
+        *(other_network, all_is_well),
+    )
+
+
+def main():
     dtransformer.init()
-    for action in (different_configs, different_seeds, wrong_product, different_numbers_of_batches):
+    actions = different_configs, different_seeds, wrong_product, different_numbers_of_batches
+    for action in (*actions, *checkpoints()):
         try:
             action()
         except ValueError as error:
             print(f"{action.__name__}: {error}", flush=True)
     runtime.barrier()
+
+
+if __name__ == "__main__":
+    main()
