@@ -4,8 +4,9 @@
     python benchmarks/checkpoint_memory.py --cases 'alone,mp2' --layers 2
 
 One process saves a network of 200 million parameters with AdamW's states; then the jobs of each
-case restore it. `peak_bytes` is the highest resident memory of a rank while it makes the trainer
-and restores, above that before; `share_bytes` what it holds in the end.
+case restore it. `share_bytes` is what a rank holds in the end; `tensor_bytes` what TensorFlow's
+allocator needs besides while it restores. `peak_bytes` is the highest resident memory while it
+makes the trainer and restores, above that before: with what the allocator keeps for later.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 
-from workload import command_of, report_of, translation_trainer
+from workload import command_of, passing_bytes, report_of, translation_trainer
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -80,12 +81,13 @@ def work(args):
     trainer._start_update()
     built = time.perf_counter()
     made = watch.peak - watch.begin
-    trainer.restore(path)
+    tensor_bytes = passing_bytes(lambda: trainer.restore(path))
     watch.end()
     shards = variables.own_shards(trainer.network.variables) + trainer.optimizer.variables
     tensors = Checkpoint(path).manifest["tensors"]
     if dtransformer.is_chief():
         report = {
+            "tensor_bytes": tensor_bytes,
             "peak_bytes": watch.peak - watch.begin,
             "peak_bytes_before_restoring": made,
             "share_bytes": sum(shard.numpy().nbytes for shard in shards),

@@ -37,6 +37,30 @@ class Piece:
         return tuple(slice(start, stop) for start, stop in self.inside)
 
 
+def split(piece, most):
+    """Return pieces of at most so many entries that a piece consists of; single rows may be more.
+
+    Example:
+
+    >>> [piece.box for piece in split(*pieces_of((3, 4), ((0, 3), (0, 4))), 8)]
+    [((0, 2), (0, 4)), ((2, 3), (0, 4))]
+    """
+    if not piece.shape or piece.entries <= most:
+        return [piece]
+    row = math.prod(piece.shape[1:])
+    step, (first, _), (_, rows) = max(most // row, 1), piece.box[0], piece.inside[0]
+    return [
+        Piece(
+            ((first + begin, first + end), *piece.box[1:]),
+            *(piece.start + begin * row, piece.start + end * row),
+            (end - begin, *piece.shape[1:]),
+            ((0, end - begin), *piece.inside[1:]),
+        )
+        for begin in range(0, rows, step)
+        for end in [min(begin + step, rows)]
+    ]
+
+
 def pieces_of(shape, box, whole_range=None):
     """Return the `Piece`s of a rank's part of a tensor, in their order.
 

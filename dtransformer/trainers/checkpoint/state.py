@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from dtransformer.parallel.gathered import CopiedVariable
 from dtransformer.parallel.variables import PartedVariable
-from dtransformer.trainers.checkpoint.boxes import Piece, pieces_of
+from dtransformer.trainers.checkpoint.boxes import Piece, pieces_of, split
 from dtransformer.trainers.checkpoint.names import names_of
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
+_BYTES_OF_A_PIECE = 2**22
 # Keras' own lists of an optimizer's variables, which are no states.
 _NO_STATES = ("_variables", "_trainable_variables", "_non_trainable_variables")
 
@@ -44,6 +45,12 @@ class Held:
     def dtype(self):
         """The name of the type of the entries."""
         return tf.as_dtype(self.variable.dtype).name
+
+    @property
+    def written_pieces(self):
+        """The pieces as they are written: who reads a slice reads all pieces that it touches."""
+        most = _BYTES_OF_A_PIECE // tf.as_dtype(self.dtype).size
+        return [small for piece in self.pieces for small in split(piece, most)]
 
     @property
     def part_shape(self):

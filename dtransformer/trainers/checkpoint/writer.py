@@ -1,6 +1,7 @@
 """Saving: each rank writes its parts at once, while training goes on."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -22,6 +23,9 @@ from dtransformer.trainers.checkpoint.boxes import spec_of
 from dtransformer.trainers.checkpoint.parts import plan_parts
 from dtransformer.trainers.checkpoint.state import state_of
 from dtransformer.version import __version__
+
+
+_NICENESS = 10  # of the thread that writes, where the system has one for each thread
 
 
 class CheckpointWriter:
@@ -63,7 +67,7 @@ class CheckpointWriter:
         own = {key for part in parts if part.writer == runtime.rank() for key in part.keys}
         values = {}
         for one in held:
-            needed = [piece for piece in one.pieces if (one.name, piece.box) in own]
+            needed = [piece for piece in one.written_pieces if (one.name, piece.box) in own]
             part = one.read() if needed else None
             values.update({(one.name, piece.box): (one, part, piece) for piece in needed})
         saving = _Saving(path, parts, values, assets or {}, {**manifest, **info})
@@ -91,7 +95,7 @@ class CheckpointWriter:
         own = [
             [one.name, piece.box, one.bytes_of(piece), one.shape, one.dtype]
             for one in held
-            for piece in one.pieces
+            for piece in one.written_pieces
         ]
         digest = hashlib.sha256(repr((own, replicas)).encode()).hexdigest()
         if not all(all_gather_json(digest == self._digest, "checkpoint/same")):
@@ -135,6 +139,8 @@ class _Saving:
 
 def _run(saving, future):
     """Write this rank's parts, and on rank 0 what joins them."""
+    with contextlib.suppress(OSError, AttributeError):  # training has the cores first
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
         with tf.device("CPU:0"):
             report, error = _attempt(lambda: _write_parts(saving))

@@ -5,7 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from dtransformer.trainers.checkpoint.boxes import boxes_of_range, pieces_of, size_of, spec_of
+from dtransformer.trainers.checkpoint.boxes import (
+    boxes_of_range,
+    pieces_of,
+    size_of,
+    spec_of,
+    split,
+)
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 2, 2, 2)]
 
@@ -58,6 +64,18 @@ def test_flat_slices_of_boxes_of_a_padded_tensor_are_the_whole(true_shape, numbe
         for rank in range(number):
             ends = rank * size, (rank + 1) * size
             put_together(whole, pieces_of(true_shape, box, ends), part[slice(*ends)])
+    np.testing.assert_array_equal(whole, padded[: true_shape[0], : true_shape[1]])
+
+
+@pytest.mark.parametrize("most", [1, 5, 7, 12, 100])
+@pytest.mark.parametrize("true_shape", [(5, 6), (7, 5), (8, 6)])
+def test_small_pieces_are_the_large_one(true_shape, most):
+    padded = np.arange(48.0).reshape(8, 6)
+    whole = np.full(true_shape, np.nan)
+    for piece in pieces_of(true_shape, ((0, 8), (0, 6))):
+        small = split(piece, most)
+        put_together(whole, small, padded.ravel())
+        assert all(one.entries <= max(most, 6) for one in small)
     np.testing.assert_array_equal(whole, padded[: true_shape[0], : true_shape[1]])
 
 
