@@ -26,7 +26,7 @@ GRID = {
     layout.name: layout
     for layout in (
         ALONE,
-        Layout(model=2, ranks=2),  # before those with a mesh of each rank: see docs/parity.md
+        Layout(model=2, ranks=2),  # first: after meshes of each rank, DTensor waits for ever
         Layout(data=2, ranks=2),
         Layout(data=2, model=2, ranks=2, devices=2),
         Layout(stages=2, parts=2, ranks=2),

@@ -80,6 +80,11 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._wait, self._options = wait, {"replicas": replicas, "assets": assets}
 
     def on_train_begin(self, logs=None):
+        if not hasattr(self.model, "_save"):
+            raise InputError(
+                "dtransformer.trainers.ModelCheckpoint saves a dtransformer.trainers.Trainer, this "
+                f"is a {type(self.model).__name__}: use keras.callbacks.ModelCheckpoint"
+            )
         self._saved_step = self._last_step = self._step()
         self._is_due, self._has_logs = False, True
         newest = from_chief(
