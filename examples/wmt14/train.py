@@ -73,7 +73,7 @@ def faithful_data(args):
     index, count = runtime.data_shard()
     rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
     special = {"pad_id": wmt14.PAD, "start_id": wmt14.PAD, "end_id": wmt14.EOT}
-    return dataset.map(rows).cache().prefetch(1), special, args.vocab_size
+    return dataset.map(rows).cache().prefetch(1), special, args.vocab_size, {}
 
 
 def modern_data(args):
@@ -94,7 +94,7 @@ def modern_data(args):
         num_shards=count,
         **special,
     )
-    return batches, special, tokenizer.vocab_size
+    return batches, special, tokenizer.vocab_size, {"tokenizer": tokenizer}
 
 
 def main():
@@ -107,7 +107,8 @@ def main():
         ),
         local_devices=args.local_devices,
     )
-    data, special, vocab_size = faithful_data(args) if args.faithful else modern_data(args)
+    make_data = faithful_data if args.faithful else modern_data
+    data, special, vocab_size, assets = make_data(args)
     model = TranslationTransformer(
         vocab_size,
         hidden_size=args.d_model,
@@ -133,7 +134,12 @@ def main():
     callbacks = [StepTimer(), LossMonitor(every=20)]
     if args.checkpoints:
         callbacks.append(
-            ModelCheckpoint(args.checkpoints, every_steps=args.save_steps, replicas=args.replicas)
+            ModelCheckpoint(
+                args.checkpoints,
+                every_steps=args.save_steps,
+                replicas=args.replicas,
+                assets=assets,
+            )
         )
     trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=callbacks, resume=args.resume)
     if args.save_timeline:

@@ -36,6 +36,8 @@ GRID = {
 }
 # Runs that are resumed on the same layout.
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
+# With whole copies of cut weights in 16 bits, and a scale of the loss.
+IN_16_BITS = ("dp2@2x1+shard2",)
 # Those that also save parts twice.
 REPLICATED = ("dp2@2x1", "dp2@2x1+shard1")
 SEED, OTHER_SEED = 7, 99
@@ -125,6 +127,7 @@ def resume(folder, name):
         ("resumed", OTHER_SEED, folder / "step-00000003"),
     ):
         record = Record()
+        keras.config.set_dtype_policy("mixed_float16" if name in IN_16_BITS else "float32")
         trainer = new_trainer("deep_dropout", seed)
         history = trainer.fit(
             shuffled_data(),
@@ -140,7 +143,7 @@ def resume(folder, name):
                 for name in ("loss", "accuracy", "step_loss", "gradient_norm")
             },
         }
-        keras.backend.clear_session()
+        keras.backend.clear_session()  # and the policy
     write(folder, "results", found)
 
 

@@ -185,12 +185,6 @@ JOBS = {
     "tied": lambda: train(translation_model(shared_embeddings=True, tied_head=True)),
     # Rows travel as rows where they are few, as a table where they are many.
     "large_vocabulary": lambda: train(translation_model(vocab_size=2000)),
-    "clipped_sgd": lambda: train(
-        translation_model(), keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
-    ),
-    "post_layer_norm": lambda: train(
-        translation_model(post_layernorm_residual=True, positions="learned")
-    ),
     "steps_per_execution": lambda: train(translation_model(), steps_per_execution=5),
     "plain_keras": plain_keras,
     "plain_keras_in_micro_batches": lambda: in_micro_batches(plain_keras),
