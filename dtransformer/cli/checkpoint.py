@@ -34,7 +34,8 @@ def inspect(path, as_json=False):
     print(f"{checkpoint.path}: step {checkpoint.step}, saved {saved_at}")
     if position is not None:
         print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
-    print(f"Saved by {manifest['ranks']} ranks: {', '.join(parallel) or 'nothing divided'}")
+    ranks = f"{manifest['ranks']} rank{'s' * (manifest['ranks'] > 1)}"
+    print(f"Saved by {ranks}: {', '.join(parallel) or 'nothing divided'}")
     print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
     print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
     print("\n".join(columns(rows)))
