@@ -53,9 +53,9 @@ def work(args):
 
     def steps(number, saves):
         start = time.perf_counter()
-        for step in range(number):
-            if saves and step == 0:
-                trainer.save(path, wait=False)
+        if saves:
+            trainer.save(path, wait=False)
+        for _ in range(number):
             trainer.train_on_batch({"source": ids, "target": ids}, ids)
         trainer.wait_until_saved()
         return time.perf_counter() - start

@@ -112,13 +112,9 @@ class Life:
 
 def newest(folder):
     """Return the step of the newest complete checkpoint, and whether one is being written."""
-    names = [path.name for path in pathlib.Path(folder).glob("step-*")]
-    is_writing = any(name.endswith(".unfinished") for name in names)
-    complete = [
-        name for name in names if (pathlib.Path(folder) / name / "checkpoint.json").exists()
-    ]
-    steps = [int(name[5:13]) for name in complete if not name.endswith(".unfinished")]
-    return max(steps, default=0), is_writing
+    complete = pathlib.Path(folder).glob("step-????????/checkpoint.json")
+    steps = [int(manifest.parent.name.removeprefix("step-")) for manifest in complete]
+    return max(steps, default=0), any(pathlib.Path(folder).glob("step-*.unfinished"))
 
 
 def main():

@@ -11,14 +11,13 @@ makes the trainer and restores, above that before: with what the allocator keeps
 
 import argparse
 import json
-import os
+import math
 import pathlib
 import sys
 import tempfile
-import threading
 import time
 
-from workload import command_of, passing_bytes, report_of, translation_trainer
+from workload import command_of, passing_bytes, peak_bytes, report_of, translation_trainer
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -42,26 +41,6 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def resident_bytes():
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Watch:
-    """Watches the resident memory of this process."""
-
-    def __init__(self):
-        self.peak = self.begin = resident_bytes()
-        self._ends = threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def _look(self):
-        while not self._ends.wait(0.002):
-            self.peak = max(self.peak, resident_bytes())
-
-    def end(self):
-        self._ends.set()
-
-
 def work(args):
     import dtransformer
     from dtransformer.parallel import variables
@@ -69,41 +48,35 @@ def work(args):
 
     fields = {} if args.worker == "save" else CASES[args.worker][1]
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields))
-    watch, start = Watch(), time.perf_counter()
+    empty, start = peak_bytes(), time.perf_counter()
     trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
     path = pathlib.Path(args.folder) / "saved"
     if args.worker == "save":
         trainer.network.build()
         trainer.save(path)
-        print(json.dumps({"peak_bytes": watch.peak, "parameters": trainer.network.count_params()}))
+        report = {"peak_bytes": peak_bytes(), "parameters": trainer.network.count_params()}
+        print(json.dumps(report))
         return
     trainer.network.build()
     trainer._start_update()
     built = time.perf_counter()
-    made = watch.peak - watch.begin
+    made = peak_bytes() - empty
     tensor_bytes = passing_bytes(lambda: trainer.restore(path))
-    watch.end()
+    restored = peak_bytes()
     shards = variables.own_shards(trainer.network.variables) + trainer.optimizer.variables
     tensors = Checkpoint(path).manifest["tensors"]
     if dtransformer.is_chief():
         report = {
             "tensor_bytes": tensor_bytes,
-            "peak_bytes": watch.peak - watch.begin,
+            "peak_bytes": restored - empty,
             "peak_bytes_before_restoring": made,
             "share_bytes": sum(shard.numpy().nbytes for shard in shards),
-            "largest_tensor_bytes": 4 * max(_size(shape) for shape, _ in tensors.values()),
+            "largest_tensor_bytes": 4 * max(math.prod(shape) for shape, _ in tensors.values()),
             "seconds_to_make": built - start,
             "seconds_to_restore": time.perf_counter() - built,
         }
         print(json.dumps(report), flush=True)
     dtransformer.shutdown()
-
-
-def _size(shape):
-    size = 1
-    for length in shape:
-        size *= length
-    return size
 
 
 def main():

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from workload import command_of, json_with, passing_bytes, translation_trainer
+from workload import command_of, json_with, passing_bytes, peak_bytes, translation_trainer
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -50,10 +50,6 @@ def parse_arguments():
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--few_tokens", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def limit_memory(num_bytes):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 
@@ -37,6 +38,11 @@ def passing_bytes(step):
     except ValueError:  # it counts with oneDNN's operations only
         return None
     return info["peak"] - info["current"]
+
+
+def peak_bytes():
+    """Return the highest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def command_of(num_ranks, arguments):

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import runtime, slices
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.variables import MeshVariable, PartedVariable
+from dtransformer.parallel.variables import MeshVariable, PartedVariable, whole_box
 
 
 class SlicedVariable(PartedVariable):
@@ -44,9 +44,8 @@ class SlicedVariable(PartedVariable):
 
     @property
     def places(self):
-        box = tuple((0, size) for size in self.shape)
-        size, index = self.shards[0].shape[0], runtime.data_group().index
-        return [(box, (index * size, (index + 1) * size))]
+        own = slices.own_range(self.shards[0].shape[0], runtime.data_group())
+        return [(whole_box(self.shape), own)]
 
     def _direct_assign(self, value):
         self.shards[0].assign(_copy_of_slice(tf.constant(value)))

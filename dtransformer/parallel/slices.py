@@ -35,11 +35,16 @@ def rows(x, num_slices):
     return tf.reshape(tf.pad(flat, [[0, padding]]) if padding else flat, [num_slices, size])
 
 
+def own_range(size, group):
+    """Return (start, stop) of this rank's slice of so many entries, padding included."""
+    return group.index * size, (group.index + 1) * size
+
+
 def own_slice(x, group):
     """Return this rank's slice of a tensor of known shape, [⌈n/d⌉]."""
     size = slice_size(math.prod(x.shape), group.size)
-    start = group.index * size
-    part = tf.reshape(x, [-1])[start : start + size]
+    start, stop = own_range(size, group)
+    part = tf.reshape(x, [-1])[start:stop]
     missing = size - max(min(size, math.prod(x.shape) - start), 0)
     return tf.pad(part, [[0, missing]]) if missing else part
 

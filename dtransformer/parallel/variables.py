@@ -284,6 +284,18 @@ def own_shards(variables):
     )
 
 
+def places_of(variable):
+    """Return where what this rank updates of any variable lies; see `PartedVariable.places`."""
+    if isinstance(variable, PartedVariable):
+        return variable.places
+    return [(whole_box(variable.shape), None)]
+
+
+def whole_box(shape):
+    """Return the box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
 def specs_of(variable):
     """Return the mesh axis, or None, that cuts each dimension of any Keras variable."""
     if isinstance(variable, MeshVariable):

@@ -196,23 +196,23 @@ def _restore(trainer, resume, callbacks, check):
                 "one, or give resume the path of a checkpoint"
             )
         path = saving[0].folder
-        _set_aside(files.headless_steps, path)
+        _set_aside(lambda: files.headless_steps(path))
         if not from_chief(lambda: bool(files.saved_steps(path)), "checkpoint/any"):
             return False
     restored = trainer._restore(path, check=check)
     if resume is True:  # else they would be kept as the newest ones
-        _set_aside(lambda _: restored.damaged, path)
+        _set_aside(lambda: restored.damaged)
     if runtime.is_chief():
         place = f"epoch {restored.position['epoch'] + 1}, batch {restored.position['batch'] + 1}"
         print(f"Resuming from {restored.path}: {place}", flush=True)
     return True
 
 
-def _set_aside(damaged, folder):
-    """Let rank 0 rename the damaged checkpoints that a function finds in a folder."""
+def _set_aside(damaged):
+    """Let rank 0 rename the damaged checkpoints that a function returns."""
 
     def rename():
-        for path in damaged(folder):
+        for path in damaged():
             print(f"{path} is damaged, and set aside", flush=True)
             files.set_aside(path)
 

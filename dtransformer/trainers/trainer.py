@@ -22,8 +22,8 @@ from dtransformer.trainers.loop import FitLoop
 from dtransformer.trainers.memory import memory_report
 from dtransformer.trainers.objective import as_objective, hits
 from dtransformer.trainers.pipeline.executor import PipelinePlane, check_trainer
-from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
 from dtransformer.trainers.saving import SavedModel
+from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
 
 # Number of entries from which on XLA's start pays.
 _LARGE_NETWORK = 2**20

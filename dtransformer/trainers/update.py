@@ -11,7 +11,7 @@ import tensorflow as tf
 from dtransformer.parallel import runtime, slices
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.gathered import CopiedVariable, GatheredVariable, SlicedVariable
-from dtransformer.parallel.variables import PartedVariable, own_shards, share_of
+from dtransformer.parallel.variables import own_shards, places_of, share_of
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.flat_variable import FlatVariable
 from dtransformer.trainers.loss_scale import LossScale
@@ -94,15 +94,10 @@ class UpdatePlane:
 
         See `PartedVariable.places` for boxes and ranges.
         """
-        found = []
-        for weight in self._weights:
-            whole = tuple((0, size) for size in weight.shape)
-            places = weight.places if isinstance(weight, PartedVariable) else [(whole, None)]
-            found += [(weight, box, flat) for box, flat in places]
+        found = [(weight, *place) for weight in self._weights for place in places_of(weight)]
         for i in self._flat:
             weight, box, _ = found[i]
-            size = self._units[i].shape[0]
-            found[i] = weight, box, (self._group.index * size, (self._group.index + 1) * size)
+            found[i] = weight, box, slices.own_range(self._units[i].shape[0], self._group)
         return found
 
     def reduce(self, gradients):

@@ -14,17 +14,19 @@ class Piece:
     """A box of a whole tensor, and where a rank has it.
 
     Args:
-        box: where it lies in the whole.
-        start, stop: where it lies in the rank's flattened part, padding included.
-        shape: its shape there.
-        inside: the box of `shape` that is no padding.
+        box: where it lies in the whole, without padding.
+        start: where it begins in the rank's flattened part.
+        shape: its shape there, padding included.
     """
 
     box: tuple
     start: int
-    stop: int
     shape: tuple
-    inside: tuple
+
+    @property
+    def stop(self):
+        """Where it ends in the rank's flattened part."""
+        return self.start + math.prod(self.shape)
 
     @property
     def entries(self):
@@ -34,7 +36,7 @@ class Piece:
     @property
     def inside_slices(self):
         """What `shape` is indexed with for the entries that are no padding."""
-        return tuple(slice(start, stop) for start, stop in self.inside)
+        return tuple(slice(size) for size in shape_of(self.box))
 
 
 def split(piece, most):
@@ -48,16 +50,15 @@ def split(piece, most):
     if not piece.shape or piece.entries <= most:
         return [piece]
     row = math.prod(piece.shape[1:])
-    step, (first, _), (_, rows) = max(most // row, 1), piece.box[0], piece.inside[0]
+    step, (first, last) = max(most // row, 1), piece.box[0]
     return [
         Piece(
-            ((first + begin, first + end), *piece.box[1:]),
-            *(piece.start + begin * row, piece.start + end * row),
+            ((begin, end), *piece.box[1:]),
+            piece.start + (begin - first) * row,
             (end - begin, *piece.shape[1:]),
-            ((0, end - begin), *piece.inside[1:]),
         )
-        for begin in range(0, rows, step)
-        for end in [min(begin + step, rows)]
+        for begin in range(first, last, step)
+        for end in [min(begin + step, last)]
     ]
 
 
@@ -75,25 +76,16 @@ def pieces_of(shape, box, whole_range=None):
     >>> [piece.box for piece in pieces_of((4, 3), ((0, 4), (0, 3)), (2, 7))]
     [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
     """
-    sizes = tuple(stop - start for start, stop in box)
-    first, last = whole_range or (0, math.prod(sizes))
+    first, last = whole_range or (0, size_of(box))
     pieces, position = [], 0
-    for part in boxes_of_range(sizes, first, min(last, math.prod(sizes))):
-        here = tuple(stop - start for start, stop in part)
-        begins = [b + p for (b, _), (p, _) in zip(box, part)]
-        kept = [
-            max(min(begin + size, end) - begin, 0) for begin, size, end in zip(begins, here, shape)
-        ]
-        if all(kept):
-            pieces.append(
-                Piece(
-                    tuple((begin, begin + size) for begin, size in zip(begins, kept)),
-                    *(position, position + math.prod(here)),
-                    here,
-                    tuple((0, size) for size in kept),
-                )
-            )
-        position += math.prod(here)
+    for part in boxes_of_range(shape_of(box), first, min(last, size_of(box))):
+        kept = tuple(
+            (offset + start, min(offset + stop, end))
+            for (offset, _), (start, stop), end in zip(box, part, shape)
+        )
+        if all(start < stop for start, stop in kept):
+            pieces.append(Piece(kept, position, shape_of(part)))
+        position += size_of(part)
     return pieces
 
 
@@ -126,9 +118,14 @@ def _in_row(shape, row, start, stop):
     return [((row, row + 1), *box) for box in boxes_of_range(shape[1:], start, stop)]
 
 
+def shape_of(box):
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
 def size_of(box):
     """Return the number of entries of a box."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod(shape_of(box))
 
 
 def spec_of(shape, box):

@@ -9,7 +9,7 @@ import keras
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json, from_chief
+from dtransformer.parallel.agreement import from_chief
 from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import files
 
@@ -208,12 +208,10 @@ class _Clock:
         """Return whether the time is over; all ranks have to call."""
         if step < self._ask_at:
             return False
-        passed = time.monotonic() - self._begin
+        passed = from_chief(lambda: time.monotonic() - self._begin, "checkpoint/clock")
         a_step = passed / (step - self._first_step)
-        left = max(int((self._seconds - passed) / a_step / 2), 1)
-        is_over, left = all_gather_json([passed >= self._seconds, left], "checkpoint/clock")[0]
-        self._ask_at = step + left
-        return is_over
+        self._ask_at = step + max(int((self._seconds - passed) / a_step / 2), 1)
+        return passed >= self._seconds
 
 
 def _is_number(value):

@@ -9,8 +9,9 @@ import safetensors
 import safetensors.numpy
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.agreement import all_gather_json, together
+from dtransformer.parallel.agreement import together
 from dtransformer.trainers.checkpoint import files
+from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.state import NETWORK, OPTIMIZER, held_of_network
 
 _KERAS = ".weights.h5"
@@ -45,8 +46,7 @@ def export(path, filepath, network=None, with_optimizer=False):
         if not network.built:
             network.build()
         held = held_of_network(network)
-        there = {name: s for name, s in checkpoint.shapes.items() if name.startswith(NETWORK)}
-        _check_fits(checkpoint.path, held, there)
+        _check_fits(checkpoint.path, held, checkpoint.shapes_of(NETWORK))
         for one in held:
             one.assign(files.read_part(checkpoint, one))
         _written(filepath, lambda: network.save_weights(filepath))
@@ -113,16 +113,10 @@ def _box_of(whole, box):
 
 def _check_fits(path, held, there):
     """Raise an InputError, on every rank, where shapes by name are not those of all ranks."""
-    own = {}
-    for theirs in all_gather_json({one.name: list(one.shape) for one in held}, "export/names"):
-        own.update({name: tuple(shape) for name, shape in theirs.items()})
-    told = [f"it lacks {name}" for name in sorted(own.keys() - there.keys())]
-    told += [f"it also has {name}" for name in sorted(there.keys() - own.keys())]
-    told += [
-        f"{name} is {there[name]}, not {own[name]}"
-        for name in sorted(own.keys() & there.keys())
-        if own[name] != there[name]
-    ]
+    missing, unexpected, other_shapes = differences(held, there)
+    told = [f"it lacks {name}" for name in missing]
+    told += [f"it also has {name}" for name in unexpected]
+    told += [f"{name} is {its}, not {ours}" for name, (ours, its) in sorted(other_shapes.items())]
     if told:
         told = [text.replace(NETWORK, "") for text in told]
         more = f" and {len(told) - 5} more" if len(told) > 5 else ""

@@ -74,6 +74,10 @@ class Checkpoint:
         """Dict of the names of all tensors and their shapes."""
         return {name: tuple(shape) for name, (shape, _) in self.manifest["tensors"].items()}
 
+    def shapes_of(self, *kinds):
+        """Return those of `shapes` whose names begin with one of some words."""
+        return {name: shape for name, shape in self.shapes.items() if name.startswith(kinds)}
+
     def file_names(self):
         """Return the names of all files, in a fixed order."""
         return sorted(self.manifest["files"])

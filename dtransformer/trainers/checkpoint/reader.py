@@ -8,7 +8,14 @@ from dtransformer.errors import InputError
 from dtransformer.parallel import runtime
 from dtransformer.parallel.agreement import all_gather_json, from_chief, together
 from dtransformer.trainers.checkpoint import files
-from dtransformer.trainers.checkpoint.state import METRICS, NETWORK, metrics_of, state_of
+from dtransformer.trainers.checkpoint.differences import differences
+from dtransformer.trainers.checkpoint.state import (
+    METRICS,
+    NETWORK,
+    OPTIMIZER,
+    metrics_of,
+    state_of,
+)
 
 _NAMES_TOLD = 10
 
@@ -18,25 +25,33 @@ class Restored:
     """What was restored.
 
     Args:
-        path: the checkpoint's folder.
-        manifest: dict; see `files.Checkpoint`.
+        checkpoint: the `files.Checkpoint`.
         missing: list of the names of the trainer's tensors that the checkpoint lacks.
         unexpected: list of the checkpoint's that the trainer lacks.
         other_shapes: dict of names, and both shapes, of those that were left as they are.
         damaged: list of the paths of newer checkpoints that are damaged.
     """
 
-    path: str
-    manifest: dict
+    checkpoint: files.Checkpoint
     missing: list
     unexpected: list
     other_shapes: dict
-    damaged: list = dataclasses.field(default_factory=list)
+    damaged: list
+
+    @property
+    def path(self):
+        """The checkpoint's folder."""
+        return str(self.checkpoint.path)
+
+    @property
+    def manifest(self):
+        """Dict; see `files.Checkpoint`."""
+        return self.checkpoint.manifest
 
     @property
     def step(self):
         """The number of updates before it was saved."""
-        return self.manifest["step"]
+        return self.checkpoint.step
 
     @property
     def position(self):
@@ -65,11 +80,10 @@ def restore(trainer, path, strict=True, weights_only=False, check=None):
             does not fit (names every tensor); on every rank.
     """
     checkpoint, damaged = _first_whole(path)
+    kinds = (NETWORK,) if weights_only else (NETWORK, OPTIMIZER)
     held = together(lambda: state_of(trainer), "checkpoint/state")
-    held = [one for one in held if not one.name.startswith(METRICS)]
-    if weights_only:
-        held = [one for one in held if one.name.startswith(NETWORK)]
-    found = dataclasses.replace(_compare(checkpoint, held, weights_only), damaged=damaged)
+    held = [one for one in held if one.name.startswith(kinds)]
+    found = Restored(checkpoint, *differences(held, checkpoint.shapes_of(*kinds)), damaged)
     if strict:
         _check(found)
     if check is not None:
@@ -96,10 +110,10 @@ def restore(trainer, path, strict=True, weights_only=False, check=None):
 
 def restore_metrics(trainer, restored):
     """Set the sums since the epoch began, of those metrics that there are already."""
-    checkpoint = files.Checkpoint(restored.path)
+    shapes = restored.checkpoint.shapes_of(METRICS)
     for one in metrics_of(trainer):
-        if checkpoint.shapes.get(one.name) == one.shape:
-            one.assign(files.read_part(checkpoint, one))
+        if shapes.get(one.name) == one.shape:
+            one.assign(files.read_part(restored.checkpoint, one))
 
 
 def _first_whole(path):
@@ -131,40 +145,21 @@ def _verified(path):
         problems = checkpoint.problems(own)
     except (InputError, OSError) as error:
         problems = {files.MANIFEST: str(error)}
-    together = {}
-    for theirs in all_gather_json(problems, "checkpoint/verified"):
-        together.update(theirs)
-    lost = {name: text for name, text in together.items() if not name.startswith(files.REPLICAS)}
-    repaired = []
-    if runtime.is_chief() and checkpoint is not None:
-        repaired = [name for name in lost if checkpoint.repair(name)]
+    lost = {
+        name: text
+        for theirs in all_gather_json(problems, "checkpoint/verified")
+        for name, text in theirs.items()
+        if not name.startswith(files.REPLICAS)
+    }
+
+    def repair():
+        repaired = [name for name in lost if checkpoint is not None and checkpoint.repair(name)]
         for name in repaired:
             print(f"{lost[name]}; replaced by its replica", flush=True)
-    repaired = all_gather_json(repaired, "checkpoint/repaired")[0]
+        return repaired
+
+    repaired = from_chief(repair, "checkpoint/repaired")
     return checkpoint, [text for name, text in lost.items() if name not in repaired]
-
-
-def _compare(checkpoint, held, weights_only):
-    """Return a `Restored` that tells what of a state, all ranks', a checkpoint has."""
-    theirs = checkpoint.shapes
-    own = {one.name: list(one.shape) for one in held}
-    everyone = {}
-    for names in all_gather_json(own, "checkpoint/names"):
-        everyone.update({name: tuple(shape) for name, shape in names.items()})
-    expected = [name for name in theirs if not name.startswith(METRICS)]
-    if weights_only:
-        expected = [name for name in expected if name.startswith(NETWORK)]
-    return Restored(
-        str(checkpoint.path),
-        checkpoint.manifest,
-        missing=sorted(everyone.keys() - theirs.keys()),
-        unexpected=sorted(set(expected) - everyone.keys()),
-        other_shapes={
-            name: (shape, theirs[name])
-            for name, shape in everyone.items()
-            if theirs.get(name, shape) != shape
-        },
-    )
 
 
 def _check(found):

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.parallel.gathered import CopiedVariable
-from dtransformer.parallel.variables import PartedVariable
-from dtransformer.trainers.checkpoint.boxes import Piece, pieces_of, split
+from dtransformer.parallel.variables import own_shards, places_of, whole_box
+from dtransformer.trainers.checkpoint.boxes import Piece, pieces_of, size_of, split
 from dtransformer.trainers.checkpoint.names import names_of
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
@@ -104,7 +104,8 @@ def state_of(trainer):
         ValueError: two tensors have the same name.
     """
     network = trainer.network
-    names, held = names_of(network), held_of_network(network)
+    names = names_of(network)
+    held = _held_of_variables(network, names)
     parts = trainer._update.updated_parts()
     for name, number, variable in _optimizer_states(trainer.optimizer, len(parts)):
         if number is None:
@@ -112,10 +113,8 @@ def state_of(trainer):
             continue
         weight, box, flat = parts[number]
         path = f"{OPTIMIZER}{name}/{names[id(weight)]}"
-        pieces = pieces_of(_true_shape(weight), box, flat)
-        part_size = flat[1] - flat[0] if flat else math.prod(stop - start for start, stop in box)
-        if math.prod(variable.shape) == part_size:
-            held.append(Held(path, _true_shape(weight), variable, tuple(pieces)))
+        if math.prod(variable.shape) == (flat[1] - flat[0] if flat else size_of(box)):
+            held.append(_held(path, _true_shape(weight), variable, (box, flat)))
         else:  # sums over dimensions, as Adafactor has them
             held.append(_whole(path, variable))
     held.append(_whole(f"{OPTIMIZER}skipped_steps", trainer._update.loss_scale.skipped_steps))
@@ -125,10 +124,7 @@ def state_of(trainer):
 
 def held_of_network(network):
     """Return the list of all `Held` of a built network's variables."""
-    names, held = names_of(network), []
-    for variable in network.variables:
-        held += _held_of_weight(names[id(variable)], variable)
-    return held
+    return _held_of_variables(network, names_of(network))
 
 
 def metrics_of(trainer):
@@ -142,23 +138,23 @@ def metrics_of(trainer):
     ]
 
 
-def _held_of_weight(path, variable):
-    name, shape = NETWORK + path, _true_shape(variable)
-    if not isinstance(variable, PartedVariable):
-        return [_whole(name, variable)]
-    held = [
-        Held(name, shape, shard, tuple(pieces_of(shape, *place)))
-        for shard, place in zip(variable.shards, variable.places, strict=True)
-    ]
-    if isinstance(variable, CopiedVariable):
-        held.append(dataclasses.replace(_whole(name, variable.copy), is_saved=False))
+def _held_of_variables(network, names):
+    held = []
+    for variable in network.variables:
+        name, shape = NETWORK + names[id(variable)], _true_shape(variable)
+        own = zip(own_shards([variable]), places_of(variable), strict=True)
+        held += [_held(name, shape, shard, place) for shard, place in own]
+        if isinstance(variable, CopiedVariable):
+            held.append(dataclasses.replace(_whole(name, variable.copy), is_saved=False))
     return held
 
 
 def _whole(name, variable):
-    shape = _true_shape(variable)
-    box = tuple((0, size) for size in variable.shape)
-    return Held(name, shape, variable, tuple(pieces_of(shape, box)))
+    return _held(name, tuple(variable.shape), variable, (whole_box(variable.shape), None))
+
+
+def _held(name, shape, variable, place):
+    return Held(name, shape, variable, tuple(pieces_of(shape, *place)))
 
 
 def _true_shape(variable):
