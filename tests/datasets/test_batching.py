@@ -272,9 +272,7 @@ def test_fit_goes_through_each_epoch_and_on_from_a_position():
         seen.clear()
         model = Reader()
         model.compile(run_eagerly=True)
-        model.fit(
-            dataset, epochs=3, shuffle=False, callbacks=[NextEpoch()], verbose=0, **options
-        )
+        model.fit(dataset, epochs=3, shuffle=False, callbacks=[NextEpoch()], verbose=0, **options)
         return list(seen)
 
     batches = some_batches()

@@ -18,8 +18,14 @@ from dtransformer.datasets.embedded import (
 )
 from dtransformer.datasets.embedded.draw import Draw
 from dtransformer.datasets.embedded.grammar import Clause, object_clitic, sentence
-from dtransformer.datasets.embedded.noun_phrases import PRONOUNS, Phrase, joined
-from dtransformer.datasets.embedded.noun_phrases import comparison, noun_phrase, prepositional
+from dtransformer.datasets.embedded.noun_phrases import (
+    PRONOUNS,
+    Phrase,
+    comparison,
+    joined,
+    noun_phrase,
+    prepositional,
+)
 from dtransformer.datasets.embedded.noun_phrases import superlative as superlative_phrase
 from dtransformer.datasets.embedded.numerals import clock_time, english_number, french_number
 from dtransformer.errors import InputError

@@ -119,9 +119,7 @@ def causal_mask(padding):
     return padding[:, :, None] * padding[:, None, :] * np.tri(size, dtype=padding.dtype)
 
 
-def cross_entropy(
-    logits, labels, mask=None, label_smoothing=0.0, ignore_id=None, vocab_size=None
-):
+def cross_entropy(logits, labels, mask=None, label_smoothing=0.0, ignore_id=None, vocab_size=None):
     """The mean over the counted tokens of the smoothed negative log-likelihood.
 
     logits [..., W], labels [...]. Only the first V = `vocab_size` columns exist.

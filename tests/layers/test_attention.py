@@ -27,9 +27,7 @@ def masks_of(rng, batch, queries, keys):
 
 
 def make_layer(hidden, heads):
-    return MultiHeadAttention(
-        hidden, heads, hidden_dropout_rate=0.0, attention_dropout_rate=0.0
-    )
+    return MultiHeadAttention(hidden, heads, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)
 
 
 def qkv(rng, batch, queries, keys, hidden):

@@ -134,9 +134,7 @@ def transformer(source, target, weights, mask, causal, post):
     """Encoder and decoder; without encoder layers the decoder reads the source itself."""
     memory, encoder_backward = source, None
     if weights.get("encoder"):
-        memory, encoder_backward = reference_blocks.encoder(
-            source, weights["encoder"], mask, post
-        )
+        memory, encoder_backward = reference_blocks.encoder(source, weights["encoder"], mask, post)
     output, decoder_backward = reference_blocks.decoder(
         target, memory, weights["decoder"], causal, mask, post
     )
@@ -159,13 +157,9 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
     causal = reference.causal_mask(weights_of.padding_mask(rng, 2, 5))
     mask = weights_of.padding_mask(rng, 2, 7)
     sizes = (12, 3, 10, not post)
-    weights = {
-        "decoder": weights_of.stack(rng, weights_of.decoder_layer, decoder_layers, *sizes)
-    }
+    weights = {"decoder": weights_of.stack(rng, weights_of.decoder_layer, decoder_layers, *sizes)}
     if encoder_layers:
-        weights["encoder"] = weights_of.stack(
-            rng, weights_of.encoder_layer, encoder_layers, *sizes
-        )
+        weights["encoder"] = weights_of.stack(rng, weights_of.encoder_layer, encoder_layers, *sizes)
     compare(
         policy,
         lambda: Transformer(
@@ -174,9 +168,7 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
         partial(transformer, mask=mask, causal=causal, post=post),
         [weights_of.numbers(rng, 2, 7, 12), weights_of.numbers(rng, 2, 5, 12)],
         weights,
-        call=lambda layer, source, target: layer(
-            source, mask, target, causal, mask, training=True
-        ),
+        call=lambda layer, source, target: layer(source, mask, target, causal, mask, training=True),
         tolerance=BLOCKS,
     )
 

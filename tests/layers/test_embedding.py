@@ -34,9 +34,7 @@ def test_look_up_and_gradient_of_repeated_ids(policy, shape, dtype):
     )
     embeddings, table = layer(ids)
     np.testing.assert_array_equal(tf.cast(table, tf.float32), layer.table.numpy())
-    np.testing.assert_array_equal(
-        tf.cast(embeddings, tf.float32), layer.table.numpy()[ids]
-    )
+    np.testing.assert_array_equal(tf.cast(embeddings, tf.float32), layer.table.numpy()[ids])
 
 
 @each_policy

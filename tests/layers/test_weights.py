@@ -267,9 +267,7 @@ def test_a_layer_is_made_again_from_its_config(name):
     outputs = run(layer, shapes)
     for other in (again, revived):
         for expected, actual in zip(outputs, run(other, shapes), strict=True):
-            np.testing.assert_array_equal(
-                tf.cast(actual, "float64"), tf.cast(expected, "float64")
-            )
+            np.testing.assert_array_equal(tf.cast(actual, "float64"), tf.cast(expected, "float64"))
         assert by_path(other).keys() == by_path(layer).keys()
 
 
@@ -292,8 +290,6 @@ def test_an_activation_of_the_users_own_survives_the_config(make, shapes):
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     for expected, actual in zip(run(layer, shapes), run(again, shapes), strict=True):
         np.testing.assert_array_equal(actual, expected)
-
-
 
 
 def test_a_model_is_made_again_from_its_config():
@@ -364,9 +360,11 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
         assert call["layers"] == total
         assert call["parallel_config"] is dtransformer.get_parallel_config()
     kinds = [type(call["network"]).__name__ for call in calls]
-    assert kinds == ["TransformerEncoderLayer"] * encoder_layers + [
-        "TransformerDecoderLayer"
-    ] * decoder_layers
+    assert (
+        kinds
+        == ["TransformerEncoderLayer"] * encoder_layers
+        + ["TransformerDecoderLayer"] * decoder_layers
+    )
 
 
 def test_lambda_func_places_blocks():

@@ -198,9 +198,7 @@ def test_any_batch_size_and_length_without_rebuilding():
         inputs = random_ids(batch, source, target)
         logits = compiled(inputs)
         assert logits.shape == (batch, target, VOCAB)
-        assert_all_close(
-            {"logits": logits}, {"logits": model(inputs).numpy()}, BLOCKS["float32"]
-        )
+        assert_all_close({"logits": logits}, {"logits": model(inputs).numpy()}, BLOCKS["float32"])
     assert compiled.experimental_get_tracing_count() == 1
     assert [v.path for v in model.variables] == list(before)
     for variable in model.variables:
@@ -231,9 +229,7 @@ def test_a_padded_vocabulary_does_not_change_the_logits(model_parallel):
         logits = small_model()(inputs).numpy()
     assert logits.shape[-1] == 24
     np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
-    assert_all_close(
-        {"logits": logits[..., :VOCAB]}, {"logits": expected}, BLOCKS["float32"]
-    )
+    assert_all_close({"logits": logits[..., :VOCAB]}, {"logits": expected}, BLOCKS["float32"])
 
 
 def test_other_special_ids():

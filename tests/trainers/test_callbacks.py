@@ -245,9 +245,7 @@ class TestSacreBleu:
             fit(model, bleu)
 
 
-def test_other_ranks_are_silent_and_still_have_the_score(
-    model, another_rank, tmp_path, capsys
-):
+def test_other_ranks_are_silent_and_still_have_the_score(model, another_rank, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     bleu = SacreBleu(SOURCES, REFERENCES, lambda sentences: REFERENCES)
     history = fit(model, StepTimer(), LossMonitor(), bleu, MetricsFile(path)).history

@@ -131,9 +131,7 @@ def test_from_model_size_is_the_papers_formula(warmup_steps):
     for step in (0, 1, 399, 400, 12345):
         n = step + 1
         rise = n * warmup_steps**-1.5 if warmup_steps else math.inf
-        np.testing.assert_allclose(
-            float(schedule(step)), 128**-0.5 * min(n**-0.5, rise), rtol=1e-6
-        )
+        np.testing.assert_allclose(float(schedule(step)), 128**-0.5 * min(n**-0.5, rise), rtol=1e-6)
 
 
 def test_from_model_size_refuses_no_size():

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer import parallel_config
+from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss, Dropout
 from dtransformer.models import TranslationTransformer
-from dtransformer.errors import InputError
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import TRAINING, TRAINING_16_BIT, assert_all_close

@@ -153,7 +153,8 @@ TIMES = {
         in the evening        | le soir
         in the afternoon      | le après-midi
         on weekends           | le week-end
-    """) + tuple((f"every {day}", f"tous les {jour}s") for day, jour in DAYS),
+    """)
+    + tuple((f"every {day}", f"tous les {jour}s") for day, jour in DAYS),
     "now": _pairs("""
         now                   | maintenant
         at the moment         | en ce moment
@@ -165,7 +166,8 @@ TIMES = {
         yesterday morning     | hier matin
         yesterday evening     | hier soir
         this morning          | ce matin
-    """) + tuple((f"last {day}", f"{jour} dernier") for day, jour in DAYS),
+    """)
+    + tuple((f"last {day}", f"{jour} dernier") for day, jour in DAYS),
     "past period": _pairs("""
         last week             | la semaine dernière
         last month            | le mois dernier

@@ -190,7 +190,8 @@ _SHARED = frozenset(
 # What one remembers for more than a few days.
 _MEMORABLE = frozenset(
     "buy sell visit learn go arrive leave write read repair choose meet see send give find lose "
-    "bring show".split() + ["come back"]
+    "bring show".split()
+    + ["come back"]
 )
 
 

@@ -1,8 +1,17 @@
 """Sentences with two clauses: each function returns a random (English, French) sentence."""
 
-from dtransformer.datasets.embedded import adjectives, circumstances, clauses, descriptions
-from dtransformer.datasets.embedded import grammar, lexicon, phrases, statements
-from dtransformer.datasets.embedded import surroundings, verbs
+from dtransformer.datasets.embedded import (
+    adjectives,
+    circumstances,
+    clauses,
+    descriptions,
+    grammar,
+    lexicon,
+    phrases,
+    statements,
+    surroundings,
+    verbs,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause, sentence
 from dtransformer.datasets.embedded.noun_phrases import PRONOUNS, Phrase, noun_phrase

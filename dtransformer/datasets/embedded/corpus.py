@@ -3,8 +3,15 @@
 import collections
 from pathlib import Path
 
-from dtransformer.datasets.embedded import compounds, descriptions, figures, questions, requests
-from dtransformer.datasets.embedded import statements, surroundings
+from dtransformer.datasets.embedded import (
+    compounds,
+    descriptions,
+    figures,
+    questions,
+    requests,
+    statements,
+    surroundings,
+)
 from dtransformer.datasets.embedded.draw import Draw, Weighted
 from dtransformer.datasets.sgm import write_sgm
 from dtransformer.errors import InputError

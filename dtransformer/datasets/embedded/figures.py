@@ -1,7 +1,15 @@
 """Statements with numbers and hours: each function returns a random sentence pair."""
 
-from dtransformer.datasets.embedded import adjectives, circumstances, clauses, grammar, lexicon
-from dtransformer.datasets.embedded import numerals, phrases, verbs
+from dtransformer.datasets.embedded import (
+    adjectives,
+    circumstances,
+    clauses,
+    grammar,
+    lexicon,
+    numerals,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause, sentence, told
 from dtransformer.datasets.embedded.noun_phrases import Phrase, noun_phrase

@@ -1,7 +1,13 @@
 """Random pieces of sentences: subjects, objects, places and times."""
 
-from dtransformer.datasets.embedded import adjectives, circumstances, french, lexicon
-from dtransformer.datasets.embedded import noun_phrases, numerals
+from dtransformer.datasets.embedded import (
+    adjectives,
+    circumstances,
+    french,
+    lexicon,
+    noun_phrases,
+    numerals,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.noun_phrases import Phrase, noun_phrase, prepositional
 

@@ -1,7 +1,16 @@
 """Kinds of questions: each function returns a random (English, French) sentence."""
 
-from dtransformer.datasets.embedded import adjectives, circumstances, clauses, descriptions
-from dtransformer.datasets.embedded import figures, grammar, lexicon, phrases, verbs
+from dtransformer.datasets.embedded import (
+    adjectives,
+    circumstances,
+    clauses,
+    descriptions,
+    figures,
+    grammar,
+    lexicon,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.grammar import Clause, sentence
 from dtransformer.datasets.embedded.noun_phrases import PRONOUNS, Phrase, noun_phrase, prepositional
 

@@ -1,7 +1,15 @@
 """Statements of where things are and of the weather: each function returns a sentence pair."""
 
-from dtransformer.datasets.embedded import circumstances, figures, grammar, lexicon, numerals
-from dtransformer.datasets.embedded import french, phrases, verbs
+from dtransformer.datasets.embedded import (
+    circumstances,
+    figures,
+    french,
+    grammar,
+    lexicon,
+    numerals,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause, sentence, told
 from dtransformer.datasets.embedded.noun_phrases import Phrase, noun_phrase, prepositional

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from dtransformer.datasets.embedded import english, french, lexicon
 
 # English verbs with an irregular past: base past participle.
-_ENGLISH_IRREGULAR = {row.split()[0]: row.split() for row in """
+_ENGLISH_IRREGULAR = {
+    row.split()[0]: row.split()
+    for row in """
         become became become
         break broke broken
         bring brought brought
@@ -48,12 +50,15 @@ _ENGLISH_IRREGULAR = {row.split()[0]: row.split() for row in """
         understand understood understood
         wear wore worn
         write wrote written
-    """.strip().splitlines()}
+    """.strip().splitlines()
+}
 
 # French verbs that no rule gives:
 # infinitive | present of je, il, nous, vous, ils | future stem | participle
 # The form of nous also gives the imperfect: "il pleuvait".
-_FRENCH_IRREGULAR = {row.split("|")[0].strip(): row for row in """
+_FRENCH_IRREGULAR = {
+    row.split("|")[0].strip(): row
+    for row in """
         aller | vais va allons allez vont | ir | allé
         apprendre | apprends apprend apprenons apprenez apprennent | apprendr | appris
         avoir | ai a avons avez ont | aur | eu
@@ -82,7 +87,8 @@ _FRENCH_IRREGULAR = {row.split("|")[0].strip(): row for row in """
         venir | viens vient venons venez viennent | viendr | venu
         voir | vois voit voyons voyez voient | verr | vu
         vouloir | veux veut voulons voulez veulent | voudr | voulu
-    """.strip().splitlines()}
+    """.strip().splitlines()
+}
 
 _WITH_ETRE = frozenset(
     "aller arriver devenir entrer partir rentrer rester revenir sortir tomber venir".split()

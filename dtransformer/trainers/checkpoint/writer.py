@@ -24,7 +24,6 @@ from dtransformer.trainers.checkpoint.parts import plan_parts
 from dtransformer.trainers.checkpoint.state import state_of
 from dtransformer.version import __version__
 
-
 _NICENESS = 10  # of the thread that writes, where the system has one for each thread
 
 
