@@ -12,7 +12,11 @@ import json
 import statistics
 
 import keras
-from keras_hub.layers import TokenAndPositionEmbedding, TransformerDecoder, TransformerEncoder
+from keras_hub.layers import (
+    TokenAndPositionEmbedding,
+    TransformerDecoder,
+    TransformerEncoder,
+)
 from single_process import (
     BATCH,
     FFN,

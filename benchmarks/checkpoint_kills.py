@@ -21,6 +21,8 @@ import time
 
 from workload import command_of
 
+from dtransformer.parallel import job
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,11 +48,12 @@ def work(args):
     from dtransformer.datasets.batching import TranslationBatches
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.models import TranslationTransformer
-    from dtransformer.parallel import runtime
+
+    pass
     from dtransformer.trainers import ModelCheckpoint, Trainer
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(optimizer_shard=args.ranks > 1))
-    rng, (index, count) = np.random.default_rng(0), runtime.data_shard()
+    rng, (index, count) = np.random.default_rng(0), job.data_shard()
     ids = tf.ragged.constant([rng.integers(4, 200, 8).tolist() for _ in range(416)], "int32")
     batches = TranslationBatches(ids, ids, batch_size=16, shard_index=index, num_shards=count)
     model = TranslationTransformer(

@@ -17,7 +17,15 @@ import sys
 import tempfile
 import time
 
-from workload import command_of, passing_bytes, peak_bytes, report_of, translation_trainer
+from workload import (
+    command_of,
+    passing_bytes,
+    peak_bytes,
+    report_of,
+    translation_trainer,
+)
+
+from dtransformer.parallel.sharded_variable import own_shards
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -43,7 +51,8 @@ def parse_arguments():
 
 def work(args):
     import dtransformer
-    from dtransformer.parallel import variables
+
+    pass
     from dtransformer.trainers.checkpoint import Checkpoint
 
     fields = {} if args.worker == "save" else CASES[args.worker][1]
@@ -63,7 +72,7 @@ def work(args):
     made = peak_bytes() - empty
     tensor_bytes = passing_bytes(lambda: trainer.restore(path))
     restored = peak_bytes()
-    shards = variables.own_shards(trainer.network.variables) + trainer.optimizer.variables
+    shards = own_shards(trainer.network.variables) + trainer.optimizer.variables
     tensors = Checkpoint(path).manifest["tensors"]
     if dtransformer.is_chief():
         report = {

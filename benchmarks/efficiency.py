@@ -16,6 +16,8 @@ import time
 
 from workload import command_of, json_with, output_lines, translation_trainer
 
+from dtransformer.parallel import job
+
 # Name -> ranks, local devices of each, fields of the parallel config.
 LAYOUTS = {
     "one_process": (1, 1, {}),
@@ -49,7 +51,8 @@ def work(args):
     import numpy as np
 
     import dtransformer
-    from dtransformer.parallel.runtime import data_shard
+
+    pass
 
     _, local_devices, fields = LAYOUTS[args.worker]
     config = dtransformer.TransformerOpParallelConfig(
@@ -60,7 +63,7 @@ def work(args):
     dtransformer.init(config, local_devices=local_devices)
     trainer = translation_trainer(args.vocab_size, args.hidden_size, args.layers)
     trainer.network.build()
-    index, count = data_shard()
+    index, count = job.data_shard()
     shape = (args.batch_size, args.length)
     ids = np.random.default_rng(0).integers(4, args.vocab_size, shape, "int32")[index::count]
     seconds = []

@@ -22,7 +22,13 @@ import subprocess
 import sys
 import time
 
-from workload import command_of, json_with, passing_bytes, peak_bytes, translation_trainer
+from workload import (
+    command_of,
+    json_with,
+    passing_bytes,
+    peak_bytes,
+    translation_trainer,
+)
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {

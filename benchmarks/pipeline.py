@@ -18,6 +18,9 @@ import time
 
 from workload import command_of, passing_bytes, report_of
 
+from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.pipeline.simulator import ideal_of
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -44,8 +47,9 @@ def work(args):
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.models import CausalLM
     from dtransformer.trainers import Trainer
-    from dtransformer.trainers.pipeline.schedules import BACKWARD, FORWARD, instructions
-    from dtransformer.trainers.pipeline.simulator import ideal_of
+
+    pass
+    pass
 
     schedule, number = args.worker.split(":")
     number, chunks = int(number), 2 if schedule == "interleaved" else 1
@@ -68,7 +72,7 @@ def work(args):
     for _ in range(3):
         step()
     live_bytes = passing_bytes(step)
-    plan = instructions(schedule, args.stages, number, chunks)
+    plan = schedules.instructions(schedule, args.stages, number, chunks)
     bubbles, ideals, seconds = [], [], []
     for _ in range(args.rounds):
         start = time.perf_counter()
@@ -89,8 +93,8 @@ def work(args):
         "theory": (args.stages - 1) / (chunks * number + args.stages - 1),
         "without_messages": statistics.median(ideals),
         "bubbles": bubbles,
-        "forward_ms": [median_ms(stage, FORWARD) for stage in range(args.stages)],
-        "backward_ms": [median_ms(stage, BACKWARD) for stage in range(args.stages)],
+        "forward_ms": [median_ms(stage, schedules.FORWARD) for stage in range(args.stages)],
+        "backward_ms": [median_ms(stage, schedules.BACKWARD) for stage in range(args.stages)],
         "live_bytes": live_bytes,
         "tokens_per_second": ids[:, 1:].size / statistics.median(seconds),
     }

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
+from dtransformer.reports.throughput import measured_peak
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.throughput import measured_peak
 
 BATCH, LENGTH, VOCAB, HIDDEN, FFN, HEADS, LAYERS = 32, 32, 8000, 256, 1024, 8, 4
 

@@ -20,6 +20,7 @@ if keras.backend.backend() != "tensorflow":
         "set KERAS_BACKEND=tensorflow"
     )
 
+
 from dtransformer.parallel.config import (
     EmbeddingOpParallelConfig,
     MoEConfig,
@@ -31,7 +32,7 @@ from dtransformer.parallel.config import (
     parallel_config,
     set_parallel_config,
 )
-from dtransformer.parallel.runtime import (
+from dtransformer.parallel.job import (
     init,
     is_chief,
     local_rank,
@@ -40,6 +41,7 @@ from dtransformer.parallel.runtime import (
     shutdown,
     size,
 )
+from dtransformer.trainers import Trainer
 from dtransformer.version import __version__
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "MoEConfig",
     "MoEParallelConfig",
     "OpParallelConfig",
+    "Trainer",
     "TransformerOpParallelConfig",
     "TransformerRecomputeConfig",
     "__version__",

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.parallel import collectives, groups
+from dtransformer.parallel import collectives, job
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 16, 64, 4, 32
 
@@ -34,8 +34,8 @@ def make_groups(mp):
     if mp < 1 or size % mp:
         raise SystemExit(f"--model-parallel {mp} does not divide the {size} ranks of this job")
     starts = range(0, size, mp)
-    model_groups = [groups.new_group(range(start, start + mp)) for start in starts]
-    data_groups = [groups.new_group(range(first, size, mp)) for first in range(mp)]
+    model_groups = [job.new_group(range(start, start + mp)) for start in starts]
+    data_groups = [job.new_group(range(first, size, mp)) for first in range(mp)]
     return model_groups[rank // mp], data_groups[rank % mp]
 
 

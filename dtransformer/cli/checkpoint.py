@@ -6,7 +6,7 @@ import time
 
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.tables import columns
+from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, files
 
 

@@ -9,7 +9,10 @@ import typing
 import yaml
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config import (
+    TransformerOpParallelConfig,
+    TransformerRecomputeConfig,
+)
 
 
 @dataclasses.dataclass

@@ -17,8 +17,8 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
-from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import from_chief
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ class TimeLimit(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         over = time.monotonic() > self.end
-        hvd = runtime.horovod()
+        hvd = job.horovod()
         if hvd is not None:  # rank 0's clock decides
             over = bool(hvd.broadcast(int(over), root_rank=0, name="time_limit"))
         if over:
@@ -103,7 +103,7 @@ def train(config_path, settings=(), run_folder=None, overwrite=False, resume=Fal
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
 
-    if runtime.is_chief():
+    if job.is_chief():
         print(
             f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs; "
             f"{batches.num_left_out:,} pairs have more than {config.data.max_length} tokens"
@@ -126,7 +126,7 @@ def train(config_path, settings=(), run_folder=None, overwrite=False, resume=Fal
         resume=resumes,
         verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
     )
-    if runtime.is_chief():
+    if job.is_chief():
         print(
             f"The run is in {folder}. Translate with: dtransformer translate --run {folder} < FILE"
         )
@@ -148,7 +148,7 @@ def _clean(config, pairs):
     """Leave out pairs that training is better without; tell how many."""
     options = config.data
     *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
-    if runtime.is_chief():
+    if job.is_chief():
         left_out = [
             f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
         ]
@@ -189,7 +189,7 @@ def _begin_folder(folder, config, tokenizer, overwrite, resume):
 
 
 def _batches(config, tokenizer, pairs, training):
-    shard, num_shards = runtime.data_shard()
+    shard, num_shards = job.data_shard()
     options = config.data
     return TranslationBatches(
         tokenizer.encode(pairs[0]),
@@ -198,9 +198,9 @@ def _batches(config, tokenizer, pairs, training):
         batch_tokens=None if options.batch_size else options.batch_tokens,
         max_length=options.max_length,
         num_buckets=options.num_buckets,
-        pad_to_bucket=runtime.compiles_shapes(),
+        pad_to_bucket=job.compiles_shapes(),
         pad_to_multiple_of=config.parallel.model_parallel,
-        pad_rows_to_multiple_of=runtime.rows_multiple_of(),
+        pad_rows_to_multiple_of=job.rows_multiple_of(),
         shuffle=options.shuffle and training,
         seed=config.training.seed,
         shard_index=shard,
@@ -245,7 +245,7 @@ def _callbacks(config, folder, model, tokenizer, dev_pairs, resumes):
             assets={runs.TOKENIZER: tokenizer, runs.CONFIG: _ConfigFile(config)},
         )
     )
-    if runtime.is_chief():
+    if job.is_chief():
         callbacks.append(MetricsFile(folder / runs.METRICS))
         if options.tensorboard:
             callbacks.append(keras.callbacks.TensorBoard(folder / "tensorboard"))

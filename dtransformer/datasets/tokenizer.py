@@ -27,7 +27,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 import tensorflow_text as tf_text
-from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
+from tensorflow_text.tools.wordpiece_vocab import (
+    wordpiece_tokenizer_learner_lib as learner,
+)
 
 from dtransformer.datasets.sgm import decode_lines, read_bytes, write_text_atomically
 from dtransformer.errors import InputError

@@ -12,12 +12,9 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.recompute import recomputed
-from dtransformer.parallel.layout import constrain
-from dtransformer.parallel.products import (
-    column_parallel,
-    row_parallel,
-    static_or_dynamic_shape,
-)
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 _CACHE_AXES = ("batch", "heads", "memory_length", "head_dim")
 

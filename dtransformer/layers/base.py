@@ -7,12 +7,19 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
-from dtransformer.parallel import layout, runtime, stages
-from dtransformer.parallel.config import MESH_AXES, get_parallel_config
-from dtransformer.parallel.gathered import kind_of
-from dtransformer.parallel.products import static_or_dynamic_shape
-from dtransformer.parallel.stage_weights import ignore_weights
-from dtransformer.parallel.variables import MeshVariable
+from dtransformer.parallel import job, seeds, validators
+from dtransformer.parallel.axis_rules import (
+    check_axes,
+    override_rules,
+    weight_specs,
+    with_data_axis,
+)
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.dtensor.variable import MeshVariable
+from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.stage_weights import ignore_weights
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.zero.variables import variable_class
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -42,7 +49,7 @@ class Layer(keras.layers.Layer):
 
         @functools.wraps(build)
         def build_here(*args, **kwargs):
-            if not stages.is_elsewhere(layer):
+            if not placement.is_elsewhere(layer):
                 return build(*args, **kwargs)
             with layer._open_name_scope():
                 layer._path = current_path()
@@ -71,9 +78,9 @@ class Layer(keras.layers.Layer):
         >>> whole = FeedForward(8, 32).shard(mlp=None)
         """
         for name, axis in rules.items():
-            layout.check_axes((name,), 1, f"the rule {name}={axis!r}")
-            if axis not in MESH_AXES:
-                raise ValueError(f"the rule {name}={axis!r} must be one of {MESH_AXES}")
+            check_axes((name,), 1, f"the rule {name}={axis!r}")
+            if axis not in validators.MESH_AXES:
+                raise ValueError(f"the rule {name}={axis!r} must be one of {validators.MESH_AXES}")
         for layer in self._flatten_layers():
             if layer.weights:
                 raise ValueError(f"{layer.path} has its weights already: call shard before build")
@@ -87,15 +94,15 @@ class Layer(keras.layers.Layer):
     def at_its_place(self, compute, stand_in, *args, **kwargs):
         """Return compute(*args, **kwargs), or stand_in(...) where another stage computes it."""
         if self.pipeline_stage is not None:
-            if stages.current_view() is not None:
-                return stages.current_view().call(self, compute, args, kwargs, stand_in)
-            stages.check_here(self)
+            if placement.current_view() is not None:
+                return placement.current_view().call(self, compute, args, kwargs, stand_in)
+            placement.check_here(self)
         return compute(*args, **kwargs)
 
     def _call_here(self, *args, **kwargs):
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
-        with layout.override_rules(self._own_rules):
+        with override_rules(self._own_rules):
             return super().__call__(*args, **kwargs)
 
     # What a pipeline asks of a layer that is placed on a stage.
@@ -129,7 +136,7 @@ class Layer(keras.layers.Layer):
             ValueError: `axes` does not fit `shape`, holds an unknown name, or cuts a
                 dimension that is not divisible.
         """
-        layout.check_axes(axes, len(shape), f"the weight {self.path}/{name}")
+        check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         with keras.name_scope(self.name, caller=self):
             path = f"{current_path()}/{name}"
         initializer = seeded(keras.initializers.get(initializer), path)
@@ -138,15 +145,15 @@ class Layer(keras.layers.Layer):
             "trainable": kwargs.get("trainable", True),
             "constraint": kwargs.get("constraint"),
         }
-        if layout.get_mesh() is not None:
-            with layout.override_rules(self._own_rules):
-                specs = layout.weight_specs(axes, shape, path)
-                stored = layout.with_data_axis(specs, shape, path, **what)
+        if job.mesh() is not None:
+            with override_rules(self._own_rules):
+                specs = weight_specs(axes, shape, path)
+                stored = with_data_axis(specs, shape, path, **what)
             make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
         else:
             autocasts = kwargs.get("autocast", True)
             what["compute_dtype"] = self.compute_dtype if autocasts else what["dtype"]
-            make = kind_of(path, shape, **what)
+            make = variable_class(path, shape, **what)
         if make is None:
             weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
         else:
@@ -182,7 +189,7 @@ class Layer(keras.layers.Layer):
         return weight
 
     def load_own_variables(self, store):
-        if not stages.is_elsewhere(self):
+        if not placement.is_elsewhere(self):
             self._load_variables(store)
 
     def _load_variables(self, store):
@@ -243,7 +250,7 @@ def seeded(initializer, path):
     config = initializer.get_config()
     if config.get("seed", 0) is not None:
         return initializer  # not random, or with a seed of its own
-    return type(initializer).from_config({**config, "seed": runtime.derived_seed(path)})
+    return type(initializer).from_config({**config, "seed": seeds.derived_seed(path)})
 
 
 def check_rate(name, rate):

@@ -7,9 +7,9 @@ from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.recompute import as_recompute_config, recomputed
-from dtransformer.parallel import gathered
 from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
-from dtransformer.parallel.layout import is_on_mesh
+from dtransformer.parallel.trace import is_on_mesh
+from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What `TransformerRecomputeConfig.select` can name.
 _PARTS = {
@@ -54,9 +54,9 @@ class TransformerBlock(Layer):
     def again(self, function, inputs, training):
         """Return function(*inputs), computed again in the backward pass where that was chosen."""
         if not training:
-            with gathered.block(inputs):
+            with unsharding_ahead(inputs):
                 return function(*inputs)
-        with gathered.block(inputs) as output:
+        with unsharding_ahead(inputs) as output:
             if self.recomputes:
                 return output(recomputed(function, inputs, self.variables, self.recompute_config))
             if not is_on_mesh():

@@ -6,10 +6,9 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
-from dtransformer.parallel.layout import custom_gradient
-from dtransformer.parallel.products import static_or_dynamic_shape
-
-_seed = None
+from dtransformer.parallel import trace
+from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
 @contextlib.contextmanager
@@ -23,18 +22,15 @@ def dropout_seed(seed):
     Args:
         seed: int32 tensor [2].
     """
-    global _seed
-    outer, _seed = _seed, seed
-    try:
+    with trace.scope(dropout_seed=seed):
         yield
-    finally:
-        _seed = outer
 
 
 def current_seed():
     """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
-    if _seed is not None:
-        return _seed
+    seed = trace.current().dropout_seed
+    if seed is not None:
+        return seed
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
 
 

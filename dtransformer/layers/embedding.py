@@ -4,10 +4,12 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
+from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.layout import constrain, is_on_mesh
-from dtransformer.parallel.products import column_parallel, matmul, static_or_dynamic_shape
-from dtransformer.parallel.rows import look_up
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tensor_parallel.embedding import look_up
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
+from dtransformer.parallel.trace import is_on_mesh
 
 
 def padded_vocab_size(vocab_size):

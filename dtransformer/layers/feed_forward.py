@@ -11,7 +11,7 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.recompute import recomputed
-from dtransformer.parallel.products import column_parallel, row_parallel
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 
 def get_activation(identifier):

@@ -3,13 +3,13 @@
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
-from dtransformer.parallel.layout import is_on_mesh
-from dtransformer.parallel.products import (
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tensor_parallel.linear import (
     column_parallel,
     matmul,
     row_parallel,
-    static_or_dynamic_shape,
 )
+from dtransformer.parallel.trace import is_on_mesh
 
 _CUTS = ("column", "row", None)
 

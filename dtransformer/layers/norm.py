@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
 from dtransformer.layers.recompute import recomputed
-from dtransformer.parallel.layout import custom_gradient
+from dtransformer.parallel.custom_gradient import custom_gradient
 
 
 class _Norm(Layer):

@@ -12,9 +12,18 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from dtransformer.layers import dropout
-from dtransformer.parallel import gathered, layout
+from dtransformer.parallel.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.config import TransformerRecomputeConfig
-from dtransformer.parallel.products import keep_sums
+from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.sharded_variable import trained_value
+from dtransformer.parallel.tensor_parallel.linear import keep_sums
+from dtransformer.parallel.trace import is_on_mesh
+from dtransformer.parallel.zero.gather import (
+    current_unsharding,
+    unsharding,
+)
+from dtransformer.parallel.zero.variables import FullyShardedVariable
 
 
 def as_recompute_config(value):
@@ -41,18 +50,18 @@ def recomputed(function, inputs, weights, config=None):
         A tensor.
     """
     config = config or TransformerRecomputeConfig()
-    outer = gathered.current_pass()
-    is_parted = lambda w: outer is not None and isinstance(w, gathered.GatheredVariable)
+    outer = current_unsharding()
+    is_parted = lambda w: outer is not None and isinstance(w, FullyShardedVariable)
     parted = [weight for weight in weights if is_parted(weight)]
     whole = [weight for weight in weights if not is_parted(weight)]
     with AutocastScope(None):
-        values = [tf.convert_to_tensor(gathered.source(weight)) for weight in whole]
+        values = [tf.convert_to_tensor(trained_value(weight)) for weight in whole]
         values += [outer.part(weight) for weight in parted]
     name = outer.message("recomputed") if parted else ""
     number = outer.number if parted else 0
     seed, num_inputs = dropout.current_seed(), len(inputs)
-    keeps_sums = not config.mp_comm_recompute and layout.is_on_mesh()
-    slices = config.recompute_slice_activation and layout.is_on_mesh()
+    keeps_sums = not config.mp_comm_recompute and is_on_mesh()
+    slices = config.recompute_slice_activation and is_on_mesh()
 
     def run(args, sums, replay, seed=seed, gate=None):
         values = args[num_inputs:]
@@ -64,12 +73,12 @@ def recomputed(function, inputs, weights, config=None):
                 keeps = replay and not config.parallel_optimizer_comm_recompute
                 options = {"parts": parts, "keeps": keeps, "gate": gate}
                 again = "/again" * replay
-                stack.enter_context(gathered.reading(f"{name}{again}", **options))
+                stack.enter_context(unsharding(f"{name}{again}", **options))
             if keeps_sums:
                 stack.enter_context(keep_sums(sums, replay))
             return function(*args[:num_inputs])
 
-    @layout.custom_gradient
+    @custom_gradient
     def forward(*args):
         sums = []
         # Their layout is that of the second time, when they are whole again: else dropout would
@@ -99,9 +108,9 @@ def _after(x, dy):
     Compilers, and DTensor, respect a dependence on values only: what is added is 0 where
     dy is a number.
     """
-    if x.shape != dy.shape or not layout.is_on_mesh():
+    if x.shape != dy.shape or not is_on_mesh():
         # On a mesh a single entry lies on one device: there all are looked at.
-        dy = tf.reduce_min(dy) if layout.is_on_mesh() else _first_entry(dy)
+        dy = tf.reduce_min(dy) if is_on_mesh() else _first_entry(dy)
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
@@ -110,7 +119,7 @@ def _seed_after(seed, dy):
 
     On a mesh they are: a byte an entry is less than what waiting for all devices costs.
     """
-    if layout.is_on_mesh():
+    if is_on_mesh():
         return seed
     first = _first_entry(dy)
     return seed + tf.where(first == first, 0, 1)
@@ -123,14 +132,14 @@ def _first_entry(x):
 def _slice(x):
     """Cut what a device keeps of an activation [b, s, h] along s, where that is divisible."""
     batch, length, *others = _specs(x)
-    axis = layout.mesh_axis("mlp")
-    divides = x.shape[1] % layout.axis_size(axis) == 0
-    return layout.pin(x, (batch, axis if length is None and divides else length, *others))
+    axis = mesh_axis("mlp")
+    divides = x.shape[1] % axis_size(axis) == 0
+    return relayout(x, (batch, axis if length is None and divides else length, *others))
 
 
 def _whole(x):
-    return layout.pin(x, _specs(x))
+    return relayout(x, _specs(x))
 
 
 def _specs(x):
-    return layout.activation_specs(("batch", "length", None), x.shape)
+    return activation_specs(("batch", "length", None), x.shape)

@@ -4,7 +4,8 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
-from dtransformer.parallel import runtime, stage_plan
+from dtransformer.parallel import job
+from dtransformer.parallel.pipeline import dataflow
 
 
 class TokenModel(keras.Model):
@@ -63,8 +64,8 @@ class TokenModel(keras.Model):
 
     def _share_tables(self, inputs):
         """Build what other stages of a pipeline need, before weights are loaded or trained."""
-        if runtime.stage()[1] > 1:
-            stage_plan.share_tables(self, inputs)
+        if job.stage()[1] > 1:
+            dataflow.share_tables(self, inputs)
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

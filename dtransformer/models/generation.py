@@ -8,10 +8,14 @@ pipeline the last stage searches, and tells the others what it chose.
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import gathered, layout, runtime
-from dtransformer.parallel.computation import MeshFunction, put_whole, whole
-from dtransformer.parallel.products import static_or_dynamic_shape
-from dtransformer.parallel.stage_pass import StagePass, from_last
+from dtransformer.parallel import job
+from dtransformer.parallel.axis_rules import override_rules
+from dtransformer.parallel.dtensor.batch import local_value, put_replicated
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.zero.gather import unsharding
 
 _NEVER = -1e9
 
@@ -44,14 +48,14 @@ def compiled(model, options):
         options: beam_size, length_penalty, temperature and top_k; see
             `TranslationTransformer.generate`.
     """
-    if runtime.stage()[1] > 1:
+    if job.stage()[1] > 1:
         return _in_stages(model, options)
-    if layout.get_mesh() is not None:
+    if job.mesh() is not None:
         return _compiled_on_mesh(model, options)
 
     # One compiled function for all batch sizes and lengths.
     def run(source, max_length, seed):
-        with gathered.reading("generate", keeps=True) as weights:
+        with unsharding("generate", keeps=True) as weights:
             weights.fetch(model.variables)
             return search(model, source, make_search(model, max_length, seed, *options))
 
@@ -71,14 +75,16 @@ def _compiled_on_mesh(model, options):
 
     def run(source, max_length, seed):
         def on_mesh(source, seed):
-            with layout.override_rules({"batch": None}):
+            with override_rules({"batch": None}):
                 ids = search(model, source, make_search(model, max_length, seed, *options))
-            return layout.pin(ids, (None, None))
+            return relayout(ids, (None, None))
 
         if max_length not in functions:
             functions[max_length] = MeshFunction(on_mesh, model.variables)
-        return whole(
-            functions[max_length](put_whole(source), put_whole(np.array([seed, 0], "int32")))
+        return local_value(
+            functions[max_length](
+                put_replicated(source), put_replicated(np.array([seed, 0], "int32"))
+            )
         )
 
     return run
@@ -103,8 +109,8 @@ class _TokenPass:
     def __init__(self, model, source_shape, max_length, options):
         self._model, self._shape, self._max_length = model, source_shape, max_length
         self._options = options
-        self._start = StagePass(model, self._encode, "encode")
-        self._step = StagePass(model, self._decode, "decode")
+        self._start = ForwardPass(model, self._encode, "encode")
+        self._step = ForwardPass(model, self._decode, "decode")
         self._update = tf.function(self._choose, autograph=False)
         self._devices = self._start.devices
 
@@ -132,7 +138,7 @@ class _TokenPass:
         return self._search(seed).update(state, logits)
 
     def __call__(self, source, seed):
-        with layout.override_rules({"batch": None}):
+        with override_rules({"batch": None}):
             return self._run(source, tf.constant([seed, 0]))
 
     def _run(self, source, seed):

@@ -9,7 +9,7 @@ from dtransformer.layers.embedding import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models import generation
 from dtransformer.models.base import TokenModel, first_given
-from dtransformer.parallel.layout import constrain
+from dtransformer.parallel.axis_rules import constrain
 
 
 @register

@@ -8,61 +8,10 @@ allowed.
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import re
 
-RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
-MESH_AXES = ("data", "model", None)
-GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
-PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
-
-
-def _is_int(value):
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _count(name, value):
-    """Check a degree of parallelism or another count: an int of at least 1."""
-    if not _is_int(value):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _optional_count(name, value):
-    if value is not None:
-        _count(name, value)
-
-
-def _flag(name, value):
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
-
-
-def _non_negative(name, value):
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-
-
-def _positive(name, value):
-    _non_negative(name, value)
-    if value == 0:
-        raise ValueError(f"{name} must be greater than 0, got {value}")
-
-
-def _shard_level(name, value):
-    if isinstance(value, bool):
-        return
-    if not _is_int(value):
-        raise TypeError(
-            f"{name} must be False, True (level 1) or a level 0 to 3, "
-            f"got {value!r} ({type(value).__name__})"
-        )
-    if not 0 <= value <= 3:
-        raise ValueError(f"{name} must be False, True (level 1) or a level 0 to 3, got {value}")
+from dtransformer.parallel import validators
 
 
 def _recompute(name, value):
@@ -73,71 +22,8 @@ def _recompute(name, value):
         )
 
 
-def _parts(name, value):
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple of names, got {value!r} ({type(value).__name__})")
-    for part in value:
-        if part not in RECOMPUTE_PARTS:
-            raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
-
-
-def _patterns(name, value):
-    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
-        raise TypeError(
-            f"{name} must be a tuple of regular expressions, got {value!r} ({type(value).__name__})"
-        )
-    for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"{name} takes regular expressions, got {value!r}: {pattern!r} is none ({error})"
-            ) from error
-
-
-def _one_of(*allowed):
-    def check(name, value):
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-
-    return check
-
-
-def _rules(name, value):
-    if value is None:
-        return
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
-    for logical, axis in value.items():
-        if not isinstance(logical, str) or axis not in MESH_AXES:
-            raise ValueError(
-                f"{name} maps names to one of {', '.join(map(repr, MESH_AXES))}; got {value!r}"
-            )
-
-
-def _field(default, check):
-    return dataclasses.field(default=default, metadata={"check": check})
-
-
-class _Checked:
-    """Checks every field on assignment, by the function in its metadata."""
-
-    def __setattr__(self, name, value):
-        field = self.__dataclass_fields__.get(name)
-        if field is None:
-            names = list(self.__dataclass_fields__)
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
-        field.metadata["check"](name, value)
-        copies = {list: tuple, dict: dict}
-        object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
-
-
 @dataclasses.dataclass
-class OpParallelConfig(_Checked):
+class OpParallelConfig(validators.Checked):
     """Degrees of parallelism of one operation.
 
     Args:
@@ -145,12 +31,12 @@ class OpParallelConfig(_Checked):
         model_parallel: number of slices of the weights.
     """
 
-    data_parallel: int = _field(1, _count)
-    model_parallel: int = _field(1, _count)
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
 
 
 @dataclasses.dataclass
-class EmbeddingOpParallelConfig(_Checked):
+class EmbeddingOpParallelConfig(validators.Checked):
     """Degrees of parallelism of an embedding.
 
     Args:
@@ -160,9 +46,9 @@ class EmbeddingOpParallelConfig(_Checked):
             slices of it over the model axis (False).
     """
 
-    data_parallel: int = _field(1, _count)
-    model_parallel: int = _field(1, _count)
-    vocab_emb_dp: bool = _field(True, _flag)
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
+    vocab_emb_dp: bool = validators.field(True, validators.flag)
 
     @property
     def dp_mp_config(self):
@@ -171,7 +57,7 @@ class EmbeddingOpParallelConfig(_Checked):
 
 
 @dataclasses.dataclass
-class MoEParallelConfig(_Checked):
+class MoEParallelConfig(validators.Checked):
     """Degrees of parallelism of a mixture of experts.
 
     Args:
@@ -180,13 +66,13 @@ class MoEParallelConfig(_Checked):
         expert_parallel: number of slices of the experts.
     """
 
-    data_parallel: int = _field(1, _count)
-    model_parallel: int = _field(1, _count)
-    expert_parallel: int = _field(1, _count)
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
+    expert_parallel: int = validators.field(1, validators.count)
 
 
 @dataclasses.dataclass
-class MoEConfig(_Checked):
+class MoEConfig(validators.Checked):
     """A mixture of experts in place of a feed-forward layer.
 
     Args:
@@ -196,14 +82,14 @@ class MoEConfig(_Checked):
         num_experts_chosen: experts that each token is sent to.
     """
 
-    expert_num: int = _field(1, _count)
-    capacity_factor: float = _field(1.1, _positive)
-    aux_loss_factor: float = _field(0.05, _non_negative)
-    num_experts_chosen: int = _field(1, _count)
+    expert_num: int = validators.field(1, validators.count)
+    capacity_factor: float = validators.field(1.1, validators.positive)
+    aux_loss_factor: float = validators.field(0.05, validators.non_negative)
+    num_experts_chosen: int = validators.field(1, validators.count)
 
 
 @dataclasses.dataclass
-class TransformerRecomputeConfig(_Checked):
+class TransformerRecomputeConfig(validators.Checked):
     """What the backward pass computes again instead of keeping it.
 
     Args:
@@ -218,15 +104,15 @@ class TransformerRecomputeConfig(_Checked):
             `"attention"`, `"feed_forward"`, `"norm"`.
     """
 
-    recompute: bool = _field(False, _flag)
-    mp_comm_recompute: bool = _field(True, _flag)
-    parallel_optimizer_comm_recompute: bool = _field(False, _flag)
-    recompute_slice_activation: bool = _field(False, _flag)
-    select: tuple = _field((), _parts)
+    recompute: bool = validators.field(False, validators.flag)
+    mp_comm_recompute: bool = validators.field(True, validators.flag)
+    parallel_optimizer_comm_recompute: bool = validators.field(False, validators.flag)
+    recompute_slice_activation: bool = validators.field(False, validators.flag)
+    select: tuple = validators.field((), validators.recompute_parts)
 
 
 @dataclasses.dataclass
-class TransformerOpParallelConfig(_Checked):
+class TransformerOpParallelConfig(validators.Checked):
     """How a Transformer's training is divided over the ranks of a job.
 
     The product of `data_parallel`, `model_parallel`, `context_parallel` and
@@ -263,7 +149,7 @@ class TransformerOpParallelConfig(_Checked):
             along the sequence.
         parallel_rules: dict of logical names of dimensions to the mesh axis that cuts
             them, `"data"`, `"model"` or None; rows that replace, or are added to, those
-            of `dtransformer.parallel.layout.rules`.
+            of `dtransformer.parallel.axis_rules.rules`.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -276,24 +162,28 @@ class TransformerOpParallelConfig(_Checked):
     OpParallelConfig(data_parallel=2, model_parallel=4)
     """
 
-    data_parallel: int | None = _field(None, _optional_count)
-    model_parallel: int = _field(1, _count)
-    pipeline_stage: int = _field(1, _count)
-    pipeline_schedule: str = _field("1f1b", _one_of(*PIPELINE_SCHEDULES))
-    pipeline_chunks: int = _field(1, _count)
-    context_parallel: int = _field(1, _count)
-    expert_parallel: int = _field(1, _count)
-    micro_batch_num: int = _field(1, _count)
-    optimizer_shard: bool | int = _field(False, _shard_level)
-    parallel_optimizer_threshold: float = _field(64, _non_negative)
-    parallel_optimizer_exclude: tuple = _field((), _patterns)
-    gradient_accumulation_shard: bool = _field(False, _flag)
-    gradient_dtype: str = _field("float32", _one_of(*GRADIENT_DTYPES))
-    gradient_aggregation_group: int = _field(4, _count)
-    recompute: bool | TransformerRecomputeConfig = _field(False, _recompute)
-    vocab_emb_dp: bool = _field(True, _flag)
-    sequence_parallel: bool = _field(False, _flag)
-    parallel_rules: dict | None = _field(None, _rules)
+    data_parallel: int | None = validators.field(None, validators.optional_count)
+    model_parallel: int = validators.field(1, validators.count)
+    pipeline_stage: int = validators.field(1, validators.count)
+    pipeline_schedule: str = validators.field(
+        "1f1b", validators.one_of(*validators.PIPELINE_SCHEDULES)
+    )
+    pipeline_chunks: int = validators.field(1, validators.count)
+    context_parallel: int = validators.field(1, validators.count)
+    expert_parallel: int = validators.field(1, validators.count)
+    micro_batch_num: int = validators.field(1, validators.count)
+    optimizer_shard: bool | int = validators.field(False, validators.shard_level)
+    parallel_optimizer_threshold: float = validators.field(64, validators.non_negative)
+    parallel_optimizer_exclude: tuple = validators.field((), validators.patterns)
+    gradient_accumulation_shard: bool = validators.field(False, validators.flag)
+    gradient_dtype: str = validators.field(
+        "float32", validators.one_of(*validators.GRADIENT_DTYPES)
+    )
+    gradient_aggregation_group: int = validators.field(4, validators.count)
+    recompute: bool | TransformerRecomputeConfig = validators.field(False, _recompute)
+    vocab_emb_dp: bool = validators.field(True, validators.flag)
+    sequence_parallel: bool = validators.field(False, validators.flag)
+    parallel_rules: dict | None = validators.field(None, validators.axis_rules)
 
     def _known_data_parallel(self):
         if self.data_parallel is None:
@@ -368,42 +258,6 @@ class TransformerOpParallelConfig(_Checked):
                 f"{ranks}, or change the config"
             )
         return dataclasses.replace(self, data_parallel=data)
-
-
-def check_schedule(name, num_stages, num_micro_batches, num_chunks=1):
-    """Check that a schedule of a pipeline can be carried out.
-
-    Args:
-        name: one of `PIPELINE_SCHEDULES`.
-        num_stages: number p of stages.
-        num_micro_batches: number m of micro-batches of a step.
-        num_chunks: number v of chunks of each stage.
-
-    Raises:
-        ValueError: there is no such schedule, there are fewer micro-batches than stages,
-            or the chunks are not what the schedule takes.
-    """
-    _one_of(*PIPELINE_SCHEDULES)("pipeline_schedule", name)
-    if num_micro_batches < num_stages:
-        raise ValueError(
-            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
-            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
-        )
-    if name != "interleaved":
-        if num_chunks != 1:
-            raise ValueError(
-                f"pipeline_chunks={num_chunks} needs pipeline_schedule='interleaved', got {name!r}"
-            )
-        return
-    if num_chunks < 2:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs pipeline_chunks of 2 or more, got {num_chunks}"
-        )
-    if num_micro_batches % num_stages:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs a multiple of pipeline_stage={num_stages} as "
-            f"micro_batch_num, got {num_micro_batches}"
-        )
 
 
 _current = TransformerOpParallelConfig()

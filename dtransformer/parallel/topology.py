@@ -21,7 +21,7 @@ class Topology:
     Args:
         stage, data, context, model: size of the grid along each axis.
         local_devices: number of devices of each rank.
-        whole_islands: whether an island has all devices of a stage: the whole data axis.
+        mesh_spans_data: whether an island has all devices of a stage: the whole data axis.
 
     Raises:
         ValueError: the devices of a rank do not make up whole rows of the grid, or an
@@ -41,7 +41,7 @@ class Topology:
     context: int = 1
     model: int = 1
     local_devices: int = 1
-    whole_islands: bool = False
+    mesh_spans_data: bool = False
 
     def __post_init__(self):
         row, local = self.model * self.context, self.local_devices
@@ -67,7 +67,7 @@ class Topology:
             model=config.model_parallel,
             local_devices=local_devices,
             # Weights that are cut over both axes are gathered inside of the computation.
-            whole_islands=config.optimizer_shard == 3 and config.model_parallel > 1,
+            mesh_spans_data=config.optimizer_shard == 3 and config.model_parallel > 1,
         )
 
     @property
@@ -86,9 +86,9 @@ class Topology:
         return self.size // self.local_devices
 
     @property
-    def inner_data(self):
+    def mesh_data(self):
         """The number of slices of the batch that one island computes."""
-        if self.whole_islands:
+        if self.mesh_spans_data:
             return self.data
         return max(self.local_devices // (self.model * self.context), 1)
 
@@ -135,25 +135,25 @@ class Topology:
             raise ValueError(f"rank {rank} is not one of the job's {number} ranks")
 
     @property
-    def _ranks_per_island(self):
-        return max(self.inner_data * self.model * self.context // self.local_devices, 1)
+    def _ranks_per_mesh(self):
+        return max(self.mesh_data * self.model * self.context // self.local_devices, 1)
 
-    def island(self, rank):
+    def model_parallel_group(self, rank):
         """Return the ranks that compute together with `rank`, on one mesh."""
         self._check(rank, self.num_ranks)
-        first = rank - rank % self._ranks_per_island
-        return tuple(range(first, first + self._ranks_per_island))
+        first = rank - rank % self._ranks_per_mesh
+        return tuple(range(first, first + self._ranks_per_mesh))
 
     def data_shard(self, rank):
         """Return (index, count): the share of every global batch that `rank`'s island takes."""
-        count = self.data // self.inner_data
-        return rank // self._ranks_per_island % count, count
+        count = self.data // self.mesh_data
+        return rank // self._ranks_per_mesh % count, count
 
-    def data_group(self, rank):
+    def data_parallel_group(self, rank):
         """Return the ranks that hold the same slices as `rank` in the stage's islands."""
         index, count = self.data_shard(rank)
-        first = rank - index * self._ranks_per_island
-        return tuple(first + i * self._ranks_per_island for i in range(count))
+        first = rank - index * self._ranks_per_mesh
+        return tuple(first + i * self._ranks_per_mesh for i in range(count))
 
     @property
     def _ranks_per_stage(self):

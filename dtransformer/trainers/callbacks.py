@@ -14,7 +14,7 @@ import keras
 from sacrebleu.metrics import BLEU
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 
 
 class _StepCallback(keras.callbacks.Callback):
@@ -157,7 +157,7 @@ class MetricsFile(_StepCallback):
     def on_train_begin(self, logs=None):
         super().on_train_begin(logs)
         self._close()
-        if runtime.is_chief():
+        if job.is_chief():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_unfinished_line(self.path)
             self._file = open(self.path, "a", encoding="utf-8")
@@ -271,7 +271,7 @@ class SacreBleu(keras.callbacks.Callback):
 
 
 def _say(line):
-    if runtime.is_chief():
+    if job.is_chief():
         print(line, flush=True)
 
 

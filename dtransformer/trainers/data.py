@@ -3,8 +3,8 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import runtime
-from dtransformer.trainers.accumulation import check_rows
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.trainers.engines.accumulation import check_rows
 
 _KERAS_BATCH_SIZE = 32
 
@@ -60,10 +60,9 @@ def check_batches(data):
     Raises:
         ValueError: it differs; on every rank.
     """
-    hvd = runtime.horovod()
-    if hvd is None or not isinstance(data, tf.data.Dataset):
+    if not isinstance(data, tf.data.Dataset):
         return
-    numbers = hvd.allgather_object(int(data.cardinality()), name="number_of_batches")
+    numbers = all_gather_json(int(data.cardinality()), "number_of_batches")
     for rank, number in enumerate(numbers):
         if number != numbers[0]:
             raise ValueError(

@@ -7,7 +7,8 @@ mean.
 
 import tensorflow as tf
 
-from dtransformer.parallel import runtime, slices
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import flat_shards
 
 
 def fusion_groups(group_ids, num_groups):
@@ -48,10 +49,10 @@ def reduce_sum(scalars, name):
         scalars: dict of tensors of one type, all scalars or not.
         name: name of the reduction, the same on every rank.
     """
-    group = runtime.data_group()
+    group = job.data_parallel_group()
     if group.size == 1:
         return scalars
-    hvd = runtime.horovod()
+    hvd = job.horovod()
     sums = hvd.grouped_allreduce(
         list(scalars.values()), op=hvd.Sum, name=name, process_set=group.process_set
     )
@@ -102,7 +103,7 @@ def reduce(gradients, groups, is_sliced, dtype=None):
     Returns:
         A list of tensors; slices are flat, as `parallel.slices` cuts them.
     """
-    group = runtime.data_group()
+    group = job.data_parallel_group()
     if group.size == 1:
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
     reduced = list(gradients)
@@ -114,7 +115,7 @@ def reduce(gradients, groups, is_sliced, dtype=None):
             else:
                 messages.setdefault((is_sliced[i], gradients[i].dtype.name), []).append(i)
         for (sliced, kind), together in messages.items():
-            add_up = slices.reduce_scatter if sliced else slices.all_reduce
+            add_up = flat_shards.reduce_scatter if sliced else flat_shards.all_reduce
             name = f"{'slices' if sliced else 'gradients'}_{number}_{kind}"
             sums = add_up([gradients[i] for i in together], group, name, dtype)
             for i, total in zip(together, sums):
@@ -124,7 +125,7 @@ def reduce(gradients, groups, is_sliced, dtype=None):
 
 def _reduce_rows(group, rows, sliced, name):
     """Reduce a gradient of rows, in the form that sends less."""
-    hvd = runtime.horovod()
+    hvd = job.horovod()
     shape = tf.TensorShape(tf.get_static_value(rows.dense_shape))
     num_rows = tf.shape(rows.indices, out_type="int64")[0]
     most_rows = hvd.allreduce(
@@ -144,11 +145,11 @@ def _reduce_rows(group, rows, sliced, name):
         values = hvd.allgather(rows.values, name=f"{name}_values", **ranks)
         indices = hvd.allgather(rows.indices, name=f"{name}_indices", **ranks)
         total = table(values, indices)
-        return slices.own_slice(total, group) if sliced else total
+        return flat_shards.own_shard(total, group) if sliced else total
 
     def add_up():
         total = table(rows.values, rows.indices)
-        function = slices.reduce_scatter if sliced else slices.all_reduce
+        function = flat_shards.reduce_scatter if sliced else flat_shards.all_reduce
         return function([total], group, f"{name}_table")[0]
 
     return tf.cond(gathered_is_less, gather, add_up)
@@ -169,18 +170,18 @@ def square_norms(gradients, is_sliced=(), shares=()):
     """
     squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
     sliced = [i for i, part in enumerate(is_sliced) if part]
-    _sum_some(squares, sliced, runtime.data_group(), "square_norms_of_slices")
+    _sum_some(squares, sliced, job.data_parallel_group(), "square_norms_of_slices")
     cut = [i for i, share in enumerate(shares) if share is not None]
     for i in cut:
         squares[i] *= shares[i]
-    _sum_some(squares, cut, runtime.island(), "square_norms")
+    _sum_some(squares, cut, job.model_parallel_group(), "square_norms")
     return squares
 
 
 def sum_over_stages(scalar):
     """Return the sum of a scalar over the stages of a pipeline."""
     total = [scalar]
-    _sum_some(total, [0], runtime.pipeline_group(), "sum_of_stages")
+    _sum_some(total, [0], job.pipeline_group(), "sum_of_stages")
     return total[0]
 
 
@@ -188,7 +189,7 @@ def _sum_some(scalars, positions, group, name):
     """Replace some of a list of scalars by their sums over a group, in one message."""
     if group.size == 1 or not positions:
         return
-    hvd = runtime.horovod()
+    hvd = job.horovod()
     own = tf.stack([scalars[i] for i in positions])
     sums = hvd.allreduce(own, op=hvd.Sum, name=name, process_set=group.process_set)
     for i, total in zip(positions, tf.unstack(sums, num=len(positions))):

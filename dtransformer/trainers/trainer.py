@@ -9,28 +9,42 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.layers.dropout import dropout_seed
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.parallel import gathered, layout, runtime, stages, variables
+from dtransformer.parallel import job, seeds, validators
+from dtransformer.parallel.axis_rules import axes_of, check_rules
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.plan import WeightPlan
-from dtransformer.parallel.stage_pass import from_last
+from dtransformer.parallel.first_values import broadcast_first_values
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.forward_pass import from_last
+from dtransformer.parallel.sharded_variable import trained_value
+from dtransformer.parallel.zero.gather import (
+    current_unsharding,
+    unsharding,
+)
+from dtransformer.parallel.zero.variables import FullyShardedVariable
+from dtransformer.reports.communication import communication_report
+from dtransformer.reports.memory import memory_report
+from dtransformer.reports.plan import WeightPlan
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.accumulation import in_micro_batches
-from dtransformer.trainers.communication import communication_report
-from dtransformer.trainers.compute import MeshPlane
+from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.data import input_symbols
-from dtransformer.trainers.loop import FitLoop
-from dtransformer.trainers.memory import memory_report
-from dtransformer.trainers.objective import as_objective, hits
-from dtransformer.trainers.pipeline.executor import PipelinePlane, check_trainer
-from dtransformer.trainers.saving import SavedModel
-from dtransformer.trainers.update import UpdatePlane, check_elementwise, shard_plan
+from dtransformer.trainers.engines.accumulation import in_micro_batches
+from dtransformer.trainers.engines.mesh import MeshEngine
+from dtransformer.trainers.engines.pipeline import PipelineEngine, check_trainer
+from dtransformer.trainers.fit_loop import FitLoop
+from dtransformer.trainers.sharded_optimizer import (
+    ShardedOptimizer,
+    check_elementwise,
+    partition_of,
+)
+from dtransformer.trainers.token_loss import as_token_loss, hits
 
 # Number of entries from which on XLA's start pays.
 _LARGE_NETWORK = 2**20
 
 
 @register
-class Trainer(FitLoop, SavedModel):
+class Trainer(FitLoop, Checkpointing):
     """Train a Keras model on every rank of the job.
 
     The fit loop, its progress bar, history and callbacks are Keras' own. Each rank
@@ -52,8 +66,8 @@ class Trainer(FitLoop, SavedModel):
 
     def __init__(self, network, **kwargs):
         super().__init__(**kwargs)
-        runtime.check_supported(get_parallel_config())
-        runtime.check_joined(get_parallel_config())
+        validators.check_supported(get_parallel_config())
+        job.check_joined(get_parallel_config())
         self.network = network
         self.objective = None
         self._accuracy_tracker = None
@@ -66,9 +80,9 @@ class Trainer(FitLoop, SavedModel):
     def call(self, inputs, training=False):
         if self._plane is not None and tf.executing_eagerly():
             return self._plane.predict(inputs)
-        if gathered.current_pass() is not None:
+        if current_unsharding() is not None:
             return self.network(inputs, training=training)
-        with gathered.reading("call"):
+        with unsharding("call"):
             return self.network(inputs, training=training)
 
     def build(self, input_shape=None):
@@ -111,7 +125,7 @@ class Trainer(FitLoop, SavedModel):
         # changes that, and is not to change one bit of the results.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         loss = CrossEntropyLoss() if loss is None else loss
-        self.objective = as_objective(loss, getattr(self.network, "vocab_size", None))
+        self.objective = as_token_loss(loss, getattr(self.network, "vocab_size", None))
         check_trainer(self.objective, run_eagerly, jit_compile)
         super().compile(
             optimizer=optimizer,
@@ -130,7 +144,7 @@ class Trainer(FitLoop, SavedModel):
         self._compute = self._loss_and_gradients
         self._evaluate = self._outputs_and_sums
         self._finish, self._finish_test = self._update_and_track, self._track_test
-        if layout.get_mesh() is not None:
+        if job.mesh() is not None:
             check_elementwise(self.optimizer)
             if run_eagerly or jit_compile is True:
                 option = "run_eagerly" if run_eagerly else "jit_compile"
@@ -150,8 +164,8 @@ class Trainer(FitLoop, SavedModel):
         Without a count it is this rank's own.
         """
         weights = self.network.trainable_variables
-        values = [gathered.source(weight) for weight in weights]
-        with tf.GradientTape() as tape, dropout_seed(seed), gathered.reading("train"):
+        values = [trained_value(weight) for weight in weights]
+        with tf.GradientTape() as tape, dropout_seed(seed), unsharding("train"):
             tape.watch(values)
             outputs = self(inputs, training=True)
             sums = self._sums(inputs, outputs, labels, sample_weight)
@@ -159,7 +173,7 @@ class Trainer(FitLoop, SavedModel):
                 count = grads.reduce_sum({"count": sums["count"]}, name="count")["count"]
             loss = tf.math.divide_no_nan(sums["loss"], sums["count"] if count is None else count)
             # Regularizers: each part of the batch has the same, and sums are sums of all parts.
-            num_parts = runtime.data_shard()[1] * get_parallel_config().micro_batch_num
+            num_parts = job.data_shard()[1] * get_parallel_config().micro_batch_num
             for extra in self.losses:
                 loss += tf.cast(extra, "float32") / (1 if count is None else num_parts)
             loss *= loss_scale
@@ -186,7 +200,7 @@ class Trainer(FitLoop, SavedModel):
 
     def _sums_early(self):
         """Return whether some gradients are summed over the ranks as soon as they are known."""
-        return any(isinstance(w, gathered.GatheredVariable) for w in self.network.weights)
+        return any(isinstance(w, FullyShardedVariable) for w in self.network.weights)
 
     def _outputs_and_sums(self, inputs, labels, sample_weight):
         """Return the outputs, where metrics want them, and this rank's sums."""
@@ -296,12 +310,12 @@ class Trainer(FitLoop, SavedModel):
             before = [tf.identity(state) for state in states]
             if outputs is not None:
                 self._compile_metrics.update_state(labels, outputs, sample_weight)
-            if runtime.data_shard()[1] > 1:  # what each rank added, from all of them
+            if job.data_shard()[1] > 1:  # what each rank added, from all of them
                 added = {str(i): s - b for i, (s, b) in enumerate(zip(states, before))}
                 added = grads.reduce_sum(added, name="metrics")
                 for i, (state, start) in enumerate(zip(states, before)):
                     state.assign(start + added[str(i)])
-            if runtime.stage()[1] > 1:
+            if job.stage()[1] > 1:
                 values = from_last([tf.identity(state) for state in states], "metrics")
                 for state, value in zip(states, values):
                     state.assign(value)
@@ -310,8 +324,8 @@ class Trainer(FitLoop, SavedModel):
 
     def _dropout_seed(self):
         """Return the seed of this step's dropout masks, int32 [2]."""
-        shard, _ = runtime.data_shard()
-        start = tf.constant(runtime.derived_seed("dropout", shard))
+        shard, _ = job.data_shard()
+        start = tf.constant(seeds.derived_seed("dropout", shard))
         return tf.stack([start, tf.cast(self.optimizer.iterations, "int32")])
 
     # What comes before the first step.
@@ -343,18 +357,18 @@ class Trainer(FitLoop, SavedModel):
         self._check_early_sums()
         self._start_update()
         states = [] if any(self._update.is_sliced) else self.optimizer.variables
-        variables.take_first_values(self.network.variables, states)
+        broadcast_first_values(self.network.variables, states)
         self._ready = True
 
     def _start_update(self):
         if self._update is None:
             weights = self.network.trainable_variables
-            self._update = UpdatePlane(
+            self._update = ShardedOptimizer(
                 self.optimizer,
                 weights,
                 self._fusion_groups(weights),
                 self._compiles_update(),
-                stages.copies(self.network),
+                placement.copies(self.network),
             )
 
     def _fusion_groups(self, weights):
@@ -385,16 +399,16 @@ class Trainer(FitLoop, SavedModel):
         """Build the network; where there is a mesh, compute on it from now on."""
         if self._plane is not None:
             return
-        if runtime.stage()[1] > 1:
-            self._plane = PipelinePlane(self)
+        if job.stage()[1] > 1:
+            self._plane = PipelineEngine(self)
             self._plane.build(data)
             self._compute = self._plane.train
         elif not self.network.built:
             self.network(input_symbols(data))
-        if layout.get_mesh() is not None:
+        if job.mesh() is not None:
             self._check_rules()
-        if layout.get_mesh() is not None and self._plane is None:
-            self._plane = MeshPlane(self)
+        if job.mesh() is not None and self._plane is None:
+            self._plane = MeshEngine(self)
             self._compute = self._in_micro_batches(self._plane.train)
         if self._plane is None:
             return
@@ -409,22 +423,22 @@ class Trainer(FitLoop, SavedModel):
 
     def _check_rules(self):
         if get_parallel_config().parallel_rules:
-            used = layout.axes_of(self.network.variables)
-            if runtime.stage()[1] > 1:  # each stage has some of the weights
-                used = set().union(*runtime.horovod().allgather_object(used, name="axes"))
-            layout.check_rules(used)
+            used = axes_of(self.network.variables)
+            if job.stage()[1] > 1:  # each stage has some of the weights
+                used = set().union(*all_gather_json(sorted(filter(None, used)), "axes"))
+            check_rules(used)
 
     # What is kept and shown.
 
     def summary(self, **kwargs):
         """Print the network, and what a rank holds of it; as `keras.Model.summary`."""
-        if not runtime.is_chief():
+        if not job.is_chief():
             return
         self.network.summary(**kwargs)
         plan = WeightPlan.of(self.network.variables)
         print_fn = kwargs.get("print_fn") or print
         print_fn(
-            f" Ranks: {runtime.size()} ({runtime.topology()}); each device holds "
+            f" Ranks: {job.size()} ({job.topology()}); each device holds "
             f"{plan.entries_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
         )
 
@@ -432,7 +446,7 @@ class Trainer(FitLoop, SavedModel):
         """Return how every weight is cut, and what a device holds; print it.
 
         Returns:
-            A `dtransformer.parallel.plan.WeightPlan`.
+            A `dtransformer.reports.plan.WeightPlan`.
 
         Raises:
             ValueError: the network is not built, or a row of `parallel_rules` matches no
@@ -445,7 +459,7 @@ class Trainer(FitLoop, SavedModel):
         if not self.network.built:
             raise ValueError("the network has no weights yet: build it, or call it on a batch")
         self._check_rules()
-        shard = shard_plan(self.network.trainable_variables)
+        shard = partition_of(self.network.trainable_variables)
         return WeightPlan.of(self.network.variables, shard if shard.level else None)
 
     def communication_report(self):
@@ -456,13 +470,13 @@ class Trainer(FitLoop, SavedModel):
         stages are those of the plan.
 
         Returns:
-            A `dtransformer.parallel.audit.CommunicationReport`. Where the network has the
+            A `dtransformer.reports.communication.CommunicationReport`. Where the network has the
             method `stream_shapes(inputs)`, it has the theory's numbers for each block.
 
         Raises:
             ValueError: no step was compiled yet.
         """
-        is_pipeline = isinstance(self._plane, PipelinePlane) and self._update_graph is not None
+        is_pipeline = isinstance(self._plane, PipelineEngine) and self._update_graph is not None
         messages = self._plane.messages_sent() if is_pipeline else []
         return communication_report(self.network, self._plane, self._update_graph, messages)
 
@@ -474,7 +488,7 @@ class Trainer(FitLoop, SavedModel):
                 that blocks keep are worked out; on a mesh by default the last batch.
 
         Returns:
-            A `dtransformer.trainers.memory.MemoryReport`: bytes of weights, gradients,
+            A `dtransformer.reports.memory.MemoryReport`: bytes of weights, gradients,
             optimizer states and activations, by the plan and the theory, next to those
             of the tensors that there are.
 
@@ -504,7 +518,7 @@ class Trainer(FitLoop, SavedModel):
                 Perfetto shows, or a .png picture of the measured and of the ideal step.
 
         Returns:
-            A `dtransformer.trainers.pipeline.timeline.Timeline`; its `bubble` is the part of
+            A `dtransformer.parallel.pipeline.timeline.Timeline`; its `bubble` is the part of
             the step that the stages spend without computing.
 
         Raises:
@@ -514,7 +528,7 @@ class Trainer(FitLoop, SavedModel):
 
         >>> print(trainer.timeline("step.png").bubble)  # doctest: +SKIP
         """
-        if not isinstance(self._plane, PipelinePlane):
+        if not isinstance(self._plane, PipelineEngine):
             raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")
         return self._plane.timeline(path)
 

@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.datasets import TranslationBatches, plan_batches, random_translation_batches
+from dtransformer.datasets import (
+    TranslationBatches,
+    plan_batches,
+    random_translation_batches,
+)
 from dtransformer.datasets.batching import length_buckets
 from tests.datasets.refused import refused
 

@@ -26,8 +26,14 @@ from dtransformer.datasets.embedded.noun_phrases import (
     noun_phrase,
     prepositional,
 )
-from dtransformer.datasets.embedded.noun_phrases import superlative as superlative_phrase
-from dtransformer.datasets.embedded.numerals import clock_time, english_number, french_number
+from dtransformer.datasets.embedded.noun_phrases import (
+    superlative as superlative_phrase,
+)
+from dtransformer.datasets.embedded.numerals import (
+    clock_time,
+    english_number,
+    french_number,
+)
 from dtransformer.errors import InputError
 
 I, YOU, HE, SHE, WE, THEY = (PRONOUNS[key] for key in ("I", "you", "he", "she", "we", "they"))

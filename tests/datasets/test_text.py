@@ -4,7 +4,13 @@ import gzip
 
 import pytest
 
-from dtransformer.datasets import clean_pairs, read_lines, read_pairs, read_tsv, write_sgm
+from dtransformer.datasets import (
+    clean_pairs,
+    read_lines,
+    read_pairs,
+    read_tsv,
+    write_sgm,
+)
 from tests.datasets.refused import refused
 
 LINES = ["One.", "Quoi\u00a0?", "", "a\u2028b\u0085c", "last"]

@@ -15,7 +15,7 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from tests.distributed import layouts
 from tests.distributed.jobs import Record
@@ -64,7 +64,7 @@ def new_trainer(network=NETWORK, seed=SEED):
 
 def losses(trainer, begin, number):
     """Train on some batches, all of one shape; return the losses of the steps."""
-    index, count = runtime.data_shard()
+    index, count = job.data_shard()
     whole = layouts.batches(2 * (begin + number), 61, seed=0)[2 * begin :: 2]
     ids = tf.TensorSpec([8 // count, None], "int32")
     data = tf.data.Dataset.from_generator(
@@ -94,7 +94,7 @@ def restore_all(folder, name):
     trainer, found = new_trainer(seed=OTHER_SEED), {}
     for saved in GRID:
         restored = trainer.restore(checkpoint_of(folder, saved))
-        assert restored.step == STEPS_BEFORE and runtime.seed() == SEED
+        assert restored.step == STEPS_BEFORE and job.seed() == SEED
         trainer.save(checkpoint_of(folder, saved, name))
         found[saved] = losses(trainer, STEPS_BEFORE, STEPS_AFTER)
     write(folder, f"{name}-restored", found)
@@ -102,7 +102,7 @@ def restore_all(folder, name):
 
 def shuffled_data():
     rng = np.random.default_rng(0)
-    index, count = runtime.data_shard()
+    index, count = job.data_shard()
     ids = [rng.integers(4, 61, rng.integers(1, 9)) for _ in range(40)]
     ids = tf.ragged.constant([row.tolist() for row in ids], "int32")
     return TranslationBatches(

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.parallel import collectives, groups, runtime
+from dtransformer.parallel import collectives, job
 from tests.tolerances import BLOCKS, NUMERIC_DERIVATIVE
 
 SHAPES = [(), (1,), (2, 3), (8, 10), (99, 77), (2, 4, 6, 8)]
@@ -155,10 +155,10 @@ def inputs(shape, dtype, count):
 @functools.cache
 def all_groups():
     """The whole job and groups that are not in order, the same on every rank."""
-    orders = {2: [(1, 0)], 3: [(2, 0), (1, 2, 0)], 4: [(3, 1), (2, 0, 3, 1)]}[runtime.size()]
-    made = [groups.whole_job(), *map(groups.new_group, orders)]
+    orders = {2: [(1, 0)], 3: [(2, 0), (1, 2, 0)], 4: [(3, 1), (2, 0, 3, 1)]}[job.size()]
+    made = [job.whole_job(), *map(job.new_group, orders)]
     for group in made:
-        groups.new_group((group.ranks[0], group.ranks[-1]))  # for send and recv
+        job.new_group((group.ranks[0], group.ranks[-1]))  # for send and recv
     return made
 
 
@@ -181,13 +181,13 @@ def compare(name, cases, group, how):
 
 def check_forward(name, how):
     for group in my_groups():
-        is_whole = group is groups.whole_job()
+        is_whole = group is job.whole_job()
         cases = [
             (shape, "float32", arguments)
             for shape in (SHAPES if is_whole and how is eager else SHAPES[-1:])
             for arguments in arguments_of(name, shape, group.size)
         ]
-        if is_whole and runtime.size() < 4:  # to save time
+        if is_whole and job.size() < 4:  # to save time
             shape = (group.size, 2 * group.size)
             *_, arguments = arguments_of(name, shape, group.size)
             dtypes = DTYPES[:-1] if "sum" in name else DTYPES
@@ -246,7 +246,7 @@ def check_gradient(name):
     expected = difference(loss)
     compare(gradient, expected, "float64", NUMERIC_DERIVATIVE)
     compare(compiled(gradient), expected, "float32", BLOCKS["float32"])
-    if runtime.size() != 3:  # to save time
+    if job.size() != 3:  # to save time
         return
     expected = difference(product)
     compare(second, expected, "float64", NUMERIC_DERIVATIVE)
@@ -264,7 +264,7 @@ for name in REFERENCE:
 
 def mine(values):
     """This rank's entry of a list that has one for each rank, repeating its last."""
-    return values[min(runtime.rank(), len(values) - 1)]
+    return values[min(job.rank(), len(values) - 1)]
 
 
 @check(2)
@@ -274,13 +274,13 @@ def ties_get_the_gradient_in_full():
         tape.watch(x)
         y = collectives.all_reduce_max(x)
     gradient = tape.gradient(y, x).numpy()
-    n = runtime.size()
+    n = job.size()
     expect(list(gradient) == [n, n, mine([0, n])], f"got {gradient}")
 
 
 @check(3)
 def a_wrong_argument():
-    n, x, ones = runtime.size(), tf.zeros([5, 7]), tf.ones([12, 24])
+    n, x, ones = job.size(), tf.zeros([5, 7]), tf.ones([12, 24])
     ranks = f"group of {n}"
     for name in ("gather", "all_gather", "scatter", "reduce_scatter_sum"):
         function = getattr(collectives, name)
@@ -304,14 +304,14 @@ def a_wrong_argument():
 
 @check(3)
 def a_rank_that_is_not_in_the_group():
-    group = groups.new_group([0])
-    if runtime.rank() > 0:
+    group = job.new_group([0])
+    if job.rank() > 0:
         for name in ("all_reduce_sum", "all_gather"):
             expect_error(
                 lambda: getattr(collectives, name)(tf.zeros([2]), group=group),
                 name,
                 "(2,)",
-                f"rank {runtime.rank()}",
+                f"rank {job.rank()}",
                 "not in the group",
             )
         expect_error(lambda: collectives.send(tf.zeros([2]), 0, group), "send", "not in the group")
@@ -348,7 +348,7 @@ def check_disagreement(function, *words):
     expect_error(compiled(function), *words)
     expect_error(compiled(function), *words)  # it is not forgotten
     y = collectives.all_reduce_sum(tf.ones([2]))  # and the group is as it was
-    expect_equal(y, np.full(2, runtime.size(), "f"), "after the error")
+    expect_equal(y, np.full(2, job.size(), "f"), "after the error")
 
 
 for name, arguments in DISAGREEMENTS.items():
@@ -360,7 +360,7 @@ def a_tape_on_one_rank_alone():
     def forward():
         x = tf.zeros([2])
         with tf.GradientTape() as tape:
-            if runtime.rank() == 0:
+            if job.rank() == 0:
                 tape.watch(x)
             return collectives.broadcast(x)
 
@@ -373,7 +373,7 @@ def unknown_dimensions_are_compared_when_it_runs():
     function = compiled(
         lambda x: collectives.all_gather(x, axis=1), input_signature=[tf.TensorSpec([2, None])]
     )
-    n = runtime.size()
+    n = job.size()
     expect_equal(function(tf.ones([2, 3])), np.ones([2, 3 * n], "f"), "of unknown dimension")
     error_type = tf.errors.FailedPreconditionError
     expect_error(lambda: function(tf.ones([2, mine([3, 4])])), "3", "4", error_type=error_type)
@@ -388,12 +388,12 @@ def a_function_that_one_rank_traces_anew():
     def total(local, common):
         return tf.reduce_sum(local) + tf.reduce_sum(collectives.all_reduce_sum(common))
 
-    n = runtime.size()
+    n = job.size()
     for length in ([2, 3], [4, 3], [4, 5]):
         y = total(tf.zeros(mine(length)), tf.ones([7]))
         expect_equal(y, np.float32(7 * n), "with another local shape")
     error_type = (ValueError, tf.errors.FailedPreconditionError)
-    words = ["all_reduce_sum", "(8,)", "does not trace"] if runtime.rank() == 0 else []
+    words = ["all_reduce_sum", "(8,)", "does not trace"] if job.rank() == 0 else []
     expect_error(lambda: total(tf.zeros([9]), tf.ones(mine([8, 7]))), *words, error_type=error_type)
     y = total(tf.zeros([9]), tf.ones([7]))
     expect_equal(y, np.float32(7 * n), "after the error")
@@ -401,8 +401,8 @@ def a_function_that_one_rank_traces_anew():
 
 @check(3)
 def wrong_pairs():
-    group = groups.new_group([0, 1])
-    rank = runtime.rank()
+    group = job.new_group([0, 1])
+    rank = job.rank()
     if rank < 2:
         x = tf.zeros([2 + rank])
 
@@ -423,29 +423,29 @@ def wrong_pairs():
 
 @check(4)
 def wrong_groups():
-    n, rank = runtime.size(), runtime.rank()
+    n = job.size()
     for ranks in ([], [0, 0], [0, n], [-1], ["0"], None, 1.5):
-        expect_error(lambda: groups.new_group(ranks), "rank", "group")
-    expect_error(lambda: groups.new_group([0, n]), str((0, n)), f"0 to {n - 1}")
+        expect_error(lambda: job.new_group(ranks), "rank", "group")
+    expect_error(lambda: job.new_group([0, n]), str((0, n)), f"0 to {n - 1}")
     for first, others in ([[0], [1]], [[0, 1], [1, 0]], [[0, 1], [0, n]], [[0], []]):
         ranks = mine([first, others])
-        expect_error(lambda: groups.new_group(ranks), str(tuple(first)), str(tuple(others)))
+        expect_error(lambda: job.new_group(ranks), str(tuple(first)), str(tuple(others)))
     setting = os.environ.pop("HOROVOD_DYNAMIC_PROCESS_SETS")
-    expect_error(lambda: groups.new_group([2, 3]), "HOROVOD_DYNAMIC", error_type=RuntimeError)
+    expect_error(lambda: job.new_group([2, 3]), "HOROVOD_DYNAMIC", error_type=RuntimeError)
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = setting
 
 
 @check(4)
 def groups_are_made_once():
-    n, rank = runtime.size(), runtime.rank()
-    first, again, turned = map(groups.new_group, ([0, 1], (0, 1), [1, 0]))
+    n, rank = job.size(), job.rank()
+    first, again, turned = map(job.new_group, ([0, 1], (0, 1), [1, 0]))
     expect(first is again, "the same ranks, another group")
     expect(first is not turned and turned.ranks == (1, 0), f"got {turned}")
     expect(first.process_set is turned.process_set, "one process set serves both orders")
     expect(first.index == (rank if rank < 2 else None), f"got {first.index}")
     expect(turned.index == (1 - rank if rank < 2 else None), f"got {turned.index}")
-    expect(groups.whole_job() is groups.new_group(range(n)), "the whole job is one group")
-    expect(groups.whole_job().size == n and groups.whole_job().index == rank, "the whole job")
+    expect(job.whole_job() is job.new_group(range(n)), "the whole job is one group")
+    expect(job.whole_job().size == n and job.whole_job().index == rank, "the whole job")
 
 
 # --- In a tf.function, TensorFlow must not take a collective for a pure function. ---
@@ -455,7 +455,7 @@ def groups_are_made_once():
 def constants_are_not_computed_beforehand():
     @compiled
     def function(x):
-        if runtime.rank() == 0:
+        if job.rank() == 0:
             return collectives.broadcast(x), collectives.broadcast(2 * x)
         return collectives.broadcast(tf.zeros([3])), collectives.broadcast(tf.zeros([3]))
 
@@ -471,9 +471,9 @@ def a_result_that_is_not_used_is_computed():
     def function(x):
         total = collectives.reduce_sum(x)
         everyone = collectives.all_gather(x)
-        return total if runtime.rank() == 0 else everyone
+        return total if job.rank() == 0 else everyone
 
-    n = runtime.size()
+    n = job.size()
     for _ in range(2):
         expected = mine([np.full(3, n, "f"), np.ones(3 * n, "f")])
         expect_equal(function(tf.ones([3])), expected, "what is used")
@@ -502,7 +502,7 @@ def a_function_inside_of_another_and_a_tape_around_it():
     def outer(x):
         return inner(x) + inner(2 * x) + tf.cond(x[0] > 0, lambda: inner(x), lambda: inner(3 * x))
 
-    n, x = runtime.size(), tf.ones([2])
+    n, x = job.size(), tf.ones([2])
     with tf.GradientTape() as tape:
         tape.watch(x)
         y = outer(x)
@@ -518,7 +518,7 @@ def a_loop():
             lambda i, x: i < 4, lambda i, x: (i + 1, collectives.all_reduce_sum(x)), [0, x]
         )[1]
 
-    expect_equal(power(tf.ones([])), np.float32(runtime.size() ** 4), "four times")
+    expect_equal(power(tf.ones([])), np.float32(job.size() ** 4), "four times")
 
 
 @check(2)
@@ -531,7 +531,7 @@ def recomputed_and_in_a_custom_gradient():
     def from_everyone(x):
         return collectives.all_reduce_sum(x), tf.identity
 
-    weight = tf.Variable(2.0 + runtime.rank())
+    weight = tf.Variable(2.0 + job.rank())
     block = tf.recompute_grad(lambda x: from_everyone(tf.tanh(to_everyone(x) * weight)))
 
     @compiled
@@ -541,11 +541,11 @@ def recomputed_and_in_a_custom_gradient():
             y = block(x)
         return tape.gradient(y, [x, weight])
 
-    x, scales = 0.3, 2.0 + np.arange(runtime.size())
+    x, scales = 0.3, 2.0 + np.arange(job.size())
     of_x, of_weight = gradients(tf.constant(x))
     slopes = 1 - np.tanh(x * scales) ** 2
     expect(abs(of_x - np.sum(scales * slopes)) < 1e-5, f"got {of_x}")
-    expect(abs(of_weight - x * slopes[runtime.rank()]) < 1e-5, f"got {of_weight}")
+    expect(abs(of_weight - x * slopes[job.rank()]) < 1e-5, f"got {of_weight}")
 
 
 def main(folder):
@@ -553,19 +553,19 @@ def main(folder):
     all_groups()
     results = {}
     for name, (sizes, function) in CHECKS.items():
-        if runtime.size() in sizes:
+        if job.size() in sizes:
             failures.clear()
             try:
                 function()
             except Exception:
                 failures.append(traceback.format_exc()[-3000:])
             results[name] = list(failures)
-    if runtime.size() % 2 == 0:
+    if job.size() % 2 == 0:
         example = pathlib.Path(__file__).parents[2] / "examples/hybrid_parallel.py"
         results["hybrid_losses"] = runpy.run_path(example)["train"](mp=2)
-    path = pathlib.Path(folder) / f"rank{runtime.rank()}.json"
+    path = pathlib.Path(folder) / f"rank{job.rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
-    runtime.barrier()
+    job.barrier()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import numpy as np
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint import writer
-from dtransformer.trainers.pipeline.step import Step
+from dtransformer.trainers.engines.pipeline_step import Step
 from tests.distributed.jobs import translation_model
 
 FAIL_IN_STEP = 5
@@ -36,9 +36,9 @@ class Fail(keras.callbacks.Callback):
         self.how = how
 
     def on_train_batch_end(self, batch, logs=None):
-        if runtime.is_chief():
+        if job.is_chief():
             print(f"step {batch + 1}", flush=True)
-        if batch + 1 < FAIL_IN_STEP or runtime.rank() != runtime.size() - 1:
+        if batch + 1 < FAIL_IN_STEP or job.rank() != job.size() - 1:
             return
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -50,7 +50,7 @@ class Fail(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Save, while the last rank is killed."""
         if self.how == "save" and batch == FAIL_IN_STEP:
-            if runtime.rank() == runtime.size() - 1:
+            if job.rank() == job.size() - 1:
                 writer._write_parts = lambda saving: os.kill(os.getpid(), signal.SIGKILL)
             folder = os.path.join(tempfile.gettempdir(), "dtransformer-failing-save")
             self.model.save(folder, wait=False)
@@ -67,7 +67,7 @@ def main(how, axis):
     model.build()
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
-    length = 8 + 8 * (how == "shapes" and runtime.rank() == 1)
+    length = 8 + 8 * (how == "shapes" and job.rank() == 1)
     ids = np.full((16 * 50, length), 5, "int32")
     inputs = {"source": ids, "target": ids}
     trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=[Fail(how)])

@@ -7,7 +7,7 @@ import tensorflow as tf
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
 
 VOCAB, STEPS, BATCH = 60, 20, 8
@@ -43,7 +43,7 @@ def share(batches, weighted=False):
 
     Weighted, sample weights tell what is padding, as a plain Keras loss needs it.
     """
-    index, count = runtime.data_shard()
+    index, count = job.data_shard()
 
     def examples():
         for batch in batches:
@@ -129,7 +129,7 @@ class HitRate(keras.metrics.Metric):
 
 
 def plain_keras():
-    keras.utils.set_random_seed(runtime.rank())  # rank 0's weights have to win
+    keras.utils.set_random_seed(job.rank())  # rank 0's weights have to win
     return train(
         Classifier(),
         keras.optimizers.SGD(0.1),
@@ -157,7 +157,7 @@ def overflow():
     result = {"weights_by_step": []}
     for step in range(5):
         x = np.ones((2, 4), "float16")
-        if step == 2 and runtime.rank() == runtime.size() - 1:
+        if step == 2 and job.rank() == job.size() - 1:
             x[0, 0] = np.inf
         logs = trainer.train_on_batch(x, np.zeros((2, 4), "float32"), return_dict=True)
         result["weights_by_step"].append(trainer.network.get_weights()[0].tolist())
@@ -176,7 +176,7 @@ def sharded(job, level, **fields):
 
 def in_micro_batches(job):
     """Run a job as it is alone, and in micro-batches on several ranks."""
-    with parallel_config(micro_batch_num=2 if runtime.size() > 1 else 1):
+    with parallel_config(micro_batch_num=2 if job.size() > 1 else 1):
         return job()
 
 

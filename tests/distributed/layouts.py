@@ -22,7 +22,8 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel import runtime, variables
+from dtransformer.parallel import job
+from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from tests.distributed.jobs import STEPS, Record, translation_model
 from tests.distributed.launch import launch
@@ -262,7 +263,7 @@ def share(network, num_batches, vocab_size, seed=0):
 
     The networks for pipelines have batches that can be divided into micro-batches.
     """
-    index, count = runtime.data_shard()
+    index, count = job.data_shard()
     whole = batches(num_batches, vocab_size, seed, same_rows=network in DEEP_NETWORKS)
     ids = tf.TensorSpec([None, None], "int32")
     data = tf.data.Dataset.from_generator(
@@ -291,7 +292,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     data = share(network, num_steps, model.vocab_size)
     trainer.fit(data, callbacks=[record], verbose=0)
     results["losses"] = np.array([logs["step_loss"] for logs in record.logs])
-    shards = variables.own_shards(model.variables)
+    shards = own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
     memory = trainer.memory_report()
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
@@ -483,7 +484,7 @@ def main():
             print(f"{run} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             failed = True
         else:
-            np.savez(result_file(arguments.folder, network, layout, runtime.rank()), **results)
+            np.savez(result_file(arguments.folder, network, layout, job.rank()), **results)
     dtransformer.shutdown()  # waits for ranks that are still reading
     sys.exit(failed)
 

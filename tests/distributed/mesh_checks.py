@@ -17,8 +17,11 @@ import tensorflow as tf
 import dtransformer
 from dtransformer import TransformerRecomputeConfig, layers
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import layout, variables
-from dtransformer.parallel.computation import MeshFunction, put_rows, put_whole, whole
+from dtransformer.parallel import job
+from dtransformer.parallel.dtensor.batch import local_value, put_replicated, put_sharded
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from tests.distributed.jobs import translation_model
 from tests.tolerances import PARITY_LOSS
@@ -392,11 +395,13 @@ def single_layers_by_columns_and_rows():
             return y, tape.gradient(loss, x)
 
         inputs = x if rank == 3 else x[:, 0]
-        if layout.get_mesh() is None:
+        if job.mesh() is None:
             return run(tf.constant(inputs))
-        pinned = lambda x: [layout.pin(part, (None,) * rank) for part in run(x)]
+        pinned = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
         read = [*first.variables, *second.variables]
-        return [whole(part) for part in MeshFunction(pinned, read, True)(put_whole(inputs))]
+        return [
+            local_value(part) for part in MeshFunction(pinned, read, True)(put_replicated(inputs))
+        ]
 
     for rank in (2, 3):
         alone = [outputs(kinds, rank) for kinds in parts]
@@ -420,8 +425,8 @@ def a_variable_on_the_mesh_is_read_and_set_as_a_whole():
     np.testing.assert_array_equal(kernel.numpy(), value)
     np.testing.assert_array_equal(np.asarray(kernel), value)
     np.testing.assert_array_equal(kernel.shards[2].numpy(), value[:, 2 * H : 3 * H])
-    assert variables.own_shards([kernel]) == kernel.shards
-    put_rows(value)
+    assert own_shards([kernel]) == kernel.shards
+    put_sharded(value)
     _raises(RuntimeError, ["through its Trainer"], tf.function(lambda: kernel.value + 0))
 
 

@@ -8,16 +8,16 @@ import pathlib
 import sys
 
 import dtransformer
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 from tests.distributed.jobs import JOBS
 
 
 def main(folder, *names):
     dtransformer.init()
     results = {name: JOBS[name]() for name in names or JOBS}
-    path = pathlib.Path(folder) / f"rank{runtime.rank()}.json"
+    path = pathlib.Path(folder) / f"rank{job.rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
-    runtime.barrier()
+    job.barrier()
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.base import Layer
 from dtransformer.models import CausalLM
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.pipeline.step import Step
+from dtransformer.trainers.engines.pipeline_step import Step
 from tests.distributed import jobs
 
 NUM_STAGES, ROWS, WIDTH, VOCAB = 2, 8, 6, 12
@@ -29,7 +29,7 @@ SECONDS = 2e-3  # most that a stage sleeps before an instruction
 
 def start(**fields):
     """Join the job as a pipeline; alone as one process that takes the same micro-batches."""
-    stages = NUM_STAGES if runtime.size() > 1 else 1
+    stages = NUM_STAGES if job.size() > 1 else 1
     if stages == 1:
         fields = {"micro_batch_num": fields.get("micro_batch_num", 1)}
     dtransformer.init(dtransformer.TransformerOpParallelConfig(pipeline_stage=stages, **fields))
@@ -117,7 +117,7 @@ def keras_metrics():
 def losses_of_sleepy_stages(num_runs):
     """Losses of runs of ten steps, without sleeps and with them, for each schedule."""
     run, result = Step.run, {}
-    rng = random.Random(runtime.rank())
+    rng = random.Random(job.rank())
 
     def sleepy(step, instruction):
         time.sleep(rng.random() * SECONDS)
@@ -183,7 +183,7 @@ def errors():
     ):
         trainer = Trainer(small_model())
         trainer.compile("adam", CrossEntropyLoss())
-        if name == "order" and runtime.rank():
+        if name == "order" and job.rank():
             x, y = x[::-1], y[::-1]
         try:
             trainer.fit(x[:rows], y[:rows], verbose=0, **options)
@@ -199,7 +199,7 @@ def main(folder, num_runs=12):
     dtransformer.init()
     results = {name: job() for name, job in JOBS.items()}
     results["losses_of_sleepy_stages"] = losses_of_sleepy_stages(int(num_runs))
-    path = pathlib.Path(folder) / f"rank{runtime.rank()}.json"
+    path = pathlib.Path(folder) / f"rank{job.rank()}.json"
     path.write_text(json.dumps(results), encoding="utf-8")
     dtransformer.shutdown()
 

@@ -9,18 +9,19 @@ import tensorflow as tf
 
 import dtransformer
 import dtransformer.trainers
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers.checkpoint import writer
 from tests.distributed import jobs
 
 
 def different_configs():
-    groups = 4 + runtime.rank()
+    groups = 4 + job.rank()
     dtransformer.init(dtransformer.TransformerOpParallelConfig(gradient_aggregation_group=groups))
 
 
 def different_seeds():
-    dtransformer.init(seed=runtime.rank())
+    dtransformer.init(seed=job.rank())
 
 
 def wrong_product():
@@ -30,15 +31,15 @@ def wrong_product():
 def different_numbers_of_batches():
     trainer = dtransformer.trainers.Trainer(jobs.translation_model())
     trainer.compile()
-    batches = jobs.share(jobs.global_batches(2 + runtime.rank()))
-    number = tf.data.experimental.assert_cardinality(2 + runtime.rank())
+    batches = jobs.share(jobs.global_batches(2 + job.rank()))
+    number = tf.data.experimental.assert_cardinality(2 + job.rank())
     trainer.fit(batches.apply(number), verbose=0)
 
 
 def checkpoints():
     """Return actions with checkpoints; each leaves the one that there is as it is."""
     folder = pathlib.Path(tempfile.gettempdir()) / f"wrong-{os.getppid()}"
-    folder = pathlib.Path(runtime.horovod().broadcast_object(str(folder), name="folder"))
+    folder = pathlib.Path(from_chief(lambda: str(folder), "folder"))
     trainer = dtransformer.trainers.Trainer(jobs.translation_model())
     trainer.compile("adam")
     trainer.save(folder / "good")
@@ -46,7 +47,7 @@ def checkpoints():
 
     def part_that_cannot_be_written():
         def fail(saving):
-            if runtime.rank() == 1:
+            if job.rank() == 1:
                 raise OSError("no space is left")
             return write(saving)
 
@@ -61,16 +62,16 @@ def checkpoints():
 
     def lost_part():
         part = folder / "good" / "state.data-00001-of-00002"
-        if runtime.is_chief():
+        if job.is_chief():
             part.rename(folder / "part")
-        runtime.barrier()
+        job.barrier()
         try:
             trainer.restore(folder / "good")
         finally:
-            runtime.barrier()
-            if runtime.is_chief():
+            job.barrier()
+            if job.is_chief():
                 (folder / "part").rename(part)
-            runtime.barrier()
+            job.barrier()
 
     def other_network():
         other = dtransformer.trainers.Trainer(jobs.translation_model(hidden_size=32))
@@ -79,7 +80,7 @@ def checkpoints():
 
     def all_is_well():
         trainer.restore(folder / "good")
-        if runtime.is_chief():
+        if job.is_chief():
             shutil.rmtree(folder)
         raise ValueError("in the end")
 
@@ -97,7 +98,7 @@ def main():
             action()
         except ValueError as error:
             print(f"{action.__name__}: {error}", flush=True)
-    runtime.barrier()
+    job.barrier()
 
 
 if __name__ == "__main__":

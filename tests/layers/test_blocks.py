@@ -15,7 +15,13 @@ from dtransformer.layers import (
 )
 from tests.layers import reference, reference_blocks
 from tests.layers import reference_weights as weights_of
-from tests.layers.reference_compare import POLICIES, assign, compare, dtype_policy, each_policy
+from tests.layers.reference_compare import (
+    POLICIES,
+    assign,
+    compare,
+    dtype_policy,
+    each_policy,
+)
 from tests.tolerances import BLOCKS, assert_all_close
 
 NO_DROPOUT = dict(attention_dropout_rate=0.0, hidden_dropout_rate=0.0)

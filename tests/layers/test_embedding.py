@@ -5,7 +5,12 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig, parallel_config
-from dtransformer.layers import CrossEntropyLoss, PositionEmbedding, VocabEmbedding, VocabHead
+from dtransformer.layers import (
+    CrossEntropyLoss,
+    PositionEmbedding,
+    VocabEmbedding,
+    VocabHead,
+)
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy

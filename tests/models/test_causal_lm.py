@@ -9,8 +9,7 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel import stages
-from dtransformer.parallel.stage_plan import StagePlan, StageView
+from dtransformer.parallel.pipeline import dataflow, placement
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
 from tests.tolerances import BLOCKS, assert_all_close
@@ -396,14 +395,14 @@ def test_stages_together_are_the_network(variant, num_stages):
     with parallel_config(pipeline_stage=num_stages):
         model = small_model(variant, num_layers=3)
         model.build()
-        plan = StagePlan.of_network(model, ids, num_stages)
+        plan = dataflow.Dataflow.of_network(model, ids, num_stages)
     expected = model(ids).numpy()
     # Nothing but the residual stream goes on; a tied table is copied.
     for stage in range(num_stages - 1):
         assert [value.shape for value in plan.sent_after(stage)] == [(3, 8, 16)]
     received = {}
     for stage in range(num_stages):
-        with stages.view(StageView(stage, plan, received)) as view:
+        with placement.view(dataflow.StageView(stage, plan, received)) as view:
             logits = model(ids)
         received = view.sent
     np.testing.assert_array_equal(logits, expected)

@@ -5,21 +5,15 @@ import pytest
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.parallel import collectives, groups
-
-
-@pytest.fixture(autouse=True)
-def forget_groups():
-    yield
-    groups.forget()
+from dtransformer.parallel import collectives, job
 
 
 def test_the_group_of_one():
-    group = groups.new_group([0])
+    group = job.new_group([0])
     assert (group.ranks, group.size, group.index, group.process_set) == ((0,), 1, 0, None)
-    assert groups.new_group(np.arange(1)) is group is groups.whole_job()
+    assert job.new_group(np.arange(1)) is group is job.whole_job()
     dtransformer.init()
-    assert groups.whole_job() == group
+    assert job.whole_job() == group
 
 
 @pytest.mark.parametrize(
@@ -36,7 +30,7 @@ def test_the_group_of_one():
 )
 def test_wrong_groups(ranks, words):
     with pytest.raises(ValueError) as caught:
-        groups.new_group(ranks)
+        job.new_group(ranks)
     assert all(word in str(caught.value) for word in words)
 
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from dtransformer.layers import Layer, Linear, RMSNorm
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.layout import LOGICAL_AXES, check_axes, constrain
+from dtransformer.parallel.axis_rules import LOGICAL_AXES, check_axes, constrain
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 import dtransformer
 from dtransformer import TransformerOpParallelConfig, TransformerRecomputeConfig
-from dtransformer.parallel import runtime
+from dtransformer.parallel import job, seeds, validators
 from dtransformer.parallel.topology import Topology
 
 
@@ -15,18 +15,18 @@ def leave_the_job():
 
 
 def test_alone():
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
     topology = dtransformer.init(seed=7)
-    assert runtime.is_initialized()
-    assert topology == Topology() == runtime.topology() and str(topology) == "one rank"
+    assert job.is_initialized()
+    assert topology == Topology() == job.topology() and str(topology) == "one rank"
     assert (dtransformer.rank(), dtransformer.size(), dtransformer.local_rank()) == (0, 1, 0)
     assert dtransformer.is_chief()
-    assert runtime.data_shard() == (0, 1)
-    assert runtime.seed() == 7
+    assert job.data_shard() == (0, 1)
+    assert job.seed() == 7
     assert dtransformer.get_parallel_config().data_parallel == 1, "it is known from now on"
-    runtime.barrier()  # of one: returns
+    job.barrier()  # of one: returns
     dtransformer.shutdown()
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
     dtransformer.shutdown()  # a second time does nothing
     dtransformer.init()  # and a job can be joined again
     assert dtransformer.rank() == 0
@@ -34,7 +34,7 @@ def test_alone():
 
 def test_before_init_a_process_is_alone():
     assert (dtransformer.rank(), dtransformer.size(), dtransformer.is_chief()) == (0, 1, True)
-    assert runtime.data_shard() == (0, 1)
+    assert job.data_shard() == (0, 1)
 
 
 def test_init_makes_the_config_the_global_one():
@@ -50,7 +50,7 @@ def test_init_makes_the_config_the_global_one():
 def test_init_without_a_seed_keeps_the_one_that_was_set():
     dtransformer.set_seed(11)
     dtransformer.init()
-    assert runtime.seed() == 11
+    assert job.seed() == 11
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
         dtransformer.init(TransformerOpParallelConfig(**fields))
     assert all(number in str(caught.value) for number in numbers)
     assert "horovodrun -np" in str(caught.value) and "\n" not in str(caught.value)
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
     assert dtransformer.get_parallel_config() is before
 
 
@@ -82,7 +82,7 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
 def test_a_setting_that_is_not_carried_out_is_refused(fields):
     (name, value), *_ = fields.items()
     with pytest.raises(NotImplementedError, match=f"{name}=") as caught:
-        runtime.check_supported(TransformerOpParallelConfig(**fields))
+        validators.check_supported(TransformerOpParallelConfig(**fields))
     assert str(value) in str(caught.value), "the message says what came"
 
 
@@ -102,7 +102,7 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
     ids=str,
 )
 def test_what_is_carried_out(fields):
-    runtime.check_supported(TransformerOpParallelConfig(**fields))
+    validators.check_supported(TransformerOpParallelConfig(**fields))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_carried_out(fields):
 def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     (name, value), *_ = fields.items()
     with pytest.raises(ValueError, match=f"{name}={value} does not work with pipeline_stage=2: "):
-        runtime.check_supported(
+        validators.check_supported(
             TransformerOpParallelConfig(pipeline_stage=2, micro_batch_num=2, **fields)
         )
 
@@ -127,13 +127,13 @@ def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
 )
 def test_a_pipeline_that_cannot_work_is_refused_at_once(fields, words):
     with pytest.raises(ValueError, match=words):
-        runtime.check_supported(TransformerOpParallelConfig(**fields))
+        validators.check_supported(TransformerOpParallelConfig(**fields))
 
 
 def test_init_refuses_what_is_not_carried_out_and_stays_outside():
     with pytest.raises(NotImplementedError, match="expert_parallel=2"):
         dtransformer.init(TransformerOpParallelConfig(expert_parallel=2))
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
     assert dtransformer.get_parallel_config().expert_parallel == 1
 
 
@@ -141,14 +141,14 @@ def test_init_refuses_what_is_not_carried_out_and_stays_outside():
 def test_a_config_of_another_type(wrong):
     with pytest.raises(TypeError, match="TransformerOpParallelConfig"):
         dtransformer.init(wrong)
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**31, 2**63])
 def test_seeds(value):
     dtransformer.set_seed(value)
-    assert runtime.seed() == value
-    assert 0 <= runtime.derived_seed("a weight") < 2**31
+    assert job.seed() == value
+    assert 0 <= seeds.derived_seed("a weight") < 2**31
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,14 @@ def test_wrong_seeds_are_refused_and_the_old_one_stays(value, error):
     dtransformer.set_seed(5)
     with pytest.raises(error, match=f"seed.*{value}"):
         dtransformer.set_seed(value)
-    assert runtime.seed() == 5
+    assert job.seed() == 5
 
 
 @pytest.mark.parametrize("value", ["1", True, -1])
 def test_init_with_a_wrong_seed_joins_nothing(value):
     with pytest.raises((TypeError, ValueError), match="seed"):
         dtransformer.init(TransformerOpParallelConfig(gradient_aggregation_group=2), seed=value)
-    assert not runtime.is_initialized()
+    assert not job.is_initialized()
     assert dtransformer.get_parallel_config() == TransformerOpParallelConfig()
 
 
@@ -175,13 +175,13 @@ def test_derived_seeds_depend_on_the_seed_and_the_names_only():
     derived = {}
     for seed in (0, 1, 2):
         dtransformer.set_seed(seed)
-        derived[seed] = [runtime.derived_seed(*name) for name in names]
+        derived[seed] = [seeds.derived_seed(*name) for name in names]
         with dtransformer.parallel_config(model_parallel=4):
-            assert derived[seed] == [runtime.derived_seed(*name) for name in names]
+            assert derived[seed] == [seeds.derived_seed(*name) for name in names]
     assert len({seed for seeds in derived.values() for seed in seeds}) == 3 * len(names)
 
 
 def test_derived_seeds_stay_the_same_for_ever():
     """Or a run of an earlier version could not be repeated."""
     dtransformer.set_seed(0)
-    assert runtime.derived_seed("transformer/encoder/block_0/attention/query_kernel") == 1354898919
+    assert seeds.derived_seed("transformer/encoder/block_0/attention/query_kernel") == 1354898919

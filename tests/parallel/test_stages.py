@@ -7,8 +7,7 @@ import tensorflow as tf
 from dtransformer import parallel_config
 from dtransformer.layers.block import spread_evenly
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel import stages
-from dtransformer.parallel.stage_plan import StagePlan, StageView
+from dtransformer.parallel.pipeline import dataflow, placement
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 2, "decoder_layers": 2}
 INPUTS = {"source": tf.reshape(tf.range(1, 16), [3, 5]), "target": tf.reshape(tf.range(12), [3, 4])}
@@ -19,7 +18,7 @@ def network_and_plan(num_stages, **options):
     with parallel_config(pipeline_stage=num_stages):
         network = TranslationTransformer(20, dropout_rate=0.0, **SIZES, **options)
         network.build()
-        return network, StagePlan.of_network(network, INPUTS, num_stages)
+        return network, dataflow.Dataflow.of_network(network, INPUTS, num_stages)
 
 
 def passed(plan):
@@ -69,7 +68,7 @@ def test_stages_together_are_the_network(num_stages, options):
         for stage in range(num_stages):
             names = [value.name for value in plan.received_by(stage)]
             assert sorted(received) == sorted(names)
-            with stages.view(StageView(stage, plan, received)) as view:
+            with placement.view(dataflow.StageView(stage, plan, received)) as view:
                 outputs = network(INPUTS)
             received = view.sent
         loss = tf.reduce_sum(outputs**2)
@@ -104,4 +103,4 @@ def test_a_layer_with_weights_and_without_a_place_is_an_error():
     with parallel_config(pipeline_stage=2):
         network = WithMore(**SIZES)
         with pytest.raises(ValueError, match="more has weights, but no place in the pipeline"):
-            StagePlan.of_network(network, INPUTS, 2)
+            dataflow.Dataflow.of_network(network, INPUTS, 2)

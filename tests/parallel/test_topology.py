@@ -65,15 +65,17 @@ def test_groups_partition_the_ranks(shape, axes):
 def test_ranks_0_and_4_of_8_hold_the_same_slices():
     topology = Topology(data=2, model=4)
     assert topology.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert topology.island(5) == (4, 5, 6, 7)
+    assert topology.model_parallel_group(5) == (4, 5, 6, 7)
     assert topology.coordinates(4) == {"stage": 0, "data": 1, "context": 0, "model": 0}
 
 
-def test_islands_and_stages_of_a_pipeline():
-    """Two stages of two islands of two: a stage's next one is half the job away."""
+def test_meshes_and_stages_of_a_pipeline():
+    """Two stages of two meshes of two: a stage's next one is half the job away."""
     topology = Topology(stage=2, data=2, model=2)
-    islands = tuple(dict.fromkeys(topology.island(rank) for rank in range(topology.size)))
-    assert islands == ((0, 1), (2, 3), (4, 5), (6, 7))
+    meshes = tuple(
+        dict.fromkeys(topology.model_parallel_group(rank) for rank in range(topology.size))
+    )
+    assert meshes == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert topology.groups("stage") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert topology.groups("data") == ((0, 2), (1, 3), (4, 6), (5, 7))
 
@@ -100,7 +102,11 @@ def test_from_a_config_that_does_not_fit_the_job():
 @pytest.mark.parametrize("rank", [-1, 8, 100])
 def test_a_rank_that_does_not_exist(rank):
     topology = Topology(data=2, model=4)
-    for ask in (topology.coordinates, topology.island, lambda r: topology.group(r, "data")):
+    for ask in (
+        topology.coordinates,
+        topology.model_parallel_group,
+        lambda r: topology.group(r, "data"),
+    ):
         with pytest.raises(ValueError, match=f"{rank}.*8 ranks"):
             ask(rank)
 
@@ -131,7 +137,7 @@ def test_what_is_printed():
 
 
 @pytest.mark.parametrize(
-    "fields, islands, data_groups, shards",
+    "fields, meshes, data_groups, shards",
     [
         # One device a rank.
         (
@@ -154,11 +160,11 @@ def test_what_is_printed():
         ),
     ],
 )
-def test_islands_data_groups_and_shares(fields, islands, data_groups, shards):
+def test_meshes_data_groups_and_shares(fields, meshes, data_groups, shards):
     topology = Topology(**fields)
     ranks = range(topology.num_ranks)
-    assert tuple(dict.fromkeys(map(topology.island, ranks))) == islands
-    assert tuple(dict.fromkeys(map(topology.data_group, ranks))) == data_groups
+    assert tuple(dict.fromkeys(map(topology.model_parallel_group, ranks))) == meshes
+    assert tuple(dict.fromkeys(map(topology.data_parallel_group, ranks))) == data_groups
     assert [topology.data_shard(rank) for rank in ranks] == shards
 
 

@@ -11,8 +11,13 @@ import pytest
 import sacrebleu
 import tensorflow as tf
 
-from dtransformer.parallel import runtime
-from dtransformer.trainers.callbacks import LossMonitor, MetricsFile, SacreBleu, StepTimer
+from dtransformer.parallel import job
+from dtransformer.trainers.callbacks import (
+    LossMonitor,
+    MetricsFile,
+    SacreBleu,
+    StepTimer,
+)
 
 STEPS = 6
 SOURCES = ["un chat dort", "le chien mange une pomme rouge"]
@@ -29,7 +34,7 @@ def model():
 @pytest.fixture
 def another_rank(monkeypatch):
     """`is_chief` answers what it answers on every rank but the first."""
-    monkeypatch.setattr(runtime, "is_chief", lambda: False)
+    monkeypatch.setattr(job, "is_chief", lambda: False)
 
 
 def fit(model, *callbacks, epochs=1, **options):

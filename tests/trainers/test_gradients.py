@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.objective import KerasObjective, as_objective, hits
+from dtransformer.trainers.token_loss import KerasTokenLoss, as_token_loss, hits
 from tests.tolerances import TRAINING
 
 
@@ -126,7 +126,7 @@ class TestKerasObjective:
         y, p = rng.standard_normal((2, 5, 3)).astype("float32")
         for name, make in self.LOSSES.items():
             loss = make()
-            values, weights = as_objective(loss).per_token(tf.constant(p), tf.constant(y))
+            values, weights = as_token_loss(loss).per_token(tf.constant(p), tf.constant(y))
             assert values.shape == weights.shape == (5,), name
             np.testing.assert_array_equal(weights, 1.0)
             expected = keras.losses.get(loss)(y, p)
@@ -140,7 +140,7 @@ class TestKerasObjective:
         labels = tf.constant(rng.integers(0, 5, (2, 4)), "int32")
         given = rng.uniform(0, 2, weight_shape).astype("float32")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        values, weights = as_objective(loss).per_token(logits, labels, tf.constant(given))
+        values, weights = as_token_loss(loss).per_token(logits, labels, tf.constant(given))
         expected = np.broadcast_to(given.reshape(*weight_shape, *[1] * (2 - given.ndim)), (2, 4))
         np.testing.assert_allclose(weights, expected)
         log_p = tf.nn.log_softmax(logits).numpy()
@@ -152,7 +152,7 @@ class TestKerasObjective:
         embedding = keras.layers.Embedding(6, 5, mask_zero=True)
         labels = tf.constant([[1, 2, 0], [3, 0, 0]])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        objective = as_objective(loss)
+        objective = as_token_loss(loss)
         _, weights = objective.per_token(embedding(labels), labels)
         np.testing.assert_array_equal(weights, [[1, 1, 0], [1, 0, 0]])
         given = tf.constant([[2.0, 3.0, 4.0], [5.0, 6.0, 7.0]])
@@ -163,7 +163,7 @@ class TestKerasObjective:
     def test_16_bit_outputs_are_compared_in_float32(self, dtype):
         """The square of 1,000 is no float16."""
         outputs = tf.constant([[1000.0]], dtype)
-        values, weights = as_objective("mse").per_token(outputs, tf.constant([[0.0]]))
+        values, weights = as_token_loss("mse").per_token(outputs, tf.constant([[0.0]]))
         assert values.dtype == weights.dtype == tf.float32
         np.testing.assert_array_equal(values, [1e6])
 
@@ -171,14 +171,14 @@ class TestKerasObjective:
     def test_other_reductions_are_refused(self, reduction):
         loss = keras.losses.MeanSquaredError(reduction=reduction, name="the_loss")
         with pytest.raises(ValueError, match=f"the_loss.*{reduction}.*sum_over_batch_size"):
-            KerasObjective(loss)
+            KerasTokenLoss(loss)
 
     @pytest.mark.parametrize("loss", [{"output": "mse"}, ["mse"], ("mse", "mae")])
     def test_several_losses_are_refused(self, loss):
         with pytest.raises(ValueError, match="one loss"):
-            as_objective(loss)
+            as_token_loss(loss)
 
     def test_an_objective_is_taken_as_it_is(self):
         loss = CrossEntropyLoss()
-        assert as_objective(loss) is loss
-        assert as_objective(objective := KerasObjective(keras.losses.Huber())) is objective
+        assert as_token_loss(loss) is loss
+        assert as_token_loss(objective := KerasTokenLoss(keras.losses.Huber())) is objective

@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.parallel.slices import slice_size
-from dtransformer.trainers.flat_variable import FlatVariable
+from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.zero.flat_parameter import FlatParameter
+from dtransformer.parallel.zero.partition import Partition
 from dtransformer.trainers.loss_scale import LossScale
-from dtransformer.trainers.shard import ShardPlan
-from dtransformer.trainers.update import UpdatePlane, check_elementwise
+from dtransformer.trainers.sharded_optimizer import ShardedOptimizer, check_elementwise
 
 WEIGHTS = [
     ("encoder/kernel", (512, 100), 4, False),
@@ -22,7 +22,7 @@ WEIGHTS = [
 
 
 def plan(num_slices=4, **fields):
-    return ShardPlan.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_slices)
+    return Partition.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_slices)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
@@ -77,7 +77,7 @@ def test_an_optimizer_updates_slices_as_it_does_wholes(name, compiled):
         optimizer.apply([tf.constant(gradient)], [whole])
 
     owners = [keras.Variable(start, name="kernel"), keras.Variable(start, name="bias")]
-    flat = [FlatVariable(owner, 10) for owner in owners]
+    flat = [FlatParameter(owner, 10) for owner in owners]
     sliced = OPTIMIZERS[name]()
     sliced.exclude_from_weight_decay(var_names=["bias"])
     sliced.build(flat)
@@ -100,7 +100,9 @@ def test_an_optimizer_updates_slices_as_it_does_wholes(name, compiled):
 
 
 def test_states_are_as_large_as_slices():
-    variable = FlatVariable(keras.Variable(np.zeros((5, 3), "float32")), slice_size(15, 4))
+    variable = FlatParameter(
+        keras.Variable(np.zeros((5, 3), "float32")), flat_shards.shard_size(15, 4)
+    )
     optimizer = keras.optimizers.AdamW()
     optimizer.build([variable])
     assert [v.shape for v in optimizer.variables if v.shape.rank] == [(4,), (4,)]
@@ -144,7 +146,7 @@ class TestLossScale:
 def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
-    plane = UpdatePlane(optimizer, [weight], [None], compiles=False)
+    plane = ShardedOptimizer(optimizer, [weight], [None], compiles=False)
     norm = plane.apply(plane.reduce([tf.constant([4.0, 8.0, 8.0])]))
     assert float(norm) == pytest.approx(3.0)
     np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])

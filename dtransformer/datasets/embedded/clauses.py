@@ -1,6 +1,12 @@
 """Random clauses: who does what, when and where, with words that go together."""
 
-from dtransformer.datasets.embedded import circumstances, grammar, lexicon, phrases, verbs
+from dtransformer.datasets.embedded import (
+    circumstances,
+    grammar,
+    lexicon,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause
 from dtransformer.datasets.embedded.noun_phrases import (

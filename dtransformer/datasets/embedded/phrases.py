@@ -9,7 +9,11 @@ from dtransformer.datasets.embedded import (
     numerals,
 )
 from dtransformer.datasets.embedded.draw import Weighted
-from dtransformer.datasets.embedded.noun_phrases import Phrase, noun_phrase, prepositional
+from dtransformer.datasets.embedded.noun_phrases import (
+    Phrase,
+    noun_phrase,
+    prepositional,
+)
 
 OWNERS = ("my", "your", "his", "her", "our", "their")
 

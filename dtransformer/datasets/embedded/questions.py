@@ -12,7 +12,12 @@ from dtransformer.datasets.embedded import (
     verbs,
 )
 from dtransformer.datasets.embedded.grammar import Clause, sentence
-from dtransformer.datasets.embedded.noun_phrases import PRONOUNS, Phrase, noun_phrase, prepositional
+from dtransformer.datasets.embedded.noun_phrases import (
+    PRONOUNS,
+    Phrase,
+    noun_phrase,
+    prepositional,
+)
 
 # Subjects for the pronoun behind the French verb; "ai-je" is not said.
 _ASKED = tuple(PRONOUNS[key] for key in ("you", "you", "he", "she", "they"))

@@ -1,6 +1,12 @@
 """Requests, orders and proposals: each function returns a random (English, French) sentence."""
 
-from dtransformer.datasets.embedded import circumstances, clauses, grammar, phrases, verbs
+from dtransformer.datasets.embedded import (
+    circumstances,
+    clauses,
+    grammar,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.grammar import Clause, sentence
 from dtransformer.datasets.embedded.noun_phrases import PRONOUNS, Phrase
 

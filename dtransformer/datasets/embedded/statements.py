@@ -1,9 +1,21 @@
 """Statements of what people do, have and like: each function returns a random sentence pair."""
 
-from dtransformer.datasets.embedded import circumstances, clauses, grammar, lexicon, phrases, verbs
+from dtransformer.datasets.embedded import (
+    circumstances,
+    clauses,
+    grammar,
+    lexicon,
+    phrases,
+    verbs,
+)
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause, sentence, told
-from dtransformer.datasets.embedded.noun_phrases import Phrase, joined, noun_phrase, prepositional
+from dtransformer.datasets.embedded.noun_phrases import (
+    Phrase,
+    joined,
+    noun_phrase,
+    prepositional,
+)
 
 _FRONTED = frozenset(
     time for kind in ("past day", "future day") for time in circumstances.TIMES[kind]

@@ -12,7 +12,11 @@ from dtransformer.datasets.embedded import (
 )
 from dtransformer.datasets.embedded.draw import Weighted
 from dtransformer.datasets.embedded.grammar import Clause, sentence, told
-from dtransformer.datasets.embedded.noun_phrases import Phrase, noun_phrase, prepositional
+from dtransformer.datasets.embedded.noun_phrases import (
+    Phrase,
+    noun_phrase,
+    prepositional,
+)
 
 _POSITIONS = (
     ("on", "sur"),

@@ -8,8 +8,8 @@ import warnings
 import keras
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import from_chief
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import files
 
@@ -160,7 +160,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
 
     def _remove_old(self):
         """Remove all checkpoints but the newest ones and the best."""
-        if self.keep is None or not runtime.is_chief():
+        if self.keep is None or not job.is_chief():
             return
         try:
             saved = files.saved_steps(self.folder)

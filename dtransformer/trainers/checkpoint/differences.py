@@ -1,6 +1,6 @@
 """What of the state of all ranks a file has, and what not."""
 
-from dtransformer.parallel.agreement import all_gather_json
+from dtransformer.parallel.object_collectives import all_gather_json
 
 
 def differences(held, there):

@@ -9,7 +9,7 @@ import safetensors
 import safetensors.numpy
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.agreement import together
+from dtransformer.parallel.object_collectives import together
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.state import NETWORK, OPTIMIZER, held_of_network

@@ -5,8 +5,12 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json, from_chief, together
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import (
+    all_gather_json,
+    from_chief,
+    together,
+)
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.state import (
@@ -102,8 +106,8 @@ def restore(trainer, path, strict=True, weights_only=False, check=None):
             ) from error
 
     together(assign, "checkpoint/restored")
-    if not weights_only and runtime.seed() != checkpoint.manifest["seed"]:
-        runtime.set_seed(checkpoint.manifest["seed"])
+    if not weights_only and job.seed() != checkpoint.manifest["seed"]:
+        job.set_seed(checkpoint.manifest["seed"])
         trainer.train_function = None  # traced with the other one
     return found
 
@@ -128,7 +132,7 @@ def _first_whole(path):
     for number, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
         if not problems:
-            if wrong and runtime.is_chief():
+            if wrong and job.is_chief():
                 lines = "\n  ".join(wrong)
                 print(f"Damaged, and passed by:\n  {lines}\nTaken instead: {candidate}", flush=True)
             return checkpoint, candidates[:number]
@@ -141,7 +145,7 @@ def _verified(path):
     checkpoint, problems = None, {}
     try:
         checkpoint = files.Checkpoint(path)
-        own = checkpoint.file_names()[runtime.rank() :: runtime.size()]
+        own = checkpoint.file_names()[job.rank() :: job.size()]
         problems = checkpoint.problems(own)
     except (InputError, OSError) as error:
         problems = {files.MANIFEST: str(error)}

@@ -15,9 +15,13 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import runtime
-from dtransformer.parallel.agreement import all_gather_json, from_chief, together
+from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.object_collectives import (
+    all_gather_json,
+    from_chief,
+    together,
+)
 from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.boxes import spec_of
 from dtransformer.trainers.checkpoint.parts import plan_parts
@@ -42,7 +46,7 @@ class CheckpointWriter:
     def __init__(self, trainer):
         self._trainer = trainer
         self._plan = self._digest = None
-        runtime.before_leaving(CheckpointWriter.finish)
+        job.before_leaving(CheckpointWriter.finish)
 
     def start(self, path, info, *, overwrite=True, replicas=False, assets=None):
         """Begin to save; all ranks have to call. One that is under way is waited for.
@@ -63,7 +67,7 @@ class CheckpointWriter:
         held, manifest = together(self._state, "checkpoint/state")
         parts, num_bytes = self._plan_of(held, replicas)
         from_chief(lambda: files.begin(path, num_bytes, overwrite), "checkpoint/begin")
-        own = {key for part in parts if part.writer == runtime.rank() for key in part.keys}
+        own = {key for part in parts if part.writer == job.rank() for key in part.keys}
         values = {}
         for one in held:
             needed = [piece for piece in one.written_pieces if (one.name, piece.box) in own]
@@ -145,10 +149,10 @@ def _run(saving, future):
             report, error = _attempt(lambda: _write_parts(saving))
             reports = all_gather_json({"error": error, "files": report}, "checkpoint/written")
             error = _first_error(reports)
-            if runtime.is_chief() and error is None:
+            if job.is_chief() and error is None:
                 written = {name: row for one in reports for name, row in one["files"].items()}
                 _, error = _attempt(lambda: _join(saving, written))
-            if runtime.is_chief() and error is not None:
+            if job.is_chief() and error is not None:
                 shutil.rmtree(saving.fresh, ignore_errors=True)
             error = _first_error(all_gather_json({"error": error}, "checkpoint/committed"))
     except BaseException as failure:  # a rank has left the job
@@ -169,7 +173,7 @@ def _attempt(action):
         return action(), None
     except Exception as error:
         text = " ".join(str(error).split("\n")[0].split())
-        place = f"rank {runtime.rank()}: " if runtime.size() > 1 else ""
+        place = f"rank {job.rank()}: " if job.size() > 1 else ""
         return None, f"{place}{type(error).__name__}: {text}"
 
 
@@ -179,7 +183,7 @@ def _first_error(reports):
 
 def _write_parts(saving):
     """Write this rank's parts; return what manifests tell of their files, and their tensors."""
-    numbers = [n for n, part in enumerate(saving.parts) if part.writer == runtime.rank()]
+    numbers = [n for n, part in enumerate(saving.parts) if part.writer == job.rank()]
     described = {}
     for number in numbers:
         found = [saving.values[key] for key in saving.parts[number].keys]
@@ -191,7 +195,7 @@ def _write_parts(saving):
         )
         data = files.describe(pathlib.Path(f"{saving.prefix(number)}.data-00000-of-00001"))
         tensors = {one.name: [list(one.shape), one.dtype] for one, _, _ in found}
-        described[number] = {**data, "rank": runtime.rank(), "tensors": tensors}
+        described[number] = {**data, "rank": job.rank(), "tensors": tensors}
     return described
 
 
@@ -245,12 +249,12 @@ def _manifest(trainer):
         "tensorflow": tf.__version__,
         "saved_at": time.time(),
         "step": int(trainer.optimizer.iterations),
-        "seed": runtime.seed(),
+        "seed": job.seed(),
         "network": _serialized(trainer.network),
         "optimizer": _serialized(trainer.optimizer),
         "parallel": dataclasses.asdict(config),
-        "ranks": runtime.size(),
-        "devices_of_a_rank": runtime.topology().local_devices,
+        "ranks": job.size(),
+        "devices_of_a_rank": job.topology().local_devices,
     }
 
 

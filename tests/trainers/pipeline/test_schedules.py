@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from dtransformer.trainers.pipeline import schedules
-from dtransformer.trainers.pipeline.schedules import BACKWARD, FORWARD, instructions
-from dtransformer.trainers.pipeline.simulator import simulate
-from dtransformer.trainers.pipeline.timeline import most_alive
+from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.pipeline.simulator import simulate
+from dtransformer.parallel.pipeline.timeline import most_alive
 
 STAGES = (2, 3, 4, 8)
 # Name, p, m, v of everything that is tried.
@@ -19,7 +18,7 @@ ALL = [
 
 
 def computations(own):
-    return " ".join(str(i) for i in own if i.kind in (FORWARD, BACKWARD))
+    return " ".join(str(i) for i in own if i.kind in (schedules.FORWARD, schedules.BACKWARD))
 
 
 BY_HAND = {
@@ -48,7 +47,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("case", BY_HAND, ids=str)
 def test_orders_are_those_by_hand(case):
-    assert [computations(own) for own in instructions(*case)] == BY_HAND[case]
+    assert [computations(own) for own in schedules.instructions(*case)] == BY_HAND[case]
 
 
 def by_time(num_stages, num_micro_batches, most):
@@ -59,19 +58,23 @@ def by_time(num_stages, num_micro_batches, most):
     done, orders = {}, [[] for _ in range(num_stages)]
     for now in itertools.count():
         for stage, order in enumerate(orders):
-            forwards = sum(kind == FORWARD for kind, _ in order)
+            forwards = sum(kind == schedules.FORWARD for kind, _ in order)
             backwards = len(order) - forwards
             before = lambda kind, k, s: done.get((kind, k, s), now) < now
             last = stage == num_stages - 1
-            source = (FORWARD, backwards, stage) if last else (BACKWARD, backwards, stage + 1)
+            source = (
+                (schedules.FORWARD, backwards, stage)
+                if last
+                else (schedules.BACKWARD, backwards, stage + 1)
+            )
             if backwards < forwards and before(*source):
-                order.append((BACKWARD, backwards))
+                order.append((schedules.BACKWARD, backwards))
             elif (
                 forwards < num_micro_batches
                 and forwards - backwards < most(stage)
-                and (stage == 0 or before(FORWARD, forwards, stage - 1))
+                and (stage == 0 or before(schedules.FORWARD, forwards, stage - 1))
             ):
-                order.append((FORWARD, forwards))
+                order.append((schedules.FORWARD, forwards))
             else:
                 continue
             done[*order[-1], stage] = now
@@ -83,19 +86,32 @@ def by_time(num_stages, num_micro_batches, most):
 def test_one_forward_one_backward_follows_a_rule(case):
     _, p, m, _ = case
     expected = by_time(p, m, most=lambda stage: p - stage)
-    for own, order in zip(instructions(*case), expected, strict=True):
-        found = [(i.kind, i.micro_batch) for i in own if i.kind in (FORWARD, BACKWARD)]
+    for own, order in zip(schedules.instructions(*case), expected, strict=True):
+        found = [
+            (i.kind, i.micro_batch)
+            for i in own
+            if i.kind in (schedules.FORWARD, schedules.BACKWARD)
+        ]
         assert found == order
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_every_pass_once_and_every_message_has_two_ends(case):
     _, p, m, v = case
-    everything = instructions(*case)
-    expected = {(kind, k, c) for kind in (FORWARD, BACKWARD) for k in range(m) for c in range(v)}
+    everything = schedules.instructions(*case)
+    expected = {
+        (kind, k, c)
+        for kind in (schedules.FORWARD, schedules.BACKWARD)
+        for k in range(m)
+        for c in range(v)
+    }
     sent, received = [], []
     for stage, own in enumerate(everything):
-        passes = [(i.kind, i.micro_batch, i.chunk) for i in own if i.kind in (FORWARD, BACKWARD)]
+        passes = [
+            (i.kind, i.micro_batch, i.chunk)
+            for i in own
+            if i.kind in (schedules.FORWARD, schedules.BACKWARD)
+        ]
         assert len(passes) == len(expected) and set(passes) == expected
         assert [i.kind for i in own[-2:]] == [schedules.REDUCE, schedules.UPDATE]
         for one in own:
@@ -110,7 +126,7 @@ def test_every_pass_once_and_every_message_has_two_ends(case):
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_the_bubble_is_that_of_the_theory(case):
     _, p, m, v = case
-    timeline = simulate(instructions(*case), forward=1.0, backward=2.0)
+    timeline = simulate(schedules.instructions(*case), forward=1.0, backward=2.0)
     assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
     assert timeline.span == pytest.approx(3 * (v * m + p - 1))
 
@@ -118,7 +134,7 @@ def test_the_bubble_is_that_of_the_theory(case):
 @pytest.mark.parametrize("case", [case for case in ALL if case[3] == 1], ids=str)
 def test_so_many_micro_batches_are_alive(case):
     name, p, m, _ = case
-    for rank, own in enumerate(instructions(*case)):
+    for rank, own in enumerate(schedules.instructions(*case)):
         assert most_alive(own) == (m if name == "gpipe" else min(p - rank, m))
 
 
@@ -130,19 +146,19 @@ def test_every_schedule_ends_whatever_the_delays(case):
     def length(stage, chunk):
         return lengths.setdefault((stage, chunk), generator.expovariate(1.0))
 
-    timeline = simulate(instructions(*case), length, length, message=generator.random())
+    timeline = simulate(schedules.instructions(*case), length, length, message=generator.random())
     assert 0 <= timeline.bubble < 1
 
 
 def test_a_receive_stands_before_the_computation_that_it_does_not_need():
-    first = instructions("1f1b", 2, 4)[0]
+    first = schedules.instructions("1f1b", 2, 4)[0]
     for place, one in enumerate(first):
         if one.kind == schedules.RECEIVE_GRADIENTS:
-            assert first[place + 1].kind == FORWARD or one.micro_batch == 3
+            assert first[place + 1].kind == schedules.FORWARD or one.micro_batch == 3
 
 
 def test_stages_that_wait_for_each_other_are_an_error():
-    everything = instructions("1f1b", 2, 2)
+    everything = schedules.instructions("1f1b", 2, 2)
     own = everything[1]  # whose first message is forgotten
     del own[[i.kind for i in own].index(schedules.SEND_GRADIENTS)]
     with pytest.raises(ValueError, match="stage 0 waits for the input of B0"):
@@ -161,4 +177,4 @@ def test_stages_that_wait_for_each_other_are_an_error():
 )
 def test_what_cannot_be_carried_out_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        instructions(*arguments)
+        schedules.instructions(*arguments)

@@ -1,0 +1,54 @@
+"""The devices of this rank: its GPUs, or its share of the machine's cores."""
+
+import contextlib
+import os
+import warnings
+
+import tensorflow as tf
+
+
+_THREADS_FOR_MESSAGES = 3
+
+
+def device_type():
+    """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
+    return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def take_devices(local_rank, local_size, local_devices, is_pipeline):
+    """Take this rank's GPUs, or its share of the machine's cores."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        own = gpus[local_rank * local_devices : (local_rank + 1) * local_devices]
+        if len(own) < local_devices:
+            raise RuntimeError(
+                f"this host has {len(gpus)} GPUs and {local_size} ranks of {local_devices}: start "
+                "at most one rank a GPU"
+            )
+        tf.config.set_visible_devices(own, "GPU")
+        for gpu in own:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        return
+    if local_size == local_devices == 1:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // local_size
+    if local_size > 1 and share and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
+        _bind_to(cores[local_rank * share : (local_rank + 1) * share])
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
+        if is_pipeline:  # messages have to leave while the only core computes
+            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_FOR_MESSAGES)
+    except RuntimeError:  # TensorFlow has started: slower, but not wrong
+        warnings.warn(
+            "dtransformer.init() comes after the first tensor, so that the devices of this host "
+            "share its cores badly: call it first",
+            stacklevel=3,
+        )
+
+
+def _bind_to(cores):
+    """Keep all threads of this process on its own cores, whose caches hold what they work on."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)

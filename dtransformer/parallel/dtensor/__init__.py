@@ -1,0 +1,1 @@
+"""The DTensor mesh: its cluster, layouts, variables, batches and compiled functions."""

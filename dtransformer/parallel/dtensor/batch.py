@@ -1,0 +1,91 @@
+"""Batches and numbers are put on the mesh, and results taken back."""
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from dtransformer.parallel import job
+from dtransformer.parallel.axis_rules import mesh_axis
+from dtransformer.parallel.dtensor.layouts import axis_size, make_layout
+from dtransformer.parallel.dtensor.variable import bounds_of
+
+
+def put_sharded(batch):
+    """Put a batch on the mesh, its rows cut over the mesh's data axis.
+
+    Args:
+        batch: nested tensors [b, ...], the same on every rank of the island.
+
+    Returns:
+        Nested DTensors [b', ...]: rows of zeros follow where the data axis does not
+        divide b.
+    """
+    axis = mesh_axis("batch")
+
+    def put(x):
+        if x is None:
+            return None
+        x = np.asarray(x)
+        x = np.pad(x, [(0, -len(x) % axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
+        specs = (axis, *[None] * (x.ndim - 1))
+        slices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        return _pack([x[part.slices] for part in slices], specs)
+
+    return tf.nest.map_structure(put, batch)
+
+
+def put_batch(inputs, labels, sample_weight):
+    """Put a batch on the mesh; sample weights tell of rows that are added that they are none.
+
+    Args:
+        inputs, labels: nested tensors [b, ...].
+        sample_weight: tensor [b] or [b, t], or None.
+    """
+    number = num_rows((inputs, labels))
+    if sample_weight is None and number % axis_size(mesh_axis("batch")):
+        sample_weight = np.ones([number], "float32")
+    return put_sharded((inputs, labels, sample_weight))
+
+
+def num_rows(batch):
+    """Return the number of rows of nested tensors.
+
+    Raises:
+        ValueError: they have different numbers of rows.
+    """
+    numbers = {len(x) for x in tf.nest.flatten(batch) if x is not None}
+    if len(numbers) != 1:
+        raise ValueError(
+            f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
+        )
+    return numbers.pop()
+
+
+def put_numbers(numbers):
+    """Put numbers that differ from step to step on the mesh, repeated.
+
+    DTensor takes tensors of less than 256 entries for constants, and compiles the function
+    again when they change.
+    """
+    numbers = np.reshape(numbers, [-1])
+    return put_replicated(np.resize(numbers, max(256, numbers.size)))
+
+
+def put_replicated(value):
+    """Put a tensor on every device of the mesh."""
+    value = np.asarray(value)
+    return _pack([value] * job.mesh().num_local_devices(), (None,) * value.ndim)
+
+
+def _pack(parts, specs):
+    """Return a DTensor of arrays, one for each local device."""
+    tensors = []
+    for device, part in zip(job.mesh().local_devices(), parts):
+        with tf.device(device):
+            tensors.append(tf.constant(part))
+    return dtensor.pack(tensors, make_layout(specs))
+
+
+def local_value(value):
+    """Return a DTensor that every device holds as a whole, as a tensor of this rank."""
+    return dtensor.unpack(value)[0]

@@ -1,0 +1,82 @@
+"""The island's DTensor mesh: over one process' devices, or over those of several."""
+
+import collections
+import gc
+import os
+import socket
+
+from tensorflow.dtensor.python import api
+from tensorflow.experimental import dtensor
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
+
+# DTensor reads who takes part in its cluster from these.
+_CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS")
+
+# The pass that combines all-reduces leaves their results without a layout, so that a
+# function cannot return them.
+os.environ.setdefault("DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION", "0")
+# Without it DTensor copies through the host on GPUs.
+os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", "1")
+
+
+def free_address(local):
+    """Return "host:port" where this rank can listen.
+
+    Args:
+        local: whether all ranks are on this host.
+    """
+    host = "localhost" if local else os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+def start_mesh(topology, rank, addresses, device_type):
+    """Start DTensor for this rank's island; tensors made before are lost.
+
+    Args:
+        topology: the job's `Topology`.
+        rank: this rank.
+        addresses: `free_address` of every rank of the job.
+        device_type: `"CPU"` or `"GPU"`.
+
+    Returns:
+        A mesh with the axes of more than one slice, `"data"` outside of `"model"`;
+        None where the island is one device, for which DTensor is not started.
+    """
+    sizes = {"data": topology.mesh_data, "model": topology.model}
+    axes = [(axis, size) for axis, size in sizes.items() if size > 1]
+    if not axes:
+        return None
+    ranks = topology.model_parallel_group(rank)
+    if len(ranks) > 1:
+        values = ("worker", ",".join(addresses[r] for r in ranks), str(ranks.index(rank)))
+        os.environ.update(zip(_CLUSTER, (*values, str(len(ranks)))))
+    _forget_context()
+    dtensor.initialize_accelerator_system(
+        device_type,
+        experimental_reset_context=True,
+        num_logical_cpu_devices=topology.local_devices,
+        enable_coordination_service=False,
+    )
+    return dtensor.create_distributed_mesh(axes, device_type=device_type)
+
+
+def stop_mesh():
+    """Stop DTensor; every rank of the island is done with the mesh."""
+    for name in _CLUSTER:  # it refuses to stop a cluster, and stops one process' part
+        os.environ.pop(name, None)
+    _forget_context()
+    dtensor.shutdown_accelerator_system()
+    api._reset()  # a device of its own that outlives the context
+
+
+def _forget_context():
+    """Drop what TensorFlow remembers of a context beyond its end: devices, functions."""
+    context._device_parsing_cache.clear()
+    gc.collect()
+    # Functions that are deleted later do so without a complaint.
+    counts = atomic_function.RUNTIME_FUNCTION_REFS
+    never_zero = lambda: 1 << 40
+    atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)

@@ -1,0 +1,95 @@
+"""Functions on the island's mesh: values are put there, computed with, and taken back."""
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+from tensorflow.python.eager import context
+
+from dtransformer.parallel import trace
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.dtensor.variable import packed, specs_of, unpacked
+from dtransformer.parallel.sharded_variable import own_shards
+
+
+class MeshFunction:
+    """A function of a network's variables, compiled to run on the mesh.
+
+    Args:
+        function: a function of nested DTensors that returns nested DTensors. Inside of
+            it the variables' values are DTensors.
+        network_variables: list of the Keras variables that it reads. What it assigns
+            to them is written back afterwards.
+        gradients: whether it computes gradients.
+
+    Call arguments:
+        *args: nested DTensors, from `put_rows` and `put_whole`.
+    """
+
+    def __init__(self, function, network_variables, gradients=False):
+        self._function, self._gradients = function, gradients
+        self._variables = network_variables
+        self._traced = tf.function(self._trace, autograph=False)
+        # Each shape of a batch is compiled: DTensor has to know it.
+        self._traced._omit_frequent_tracing_warning = True
+        self._is_new = False
+        self.compiled = []  # names of functions, of the last compilation
+
+    def _trace(self, weights, args):
+        self._is_new = True
+        mapping = list(zip(self._variables, weights))
+        with keras.StatelessScope(state_mapping=mapping) as scope, self._on_mesh():
+            results = self._function(*args)
+        updates = {}
+        for number, variable in enumerate(self._variables):
+            new = scope.get_current_value(variable)
+            if new is not None and new is not weights[number]:
+                updates[str(number)] = relayout(new, specs_of(variable))
+        return results, updates
+
+    def _on_mesh(self):
+        return trace.scope(on_mesh=True, has_gradients=self._gradients)
+
+    def __call__(self, *args):
+        """Return what the function returns; every device is done with it."""
+        return self.run(self.packed(), *args)
+
+    def packed(self):
+        """Return the variables as DTensors."""
+        return [packed(variable) for variable in self._variables]
+
+    def run(self, weights, *args):
+        """As a call, with the variables that `packed` has returned."""
+        results, updates = self._traced(weights, args)
+        del weights  # or an update in place would have to copy them
+        wait(results)
+        if self._is_new:
+            self.compiled, self._is_new = new_functions(), False
+        for number, value in updates.items():
+            variable = self._variables[int(number)]
+            shards = own_shards([variable])
+            for shard, part in zip(shards, unpacked(variable, value)):
+                shard.assign(part)
+        return results
+
+
+def wait(results):
+    """Wait until every local device has computed nested DTensors.
+
+    DTensor runs asynchronously; an update of the weights before it is done would change
+    what it still reads. All results of a function come at once.
+    """
+    first = next(result for result in tf.nest.flatten(results) if result is not None)
+    for part in dtensor.unpack(first):
+        part.numpy()
+
+
+_seen = set()
+
+
+def new_functions():
+    """Return the names of TensorFlow's functions that came since the last call."""
+    names = set(context.context().list_function_names())
+    new = sorted(names - _seen)
+    _seen.clear()
+    _seen.update(names)
+    return new

@@ -1,0 +1,28 @@
+"""Layouts of tensors on the mesh."""
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from dtransformer.parallel import job
+
+
+def axis_size(axis):
+    """Return the number of slices along a mesh axis; 1 for None."""
+    return 1 if axis is None else job.mesh().dim_size(axis)
+
+
+def make_layout(specs):
+    """Return the DTensor layout with a mesh axis, or None, for every dimension."""
+    return dtensor.Layout([spec or dtensor.UNSHARDED for spec in specs], job.mesh())
+
+
+def relayout(x, specs):
+    """Pin the layout of a tensor on the mesh to a mesh axis, or None, for every dimension."""
+    return dtensor.relayout(x, make_layout(specs))
+
+
+def replicate(tensors):
+    """Let every device have the whole of nested tensors; None stays None."""
+    return tf.nest.map_structure(
+        lambda x: None if x is None else relayout(x, (None,) * len(x.shape)), tensors
+    )

@@ -1,0 +1,112 @@
+"""What ranks tell each other besides tensors: small values as JSON, from any thread."""
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.errors import InputError
+from dtransformer.parallel import job
+from dtransformer.parallel.json_exchange import exchange_json
+
+
+def all_gather_json(value, name):
+    """Return what every rank gives, in the order of ranks.
+
+    Other threads may send and receive meanwhile: Horovod takes an operation's name from its
+    graph, and eager ones of a kind have the same.
+
+    Args:
+        value: what JSON can say; tuples come back as lists.
+        name: str, the same on every rank, and no other value's that is under way.
+    """
+    if job.size() == 1:
+        return exchange_json(value, lambda own: own)
+    return exchange_json(value, _all_gather_named(name, job.joined()))
+
+
+@functools.lru_cache(maxsize=256)
+def _all_gather_named(name, joined):
+    """Return the compiled all-gather of a name, for as long as the job is not joined anew."""
+    function = tf.function(
+        lambda own: job.horovod().allgather(own, name=name),
+        input_signature=[tf.TensorSpec([None], "uint8")],
+        autograph=False,
+    )
+    function._omit_frequent_tracing_warning = True  # each name has its own
+    return function
+
+
+def broadcast_arrays(arrays, root, group, name):
+    """Return on every rank of a group the arrays that one of them has.
+
+    Args:
+        arrays: dict of names and NumPy arrays; not read elsewhere than on the root.
+        root: number of the rank that has them.
+        group: a `Group`.
+        name: str, the same on every rank.
+    """
+    hvd, ranks = job.horovod(), {"process_set": group.process_set}
+    is_root = job.rank() == root
+    own = {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
+    everyone = exchange_json(own, lambda x: hvd.allgather(x, name=f"{name}/shapes", **ranks))
+    (described,) = [one for one in everyone if one is not None]
+    found = {}
+    for key, (shape, dtype) in described.items():
+        # As bytes: Horovod does not carry every type.
+        num_bytes = int(np.prod(shape)) * tf.as_dtype(dtype).size
+        data = np.zeros(num_bytes, "uint8")
+        if is_root:
+            data = np.frombuffer(np.ascontiguousarray(arrays[key]).tobytes(), "uint8")
+        data = hvd.broadcast(tf.constant(data), root, name=f"{name}/{key}", **ranks).numpy()
+        found[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
+    return found
+
+
+def from_chief(action, name):
+    """Return on every rank what an action returns on rank 0, where alone it is done.
+
+    Args:
+        action: a function that returns what JSON can say.
+        name: as of `all_gather_json`.
+
+    Raises:
+        InputError: on every rank, where rank 0 raised one, or an OSError.
+    """
+    own = caught = None
+    if job.is_chief():
+        try:
+            own = {"value": action()}
+        except (InputError, OSError) as error:
+            own, caught = {"error": str(error)}, error
+    first = all_gather_json(own, name)[0]
+    if "error" in first:
+        raise InputError(first["error"]) from caught
+    return first["value"]
+
+
+def together(action, name):
+    """Return what an action returns on this rank, once it is done on every rank.
+
+    Args:
+        action: a function without arguments.
+        name: as of `all_gather_json`.
+
+    Raises:
+        The first rank's error, on every rank: an `InputError` or `ValueError` as such, others as
+        a RuntimeError.
+    """
+    value = error = None
+    try:
+        value = action()
+    except Exception as caught:
+        error = caught
+    kinds = {"InputError": InputError, "ValueError": ValueError}
+    own = None if error is None else [type(error).__name__, str(error)]
+    for rank, theirs in enumerate(all_gather_json(own, name)):
+        if theirs is not None:
+            kind, text = theirs
+            if kind not in kinds:
+                text = f"rank {rank}: {kind}: {text}" if job.size() > 1 else f"{kind}: {text}"
+            raise kinds.get(kind, RuntimeError)(text) from error
+    return value

@@ -1,0 +1,1 @@
+"""Pipelines: schedules, where layers are, and what stages send each other."""

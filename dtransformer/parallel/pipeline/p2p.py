@@ -1,0 +1,89 @@
+"""Messages between the stages of a pipeline: they travel while the stages compute."""
+
+import concurrent.futures
+import threading
+import time
+
+import tensorflow as tf
+
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import flat_shards
+
+
+class PeerToPeer:
+    """Sends and receives lists of tensors.
+
+    Horovod has no send and receive: a message is a broadcast between two ranks, which are
+    paired by its name. Each waits in a thread of its own, so that no order of sends and
+    receives can stop the job; nor can one keep a rank that fails from ending.
+
+    Attributes:
+        ended: dict of the name of a message and when it had left or come, in seconds.
+    """
+
+    def __init__(self):
+        self.ended = {}
+        self._functions = {}
+
+    def send(self, tensors, peer, name):
+        """Start to send tensors; return a future, which does not keep them.
+
+        Args:
+            tensors: list of tensors.
+            peer: number of the stage that receives them.
+            name: str, the same there, and no other message's that is under way.
+        """
+        return self._start(tensors, peer, True, name)
+
+    def receive(self, specs, peer, name):
+        """Start to receive tensors of known shapes; return a future of a list of them.
+
+        Args:
+            specs: list of (shape, dtype).
+            peer: number of the stage that sends them.
+            name: as `send`'s.
+        """
+        return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
+
+    def _start(self, tensors, peer, sends, name):
+        # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
+        key = sends, name
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                lambda tensors: _broadcast(tensors, peer, sends, name),
+                reduce_retracing=True,
+                autograph=False,
+            )
+            self._functions[key]._omit_frequent_tracing_warning = True
+        future = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
+        return future
+
+    def _run(self, future, key, tensors):
+        sends, name = key
+        try:
+            results = self._functions[key](tensors)
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        self.ended[name] = time.time()
+        future.set_result(None if sends else results)
+
+
+def _broadcast(tensors, peer, sends, name):
+    """Broadcast the tensors of each type as one."""
+    ranks = job.pipeline_group().ranks
+    pair = job.known_group(sorted((job.rank(), ranks[peer])))
+    root = job.rank() if sends else ranks[peer]
+    by_type = {}
+    for number, x in enumerate(tensors):
+        by_type.setdefault(x.dtype, []).append(number)
+    results = list(tensors)
+    for dtype, numbers in by_type.items():
+        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
+        message = f"{name}_{dtype.name}"
+        flat = flat_shards.carried(flat, "broadcast", pair, message, root_rank=root)
+        sizes = [tf.size(tensors[i]) for i in numbers]
+        for i, part in zip(numbers, tf.split(flat, sizes, num=len(sizes))):
+            results[i] = tf.reshape(part, tf.shape(tensors[i]))
+    return results

@@ -1,0 +1,170 @@
+"""Timelines: what the stages of a pipeline did, and when."""
+
+import dataclasses
+import json
+import pathlib
+
+from dtransformer.parallel.pipeline import schedules
+
+# Of a stage's first chunk, and of the others.
+_COLORS = {schedules.FORWARD: ("#4c78a8", "#7aa6d1"), schedules.BACKWARD: ("#f58518", "#f9b06a")}
+_MESSAGE = "#54a24b"
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a stage does for a time, in the unit of the durations.
+
+    Args:
+        stage: number of the stage.
+        instruction: the `Instruction`.
+        start, end: when. A message is its receiver's.
+    """
+
+    stage: int
+    instruction: schedules.Instruction
+    start: float
+    end: float
+
+    def to_json(self):
+        """Return it as what JSON can say."""
+        return [self.stage, dataclasses.asdict(self.instruction), self.start, self.end]
+
+    @classmethod
+    def from_json(cls, value):
+        """Return the event that `to_json` returned a value of."""
+        stage, instruction, start, end = value
+        return cls(stage, schedules.Instruction(**instruction), start, end)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What all stages did in a step, measured or simulated.
+
+    Args:
+        events: tuple of `Event`s, in the order of their starts.
+        num_stages: number of stages.
+    """
+
+    events: tuple
+    num_stages: int
+
+    def of_stage(self, stage):
+        """Return the computations of a stage, in order."""
+        return [
+            e
+            for e in self.events
+            if e.stage == stage and e.instruction.kind in schedules.COMPUTATIONS
+        ]
+
+    @property
+    def span(self):
+        """The time from the first computation's start to the last one's end."""
+        events = [e for stage in range(self.num_stages) for e in self.of_stage(stage)]
+        return max(e.end for e in events) - min(e.start for e in events)
+
+    @property
+    def bubble(self):
+        """The part of the span, in [0, 1), that a stage spends without computing; their mean."""
+        busy = sum(
+            e.end - e.start for stage in range(self.num_stages) for e in self.of_stage(stage)
+        )
+        return 1 - busy / (self.num_stages * self.span)
+
+    def most_alive(self, stage):
+        """Return the largest number of forward passes that wait for their backward pass.
+
+        That many micro-batches' activations, of one chunk each, a stage keeps at once.
+        """
+        return most_alive([e.instruction for e in self.of_stage(stage)])
+
+
+def most_alive(instructions):
+    """Return the largest number of forward passes that wait for their backward pass."""
+    alive = most = 0
+    for instruction in instructions:
+        alive += {schedules.FORWARD: 1, schedules.BACKWARD: -1}.get(instruction.kind, 0)
+        most = max(most, alive)
+    return most
+
+
+def write(timeline, ideal, path):
+    """Write a timeline, by the ending of the path: a trace in JSON, or a picture.
+
+    The trace is in the Trace Event Format, which Perfetto and Chrome's `about:tracing`
+    show: one row a stage. The picture has the measured step above the ideal one.
+
+    Args:
+        timeline: the measured `Timeline`, in seconds.
+        ideal: the `Timeline` of the same computations without messages.
+        path: where; it ends with .json or .png.
+
+    Raises:
+        ValueError: the path ends otherwise.
+        ImportError: a picture is asked for, and matplotlib is not there.
+    """
+    suffix = pathlib.Path(path).suffix
+    if suffix == ".json":
+        pathlib.Path(path).write_text(json.dumps(trace(timeline)))
+    elif suffix == ".png":
+        plot(timeline, ideal).savefig(path, dpi=120)
+    else:
+        raise ValueError(f"a timeline is written to a .json or .png file, got {str(path)!r}")
+
+
+def trace(timeline):
+    """Return a timeline in the Trace Event Format, a dict; times are in µs."""
+    begin = min(event.start for event in timeline.events)
+    events = [
+        {
+            "name": str(event.instruction),
+            "cat": event.instruction.kind,
+            "ph": "X",
+            "ts": round((event.start - begin) * 1e6, 1),
+            "dur": round((event.end - event.start) * 1e6, 1),
+            "pid": 0,
+            "tid": event.stage,
+            "args": {"micro_batch": event.instruction.micro_batch},
+        }
+        for event in timeline.events
+    ]
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
+        for s in range(timeline.num_stages)
+    ]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def plot(timeline, ideal):
+    """Return a figure of a measured timeline and of the ideal one."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'dtransformer[plot]'") from error
+    figure = Figure(figsize=(12, 1.6 + 0.9 * timeline.num_stages), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    for axes, shown, title in ((above, timeline, "measured"), (below, ideal, "without messages")):
+        begin = min(event.start for event in shown.events)
+        for event in shown.events:
+            kind, is_later = event.instruction.kind, event.instruction.chunk > 0
+            start, length = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
+            if kind not in schedules.COMPUTATIONS:  # a line below what its receiver does
+                axes.barh(event.stage + 0.47, length, 0.08, left=start, color=_MESSAGE)
+                continue
+            color = _COLORS[kind][is_later]
+            axes.barh(event.stage, length, left=start, color=color, edgecolor="white")
+            number = event.instruction.micro_batch
+            axes.text(start + length / 2, event.stage, number, ha="center", va="center", color="w")
+        axes.set_title(f"{title}: {shown.bubble:.1%} idle", loc="left", fontsize=10)
+        axes.set_yticks(range(shown.num_stages), [f"stage {s}" for s in range(shown.num_stages)])
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    below.set_xlabel("milliseconds")
+    colors = {kind: color for kind, (color, _) in _COLORS.items()}
+    if any(event.instruction.chunk for event in timeline.events):
+        colors.update({f"{kind}, later chunk": color for kind, (_, color) in _COLORS.items()})
+    colors["message to the stage"] = _MESSAGE
+    patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(colors), frameon=False)
+    return figure

@@ -1,0 +1,73 @@
+"""The context of tracing: what a layer's `call` means where it is being traced.
+
+It is one immutable value, which `scope` replaces inside a `with` block, for the thread that
+runs the block. Layers do not read it; what they call does.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import types
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceContext:
+    """What is being traced, and for where.
+
+    Args:
+        on_mesh: whether tensors are DTensors, so that `constrain` applies.
+        has_gradients: whether gradients may be asked for.
+        rules: rows that replace those of the axis rules: logical name -> mesh axis or None.
+        stage_view: what placed layers are called through in a pipeline; None where this rank
+            has all layers.
+        unsharding: the `zero.gather` computation that weights are made whole for; None where
+            none is sharded over ranks.
+        kept_sums: what row-parallel products keep of their sums for a recomputation; see
+            `tensor_parallel.linear.keep_sums`.
+        dropout_seed: int32 tensor [2], from which dropout masks are derived; None for
+            TensorFlow's global generator.
+        collective: name of the collective whose gradient is being made; None outside of one.
+    """
+
+    on_mesh: bool = False
+    has_gradients: bool = True
+    rules: types.MappingProxyType = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({})
+    )
+    stage_view: object = None
+    unsharding: object = None
+    kept_sums: object = None
+    dropout_seed: object = None
+    collective: str | None = None
+
+
+_current = contextvars.ContextVar("dtransformer_trace", default=TraceContext())
+
+
+def current():
+    """Return the `TraceContext` here."""
+    return _current.get()
+
+
+def is_on_mesh():
+    """Return whether tensors are DTensors here."""
+    return current().on_mesh
+
+
+@contextlib.contextmanager
+def scope(**fields):
+    """Trace what is inside the `with` block with other fields of the context.
+
+    Example:
+
+    >>> with scope(has_gradients=False):
+    ...     current().has_gradients
+    False
+    >>> current().has_gradients
+    True
+    """
+    token = _current.set(dataclasses.replace(_current.get(), **fields))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)

@@ -1,0 +1,212 @@
+"""What the fields of configs may hold, and which of them work together."""
+
+import dataclasses
+import difflib
+import re
+
+RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
+MESH_AXES = ("data", "model", None)
+GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+def is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def count(name, value):
+    """Check a degree of parallelism or another count: an int of at least 1."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def optional_count(name, value):
+    if value is not None:
+        count(name, value)
+
+
+def seed(name, value):
+    """Check a seed: an int of at least 0."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def flag(name, value):
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+
+
+def non_negative(name, value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
+
+
+def positive(name, value):
+    non_negative(name, value)
+    if value == 0:
+        raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+def shard_level(name, value):
+    if isinstance(value, bool):
+        return
+    if not is_int(value):
+        raise TypeError(
+            f"{name} must be False, True (level 1) or a level 0 to 3, "
+            f"got {value!r} ({type(value).__name__})"
+        )
+    if not 0 <= value <= 3:
+        raise ValueError(f"{name} must be False, True (level 1) or a level 0 to 3, got {value}")
+
+
+def recompute_parts(name, value):
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of names, got {value!r} ({type(value).__name__})")
+    for part in value:
+        if part not in RECOMPUTE_PARTS:
+            raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
+
+
+def patterns(name, value):
+    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
+        raise TypeError(
+            f"{name} must be a tuple of regular expressions, got {value!r} ({type(value).__name__})"
+        )
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{name} takes regular expressions, got {value!r}: {pattern!r} is none ({error})"
+            ) from error
+
+
+def one_of(*allowed):
+    def check(name, value):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+    return check
+
+
+def axis_rules(name, value):
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
+    for logical, axis in value.items():
+        if not isinstance(logical, str) or axis not in MESH_AXES:
+            raise ValueError(
+                f"{name} maps names to one of {', '.join(map(repr, MESH_AXES))}; got {value!r}"
+            )
+
+
+def field(default, check):
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+class Checked:
+    """Checks every field on assignment, by the function in its metadata."""
+
+    def __setattr__(self, name, value):
+        field = self.__dataclass_fields__.get(name)
+        if field is None:
+            names = list(self.__dataclass_fields__)
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
+        field.metadata["check"](name, value)
+        copies = {list: tuple, dict: dict}
+        object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
+
+
+def check_schedule(name, num_stages, num_micro_batches, num_chunks=1):
+    """Check that a schedule of a pipeline can be carried out.
+
+    Args:
+        name: one of `PIPELINE_SCHEDULES`.
+        num_stages: number p of stages.
+        num_micro_batches: number m of micro-batches of a step.
+        num_chunks: number v of chunks of each stage.
+
+    Raises:
+        ValueError: there is no such schedule, there are fewer micro-batches than stages,
+            or the chunks are not what the schedule takes.
+    """
+    one_of(*PIPELINE_SCHEDULES)("pipeline_schedule", name)
+    if num_micro_batches < num_stages:
+        raise ValueError(
+            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
+            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
+        )
+    if name != "interleaved":
+        if num_chunks != 1:
+            raise ValueError(
+                f"pipeline_chunks={num_chunks} needs pipeline_schedule='interleaved', got {name!r}"
+            )
+        return
+    if num_chunks < 2:
+        raise ValueError(
+            f"pipeline_schedule='interleaved' needs pipeline_chunks of 2 or more, got {num_chunks}"
+        )
+    if num_micro_batches % num_stages:
+        raise ValueError(
+            f"pipeline_schedule='interleaved' needs a multiple of pipeline_stage={num_stages} as "
+            f"micro_batch_num, got {num_micro_batches}"
+        )
+
+
+# What the config knows and this version cannot carry out, with what to set instead.
+_NOT_YET = {
+    "context_parallel": (1,),
+    "expert_parallel": (1,),
+}
+
+# What each stage of a pipeline would have to do once for every micro-batch.
+_NOT_WITH_A_PIPELINE = {
+    "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 cuts "
+    "gradients and optimizer states, and a stage has its own weights only",
+    "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
+}
+
+
+def check_supported(config):
+    """Refuse a config that this version cannot carry out, instead of ignoring it.
+
+    Raises:
+        NotImplementedError: names the field.
+        ValueError: fields do not work together; says why.
+    """
+    for name, allowed in _NOT_YET.items():
+        value = getattr(config, name)
+        if not any(value is a or value == a and type(value) is type(a) for a in allowed):
+            raise NotImplementedError(
+                f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
+            )
+    if config.pipeline_stage > 1:
+        for name, reason in _NOT_WITH_A_PIPELINE.items():
+            value = getattr(config, name)
+            if value is True or value == 3:
+                raise ValueError(
+                    f"{name}={value} does not work with pipeline_stage={config.pipeline_stage}: "
+                    f"{reason}"
+                )
+        check_schedule(
+            config.pipeline_schedule,
+            config.pipeline_stage,
+            config.micro_batch_num,
+            config.pipeline_chunks,
+        )
+    elif config.pipeline_chunks > 1:
+        raise ValueError(
+            f"pipeline_chunks={config.pipeline_chunks} are those of a pipeline's stages: set "
+            "pipeline_stage=2 or more"
+        )

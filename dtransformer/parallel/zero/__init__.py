@@ -1,0 +1,1 @@
+"""Optimizer sharding: who holds what, and weights that are unsharded for their use."""

@@ -1,0 +1,1 @@
+"""What is so, printed: sharding, communication, memory, throughput."""

@@ -1,0 +1,177 @@
+"""Which collectives a compiled function really sends, with their bytes.
+
+On the mesh they are read from the functions that DTensor has lowered for the devices,
+after all of its passes; over Horovod from the operations of the traced graph.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from dtransformer.parallel import job
+from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
+
+# TensorFlow's and Horovod's operations -> what they do.
+_OPERATIONS = {
+    "CollectiveReduceV2": "all-reduce",
+    "CollectiveReduceScatterV2": "reduce-scatter",
+    "CollectiveGatherV2": "all-gather",
+    "CollectiveAllToAllV2": "all-to-all",
+    "CollectiveAllToAllV3": "all-to-all",
+    "CollectiveReduceV3": "all-reduce",
+    "HorovodAllreduce": "all-reduce",
+    "HorovodGroupedAllreduce": "all-reduce",
+    "HorovodAllgather": "all-gather",
+    "HorovodGroupedAllgather": "all-gather",
+    "HorovodReducescatter": "reduce-scatter",
+    "HorovodGroupedReducescatter": "reduce-scatter",
+    "HorovodAlltoall": "all-to-all",
+    "HorovodBroadcast": "broadcast",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a step.
+
+    Args:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast";
+            or "message", of one pipeline stage to another.
+        sent_as: the kind that it is carried out as: on CPUs DTensor's own all-gather is an
+            all-reduce of a padded buffer.
+        shape: shape of the result on a device; None for a dimension that is not known
+            before it runs.
+        dtype: name of its type.
+        over: the mesh axis, "horovod", or "stages".
+        group_size: number of devices, or ranks, that take part.
+        layer: path of the layer; the name of the operation elsewhere.
+        backward: whether it belongs to a gradient.
+    """
+
+    kind: str
+    sent_as: str
+    shape: tuple
+    dtype: str
+    over: str
+    group_size: int
+    layer: str
+    backward: bool
+
+    @property
+    def elements(self):
+        """The number of entries of the result; 0 where it is not known."""
+        return 0 if None in self.shape else math.prod(self.shape)
+
+    @property
+    def entries_sent(self):
+        """The number of entries that each device sends, by a ring's algorithm."""
+        if self.kind == "message":
+            return self.elements
+        times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
+        return self.elements * times * (self.group_size - 1) / self.group_size
+
+    @property
+    def bytes_sent(self):
+        """The bytes that each device sends, by a ring's algorithm."""
+        return round(self.entries_sent * tf.as_dtype(self.dtype).size)
+
+
+def mesh_collectives(function_names):
+    """Return the `Collective`s of functions that DTensor has lowered.
+
+    Args:
+        function_names: names of functions of TensorFlow's context.
+    """
+    found = []
+    for name in function_names:
+        try:
+            nodes = {n.name: n for n in context.context().get_function_def(name).node_def}
+        except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
+            continue
+        for node in nodes.values():
+            if node.op in _OPERATIONS and not node.op.startswith("Horovod"):
+                found.append(_of_node(node, nodes))
+    return found
+
+
+def _of_node(node, nodes):
+    shape = node.attr["_output_shapes"].list.shape[0]
+    size, key = (_constant(node.input[position], nodes) for position in (1, 2))
+    backward = node.name.startswith((GRADIENT_SCOPE, "gradient_tape/"))
+    name = node.name.removeprefix(GRADIENT_SCOPE).removeprefix("gradient_tape/")
+    sent_as = _OPERATIONS[node.op]
+    return Collective(
+        kind="all-gather" if "DTensorAllGather" in node.name else sent_as,
+        sent_as=sent_as,
+        shape=tuple(dim.size for dim in shape.dim),
+        dtype=tf.as_dtype(node.attr["T"].type).name,
+        over=_axis_of(key, size),
+        group_size=int(size),
+        layer=name,
+        backward=backward,
+    )
+
+
+def _constant(name, nodes):
+    """Return the constant that a node's input is taken from, through slices and reshapes."""
+    node = nodes.get(name.split(":")[0])
+    while node is not None and node.op in ("Reshape", "Slice", "Squeeze", "Identity", "Cast"):
+        node = nodes.get(node.input[0].split(":")[0])
+    return tf.make_ndarray(node.attr["value"].tensor) if node is not None else np.array(0)
+
+
+def _axis_of(keys, size):
+    """Return the mesh axis along which devices share a group's key."""
+    mesh = job.mesh()
+    keys = np.asarray(keys).reshape(-1)
+    if keys.size == mesh.size:
+        grid = keys.reshape(mesh.shape())
+        along = [
+            name
+            for axis, name in enumerate(mesh.dim_names)
+            if (grid == np.take(grid, [0], axis=axis)).all()
+        ]
+        if along:
+            return "·".join(along)
+    return "·".join(name for name in mesh.dim_names if mesh.dim_size(name) == size) or "mesh"
+
+
+def horovod_collectives(graph, group_size):
+    """Return the `Collective`s over Horovod of a traced graph.
+
+    Args:
+        graph: a `tf.Graph`.
+        group_size: number of ranks of the data group.
+    """
+    found = []
+    for operation in _operations(graph):
+        if operation.type in _OPERATIONS and operation.type.startswith("Horovod"):
+            for output in operation.outputs:
+                shape = output.shape.as_list() if output.shape.rank is not None else [None]
+                found.append(
+                    Collective(
+                        kind=_OPERATIONS[operation.type],
+                        sent_as=_OPERATIONS[operation.type],
+                        shape=tuple(shape),
+                        dtype=output.dtype.name,
+                        over="horovod",
+                        group_size=group_size,
+                        layer=operation.name,
+                        backward=False,
+                    )
+                )
+    return found
+
+
+def _operations(graph):
+    """Yield the operations of a graph and of the functions that it calls, each call's once."""
+    for operation in graph.get_operations():
+        yield operation
+        for attribute in operation.node_def.attr.values():
+            if attribute.HasField("func"):
+                function = graph._get_function(attribute.func.name)
+                if function is not None and getattr(function, "graph", None) is not None:
+                    yield from _operations(function.graph)

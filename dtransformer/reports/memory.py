@@ -1,0 +1,200 @@
+"""What a rank's memory is needed for: by the plan and the theory, next to what is measured.
+
+References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
+Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5.
+"""
+
+import dataclasses
+import math
+import resource
+
+import tensorflow as tf
+
+from dtransformer.layers.block import BlockStack
+from dtransformer.layers.decoder import TransformerDecoderLayer
+from dtransformer.parallel.axis_rules import mesh_axis
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.dtensor.layouts import axis_size
+from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.zero.variables import (
+    FlatShardedVariable,
+    FullyShardedVariable,
+    MasterShardedVariable,
+)
+from dtransformer.tables import columns
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """One use of memory.
+
+    Args:
+        what: "weights", "gradients", "optimizer states" or "activations".
+        planned: bytes on this rank, by the plan or by the theory.
+        measured: bytes of the tensors that there are; None where that is not known.
+    """
+
+    what: str
+    planned: int
+    measured: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """The memory of this rank. Its `str` is a table.
+
+    Args:
+        rows: tuple of `MemoryRow`s.
+        peak: largest number of bytes that the process, or its GPUs, had so far.
+    """
+
+    rows: tuple
+    peak: int
+
+    def __getitem__(self, what):
+        """Return the `MemoryRow` of a use."""
+        return next(row for row in self.rows if row.what == what)
+
+    def __str__(self):
+        number = lambda value: "–" if value is None else f"{value:,}"
+        lines = [("bytes of this rank", "planned", "measured")]
+        lines += [(row.what, number(row.planned), number(row.measured)) for row in self.rows]
+        lines.append(("all", number(sum(row.planned for row in self.rows)), "–"))
+        lines.append(("peak of the process", "–", number(self.peak)))
+        return "\n".join(columns(lines, right=(1, 2)))
+
+
+def memory_report(network, optimizer, update, input_shapes, num_kept=1):
+    """Return the `MemoryReport` of a trainer whose step was run.
+
+    Args:
+        network: the `keras.Model`.
+        optimizer: its Keras optimizer.
+        update: its `UpdatePlane`.
+        input_shapes: nested shapes of what this rank's island computes at once, or None.
+        num_kept: how many such activations are kept at once.
+    """
+    plan, level = update.plan, update.plan.level
+    trained = network.trainable_variables
+    kinds = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
+    copied = [w for w in trained if isinstance(w, MasterShardedVariable)]
+    weights = own_shards(w for w in network.variables if not isinstance(w, MasterShardedVariable))
+    weights += [w.copy for w in copied]
+    others = own_shards(network.non_trainable_variables)
+    states = [v for v in optimizer.variables if v.shape.rank]
+    per_entry = round(len(states) / max(len(plan.rows), 1))
+    states += own_shards(copied)
+    rows = (
+        MemoryRow(
+            "weights",
+            _bytes(others) + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.rows),
+            _bytes(weights),
+        ),
+        MemoryRow(
+            "gradients",
+            sum(
+                row.slice_entries * row.item_bytes
+                if level >= 2
+                else row.entries * _item_bytes(row, kinds.get(row.path))
+                for row in plan.rows
+            ),
+            update.gradient_bytes,
+        ),
+        MemoryRow(
+            "optimizer states",
+            sum(
+                (per_entry + isinstance(kinds.get(row.path), MasterShardedVariable))
+                * row.slice_entries
+                * row.item_bytes
+                for row in plan.rows
+            ),
+            _bytes(states),
+        ),
+        MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
+    )
+    return MemoryReport(rows, _peak())
+
+
+def _item_bytes(row, variable):
+    """Return the bytes of an entry of a weight as it is computed with."""
+    return (
+        variable.copy.dtype.size if isinstance(variable, MasterShardedVariable) else row.item_bytes
+    )
+
+
+def _weight_bytes(row, variable):
+    is_gathered = isinstance(variable, FullyShardedVariable)
+    return (row.slice_entries if is_gathered else row.entries) * _item_bytes(row, variable)
+
+
+def activation_bytes(network, input_shapes, num_kept=1):
+    """Return the bytes that the blocks' activations take until the backward pass.
+
+    Those of one device, of the blocks of its pipeline stage. Attention keeps 5·i·b·s·h bytes and the mask of its
+    dropout, with items of i bytes, and 2·i·b·a·s² and a mask; the feed-forward layer
+    9·i·b·s·h and a mask, two norms 2·i·b·s·h.
+
+    Args:
+        network: a `keras.Model` with the method `stream_shapes`; others give 0.
+        input_shapes: nested shapes of what the island computes at once.
+        num_kept: how many such activations are kept at once.
+    """
+    if not hasattr(network, "stream_shapes") or input_shapes is None:
+        return 0
+    config = get_parallel_config()
+    slices = axis_size(mesh_axis("batch")) / num_kept
+    streams = network.stream_shapes(input_shapes)
+    item = tf.as_dtype(network.compute_dtype).size
+    total = 0
+    for stack in network._flatten_layers():
+        if isinstance(stack, BlockStack) and stack.name in streams:
+            b, s, h = streams[stack.name]
+            memory = next(iter(streams.values()))[1]
+            for block in filter(placement.is_here, stack.blocks):
+                is_decoder = isinstance(block, TransformerDecoderLayer)
+                lengths = [s, memory] if is_decoder else [s]
+                total += b / slices * _of_block(block, s, h, lengths, item, config)
+    return round(total)
+
+
+def _of_block(block, s, h, lengths, item, config):
+    """Return the bytes that a block keeps of each sentence.
+
+    Args:
+        block: the block.
+        s, h: positions and features of its stream.
+        lengths: what each of its attentions attends to, in positions.
+        item: bytes of an activation.
+        config: the parallel config.
+    """
+    t, choice = config.model_parallel, block.recompute_config
+    stream = s * h
+    if choice.recompute:
+        cuts = config.sequence_parallel or choice.recompute_slice_activation
+        return item * stream * len(lengths) / (t if cuts else 1)
+    number, heads = len(lengths), block.arguments["num_heads"]
+    whole = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
+    cut = (4 * number + 8) * item
+    squares = sum((2 * item + 1) * heads * s * length for length in lengths)
+    if "attention" in choice.select:
+        squares = 0
+    if "feed_forward" in choice.select:
+        cut -= 8 * item
+    if "norm" in choice.select:
+        whole -= (number + 1) * item
+    if config.sequence_parallel:
+        return ((whole + cut) * stream + squares) / t
+    return whole * stream + (cut * stream + squares) / t
+
+
+def _bytes(variables):
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def _peak():
+    if device_type() == "GPU":
+        devices = [d.name.removeprefix("/device:") for d in tf.config.list_logical_devices("GPU")]
+        return sum(tf.config.experimental.get_memory_info(name)["peak"] for name in devices)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,116 @@
+"""How every weight is cut, as a table."""
+
+import dataclasses
+import math
+
+import tensorflow as tf
+
+from dtransformer.parallel import job
+from dtransformer.parallel.dtensor.layouts import axis_size
+from dtransformer.parallel.dtensor.variable import specs_of
+from dtransformer.parallel.zero.variables import FullyShardedVariable
+from dtransformer.tables import columns
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRow:
+    """One weight of the plan.
+
+    Args:
+        path: its path in the network.
+        shape: shape of the whole.
+        dtype: name of its type.
+        axes: the logical name, or None, of every dimension; () where it has none.
+        cut: the mesh axis, or None, that cuts every dimension; ("ranks",) where each rank
+            of the data group has a flat slice.
+        num_slices: number of slices that the whole is cut into.
+    """
+
+    path: str
+    shape: tuple
+    dtype: str
+    axes: tuple
+    cut: tuple
+    num_slices: int
+
+    @property
+    def entries_per_device(self):
+        """The number of entries that each device holds."""
+        return -(-math.prod(self.shape) // self.num_slices)
+
+    @property
+    def bytes_per_device(self):
+        """The bytes that each device holds."""
+        return self.entries_per_device * tf.as_dtype(self.dtype).size
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """How the weights of a network are cut. Its `str` is a table.
+
+    Args:
+        rows: tuple of `WeightRow`s.
+        num_local_devices: number of devices of each rank.
+        shard: the `dtransformer.parallel.zero.partition.Partition`, printed below; None without one.
+    """
+
+    rows: tuple
+    num_local_devices: int = 1
+    shard: object = None
+
+    @classmethod
+    def of(cls, variables, shard=None):
+        """Return the plan of a list of Keras variables."""
+        mesh = job.mesh()
+        num_ranks = job.data_parallel_group().size
+        rows = tuple(
+            WeightRow(
+                path=v.path,
+                shape=tuple(v.shape),
+                dtype=tf.as_dtype(v.dtype).name,
+                axes=tuple(getattr(v, "logical_axes", ())),
+                cut=("ranks",) if isinstance(v, FullyShardedVariable) else specs_of(v),
+                num_slices=num_ranks
+                if isinstance(v, FullyShardedVariable)
+                else math.prod(axis_size(axis) for axis in specs_of(v)),
+            )
+            for v in variables
+        )
+        return cls(rows, 1 if mesh is None else mesh.num_local_devices(), shard)
+
+    @property
+    def entries_per_device(self):
+        """The number of entries that each device holds."""
+        return sum(row.entries_per_device for row in self.rows)
+
+    @property
+    def bytes_per_device(self):
+        """The bytes that each device holds."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def bytes_per_rank(self):
+        """The bytes that the devices of each rank hold."""
+        return self.bytes_per_device * self.num_local_devices
+
+    def __str__(self):
+        names = lambda axes: "(" + ", ".join(axis or "–" for axis in axes) + ")"
+        header = ("weight", "shape", "type", "dimensions", "cut", "bytes per rank")
+        table = [header]
+        for row in self.rows:
+            num_bytes = row.bytes_per_device * self.num_local_devices
+            shape = "×".join(map(str, row.shape)) or "scalar"
+            table.append(
+                (row.path, shape, row.dtype, names(row.axes), names(row.cut), f"{num_bytes:,}")
+            )
+        lines = columns(table, right=(len(header) - 1,))
+        entries = sum(math.prod(row.shape) for row in self.rows)
+        cut = sum(row.bytes_per_device for row in self.rows if any(row.cut))
+        lines += [
+            lines[1],
+            f"{len(self.rows)} weights of {entries:,} entries; each device holds "
+            f"{self.entries_per_device:,}: {cut:,} bytes of cut weights and "
+            f"{self.bytes_per_device - cut:,} of whole ones, {self.bytes_per_device:,} in all; "
+            f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
+        ]
+        return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])

@@ -1,0 +1,142 @@
+"""Gradient accumulation: a batch is computed in micro-batches, one after the other.
+
+A step then needs the activations of one micro-batch only, and its numbers are those of
+the whole batch.
+"""
+
+import tensorflow as tf
+
+from dtransformer.parallel import job
+
+
+def in_micro_batches(compute, number):
+    """Return a compute plane that takes a batch in micro-batches.
+
+    Args:
+        compute: a function of (inputs, labels, sample_weight, count, loss_scale, seed)
+            that returns gradients, outputs and sums; see `Trainer`.
+        number: number m of micro-batches; rows are divided as evenly as they can be.
+
+    Returns:
+        A function alike. Gradients and sums are those of all micro-batches; outputs,
+        where there are any, follow one another. Each micro-batch has dropout masks of
+        its own.
+
+    Raises:
+        ValueError: the batch has fewer rows than there are micro-batches.
+    """
+
+    def accumulated(inputs, labels, sample_weight, count, loss_scale, seed):
+        batch = inputs, labels, sample_weight
+        num_rows = _num_rows(inputs, number)
+
+        def part(i):
+            rows = rows_of(batch, i, number, num_rows)
+            own_seed = seed_of(seed, i, number)
+            gradients, outputs, sums = compute(*rows, count, loss_scale, own_seed)
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            if count is None:  # each is that of its micro-batch's mean
+                gradients = _times(gradients, sums["count"])
+            return gradients, outputs, sums
+
+        add_up = _add_up_eagerly if tf.executing_eagerly() else _add_up_in_a_loop
+        gradients, outputs, sums = add_up(part, number)
+        if count is None:
+            gradients = _times(gradients, tf.math.divide_no_nan(1.0, sums["count"]))
+        return gradients, outputs, sums
+
+    return accumulated
+
+
+def check_rows(number):
+    """Check that a batch can be divided into micro-batches.
+
+    Args:
+        number: number of this rank's rows.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    multiple = job.rows_multiple_of()
+    if number % multiple:
+        shards = job.data_shard()[1]
+        raise ValueError(
+            f"a batch of {number} rows a rank cannot be divided into micro_batch_num={multiple} "
+            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
+            f"{multiple * shards} rows, {multiple} a data shard"
+        )
+
+
+def rows_of(batch, i, number, num_rows):
+    """Return the i-th of a number of micro-batches of a nested batch, where None stays None."""
+    return _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
+
+
+def seed_of(seed, i, number):
+    """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
+    return tf.stack([seed[0], seed[1] * number + i])
+
+
+def _num_rows(inputs, number):
+    """Return the number of rows b of a batch, a tensor where it is not known yet."""
+    first = tf.nest.flatten(inputs)[0]
+    num_rows = first.shape[0]
+    message = f"micro_batch_num={number} is more than the rows of the batch"
+    if num_rows is not None:
+        if num_rows < number:
+            raise ValueError(f"{message}, which has {num_rows}: use larger batches, or fewer parts")
+        return num_rows
+    num_rows = tf.shape(first)[0]
+    with tf.control_dependencies([tf.debugging.assert_less_equal(number, num_rows, message)]):
+        return tf.identity(num_rows)
+
+
+def _map(function, *structures):
+    """As `tf.nest.map_structure`; None stays None."""
+    return tf.nest.map_structure(lambda *xs: None if xs[0] is None else function(*xs), *structures)
+
+
+def _times(gradients, factor):
+    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+
+def _add(total, more):
+    return tf.nest.map_structure(tf.add, total, more)
+
+
+def _add_up_eagerly(part, number):
+    gradients, outputs, sums = part(0)
+    outputs = [outputs]
+    for i in range(1, number):
+        more, output, more_sums = part(i)
+        gradients, sums = _add(gradients, more), _add(sums, more_sums)
+        outputs.append(output)
+    return gradients, _map(lambda *parts: tf.concat(parts, 0), *outputs), sums
+
+
+def _add_up_in_a_loop(part, number):
+    """The loop's body, and what comes before it, are one function: it is compiled once."""
+    part = tf.function(part, autograph=False)
+    gradients, outputs, sums = part(tf.constant(0))
+    flatten = lambda outputs: [] if outputs is None else tf.nest.flatten(outputs)
+    arrays = [
+        tf.TensorArray(x.dtype, number, infer_shape=False, element_shape=[None, *x.shape[1:]])
+        for x in flatten(outputs)
+    ]
+    arrays = [array.write(0, x) for array, x in zip(arrays, flatten(outputs))]
+
+    def body(i, gradients, sums, arrays):
+        more, output, more_sums = part(i)
+        arrays = [array.write(i, x) for array, x in zip(arrays, flatten(output))]
+        return i + 1, _add(gradients, more), _add(sums, more_sums), arrays
+
+    _, gradients, sums, arrays = tf.while_loop(
+        lambda i, *_: i < number,
+        body,
+        (tf.constant(1), gradients, sums, arrays),
+        parallel_iterations=1,
+        maximum_iterations=number,
+    )
+    if outputs is not None:
+        outputs = tf.nest.pack_sequence_as(outputs, [array.concat() for array in arrays])
+    return gradients, outputs, sums

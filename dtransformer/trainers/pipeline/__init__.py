@@ -1,1 +1,0 @@
-"""Pipeline parallelism: schedules as lists of instructions, and what carries them out."""
