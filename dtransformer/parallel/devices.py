@@ -6,7 +6,6 @@ import warnings
 
 import tensorflow as tf
 
-
 _THREADS_FOR_MESSAGES = 3
 
 

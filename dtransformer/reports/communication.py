@@ -103,33 +103,29 @@ def layer_kind(path):
     return "/".join(re.sub(r"_\d+$", "", part) for part in path.split("/"))
 
 
-def communication_report(network, plane, update_graph, messages=()):
+def communication_report(network, collectives, input_shapes, graph):
     """Return the `CommunicationReport` of the training step that was compiled last.
 
     Args:
         network: the `keras.Model` that is trained.
-        plane: its compute plane; None where all is on one device.
-        update_graph: the graph that the update plane was traced in, or None.
-        messages: `Collective`s that the stages of a pipeline send each other.
-
-    Raises:
-        ValueError: no step was compiled yet.
+        collectives: list of the `Collective`s of the engine.
+        input_shapes: nested shapes of the inputs that a mesh computes at once, or None.
+        graph: the `tf.Graph` that the optimizer step was traced in.
     """
-    if update_graph is None:
-        raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
-    over_horovod = audit.horovod_collectives(update_graph, job.data_shard()[1])
-    if plane is None or job.mesh() is None:
-        return CommunicationReport((*messages, *over_horovod))
+    over_horovod = audit.horovod_collectives(graph, job.data_shard()[1])
+    if job.mesh() is None:
+        return CommunicationReport((*collectives, *over_horovod))
     names = {layer.name for layer in network._flatten_layers()}
-    times = get_parallel_config().micro_batch_num
-    on_mesh = times * [
-        dataclasses.replace(c, layer=_layer_path(c.layer, names)) for c in plane.collectives()
+    named = [
+        c if c.kind == "message" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
+        for c in collectives
     ]
     formula = {}
     if hasattr(network, "stream_shapes"):
-        formula = block_formula(network, network.stream_shapes(plane.input_shapes))
-        formula = {block: times * entries for block, entries in formula.items()}
-    return CommunicationReport((*on_mesh, *messages, *over_horovod), formula)
+        times = get_parallel_config().micro_batch_num
+        formula = block_formula(network, network.stream_shapes(input_shapes))
+        formula = {block: times * elements for block, elements in formula.items()}
+    return CommunicationReport((*named, *over_horovod), formula)
 
 
 def block_formula(network, stream_shapes):

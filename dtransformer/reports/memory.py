@@ -72,11 +72,11 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     Args:
         network: the `keras.Model`.
         optimizer: its Keras optimizer.
-        update: its `UpdatePlane`.
+        update: its `ShardedOptimizer`.
         input_shapes: nested shapes of what this rank's island computes at once, or None.
         num_kept: how many such activations are kept at once.
     """
-    plan, level = update.plan, update.plan.level
+    plan, level = update.partition, update.partition.level
     trained = network.trainable_variables
     kinds = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     copied = [w for w in trained if isinstance(w, MasterShardedVariable)]

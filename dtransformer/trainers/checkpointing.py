@@ -14,7 +14,7 @@ from dtransformer.trainers.checkpoint.writer import CheckpointWriter
 class Checkpointing(keras.Model):
     """Saves and restores as a trainer does.
 
-    A subclass has the `network`, and `_start_update()`, which builds the optimizer.
+    A subclass has the `network`, and `_start_optimizer()`, which makes its step.
     """
 
     _writer = None
@@ -124,7 +124,7 @@ class Checkpointing(keras.Model):
         self._assert_compile_called(purpose)
         if not self.network.built:
             self.network.build()
-        self._start_update()
+        self._start_optimizer()
 
     def save_weights(self, filepath, overwrite=True, **kwargs):
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.

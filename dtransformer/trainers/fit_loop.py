@@ -21,11 +21,10 @@ class FitLoop(keras.Model):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
 
     A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(data)` and
-    `_start_plane(data)`, which make it ready, and `_plane`: what its steps compute on where
-    operations are cut over a mesh, None elsewhere.
+    `_start_engine(data)`, which make it ready, and `_engine`, which its steps compute with.
     """
 
-    _plane = None
+    _engine = None
     _throughput = None
     _beginning = None  # of the fit that is running
 
@@ -33,7 +32,7 @@ class FitLoop(keras.Model):
         if self.train_function is not None and not force:
             return self.train_function
         super().make_train_function(force=True)
-        if self._plane is not None:
+        if self._engine.compiles_itself:
             self.train_function = self._each_step(self.train_step)
         step, steps = self.train_function, self.steps_per_execution
         peak = grads.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
@@ -57,13 +56,13 @@ class FitLoop(keras.Model):
         return self.train_function
 
     def make_test_function(self, force=False):
-        if self._plane is None:
+        if not self._engine.compiles_itself:
             return super().make_test_function(force)
         self.test_function = self._each_step(self.test_step)
         return self.test_function
 
     def make_predict_function(self, force=False):
-        if self._plane is None:
+        if not self._engine.compiles_itself:
             return super().make_predict_function(force)
 
         def predict(batches):
@@ -76,7 +75,7 @@ class FitLoop(keras.Model):
     def _each_step(self, step):
         """Return a function of an iterator that runs a step with each batch.
 
-        On a mesh the planes are compiled each for itself, and what joins them is Python.
+        What the engine compiles and what follows it are joined in Python.
         """
 
         def run(iterator):
@@ -173,7 +172,7 @@ class FitLoop(keras.Model):
             NumPy arrays. Logits of a padded vocabulary are cut to its true size.
         """
         verbose = verbose if job.is_chief() else 0
-        self._start_plane(as_data(x))
+        self._start_engine(as_data(x))
         outputs = super().predict(as_data(x), verbose=verbose, **kwargs)
         vocab_size = getattr(self.network, "vocab_size", None)
         return outputs if vocab_size is None else outputs[..., :vocab_size]

@@ -11,37 +11,6 @@ from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
 
 
-def fusion_groups(group_ids, num_groups):
-    """Divide gradients into the groups that are reduced together.
-
-    Args:
-        group_ids: for each gradient the group that its block asks for, or None.
-        num_groups: number of groups for the gradients that no block speaks for.
-
-    Returns:
-        A list of lists of positions, each in rising order. Gradients with the same
-        id share a group; the others are spread evenly over `num_groups` groups if
-        no block speaks at all, and share one group otherwise.
-
-    Example:
-
-    >>> fusion_groups([None, 1, 1, 2, None], num_groups=4)
-    [[0, 4], [1, 2], [3]]
-    >>> fusion_groups([None] * 5, num_groups=2)
-    [[0, 1, 2], [3, 4]]
-    """
-    if all(group is None for group in group_ids):
-        size = max(-(-len(group_ids) // num_groups), 1)
-        return [
-            list(range(start, min(start + size, len(group_ids))))
-            for start in range(0, len(group_ids), size)
-        ]
-    groups = {}
-    for position, group in enumerate(group_ids):
-        groups.setdefault(group, []).append(position)
-    return list(groups.values())
-
-
 def reduce_sum(scalars, name):
     """Return the sums of scalars over the data group, in one message.
 
@@ -88,15 +57,15 @@ def scale(gradients, factor):
     ]
 
 
-def reduce(gradients, groups, is_sliced, dtype=None):
+def reduce(gradients, buckets, is_sliced, dtype=None):
     """Return the sums of the gradients over the data group, as dense tensors.
 
-    Dense gradients are reduced group by group. The gradient of an embedding, which
+    Dense gradients are reduced bucket by bucket. The gradient of an embedding, which
     is a set of rows, travels as rows where that is less than the whole table.
 
     Args:
         gradients: list of tensors and `tf.IndexedSlices`.
-        groups: lists of positions, from `fusion_groups`.
+        buckets: lists of positions, from `buckets`.
         is_sliced: for each gradient whether only this rank's slice of the sum is wanted.
         dtype: name of the type in which dense gradients travel, by default their own.
 
@@ -107,7 +76,7 @@ def reduce(gradients, groups, is_sliced, dtype=None):
     if group.size == 1:
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
     reduced = list(gradients)
-    for number, positions in enumerate(groups):
+    for number, positions in enumerate(buckets):
         messages = {}  # of one type each
         for i in positions:
             if isinstance(gradients[i], tf.IndexedSlices):

@@ -168,16 +168,16 @@ def overflow():
     return result
 
 
-def sharded(job, level, **fields):
+def sharded(run, level, **fields):
     """Run a job with every weight cut over the ranks."""
     with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0, **fields):
-        return job()
+        return run()
 
 
-def in_micro_batches(job):
+def in_micro_batches(run):
     """Run a job as it is alone, and in micro-batches on several ranks."""
     with parallel_config(micro_batch_num=2 if job.size() > 1 else 1):
-        return job()
+        return run()
 
 
 JOBS = {

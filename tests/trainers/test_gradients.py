@@ -7,20 +7,21 @@ import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.buckets import buckets
 from dtransformer.trainers.token_loss import KerasTokenLoss, as_token_loss, hits
 from tests.tolerances import TRAINING
 
 
 @pytest.mark.parametrize(
-    "group_ids, num_groups, expected",
+    "ids, num_buckets, expected",
     [
-        # No block speaks: evenly, in order, in at most as many groups.
+        # No block speaks: evenly, in order, in at most as many buckets.
         ([None] * 6, 3, [[0, 1], [2, 3], [4, 5]]),
         ([None] * 5, 2, [[0, 1, 2], [3, 4]]),
         ([None] * 3, 1, [[0, 1, 2]]),
         ([None] * 2, 8, [[0], [1]]),
         ([], 4, []),
-        # Blocks speak: each group together, the others in one of their own.
+        # Blocks speak: each bucket together, the others in one of their own.
         ([None, 1, 1, 2, None], 4, [[0, 4], [1, 2], [3]]),
         ([1, 1, 2, 2, 3], 1, [[0, 1], [2, 3], [4]]),
         ([2, 1, 2, 1], 4, [[0, 2], [1, 3]]),
@@ -28,21 +29,21 @@ from tests.tolerances import TRAINING
         ([None, 0, None], 2, [[0, 2], [1]]),
     ],
 )
-def test_fusion_groups(group_ids, num_groups, expected):
-    assert grads.fusion_groups(group_ids, num_groups) == expected
+def test_buckets(ids, num_buckets, expected):
+    assert buckets(ids, num_buckets) == expected
 
 
-@pytest.mark.parametrize("num_groups", range(1, 9))
+@pytest.mark.parametrize("num_buckets", range(1, 9))
 @pytest.mark.parametrize("number", [1, 7, 8, 100])
-def test_every_gradient_is_in_one_group(number, num_groups):
+def test_every_gradient_is_in_one_bucket(number, num_buckets):
     rng = np.random.default_rng(number)
     asked = [None, *range(5)]
-    for group_ids in ([None] * number, [asked[i] for i in rng.integers(0, 6, number)]):
-        groups = grads.fusion_groups(group_ids, num_groups)
-        assert sorted(sum(groups, [])) == list(range(number))
-        assert all(group == sorted(group) and group for group in groups)
-        if set(group_ids) == {None}:
-            assert len(groups) <= num_groups
+    for ids in ([None] * number, [asked[i] for i in rng.integers(0, 6, number)]):
+        found = buckets(ids, num_buckets)
+        assert sorted(sum(found, [])) == list(range(number))
+        assert all(bucket == sorted(bucket) and bucket for bucket in found)
+        if set(ids) == {None}:
+            assert len(found) <= num_buckets
 
 
 def rows(values, indices, num_rows):

@@ -110,7 +110,7 @@ def test_states_are_as_large_as_slices():
 
 @pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
 def test_optimizers_of_whole_weights_are_refused(kind):
-    with pytest.raises(ValueError, match=f"{kind} computes with whole weights.*AdamW"):
+    with pytest.raises(ValueError, match=f"{kind} computes with full weights.*AdamW"):
         check_elementwise(getattr(keras.optimizers, kind)(0.1))
 
 

@@ -106,7 +106,7 @@ def state_of(trainer):
     network = trainer.network
     names = names_of(network)
     held = _held_of_variables(network, names)
-    parts = trainer._update.updated_parts()
+    parts = [(s.weight, s.bounds, s.flat_range) for s in trainer.optimizer_step.shards]
     for name, number, variable in _optimizer_states(trainer.optimizer, len(parts)):
         if number is None:
             held.append(_whole(f"{OPTIMIZER}{name}", variable))
@@ -117,7 +117,9 @@ def state_of(trainer):
             held.append(_held(path, _true_shape(weight), variable, (box, flat)))
         else:  # sums over dimensions, as Adafactor has them
             held.append(_whole(path, variable))
-    held.append(_whole(f"{OPTIMIZER}skipped_steps", trainer._update.loss_scale.skipped_steps))
+    held.append(
+        _whole(f"{OPTIMIZER}skipped_steps", trainer.optimizer_step.loss_scale.skipped_steps)
+    )
     _check_names(held, network)
     return held + metrics_of(trainer)
 

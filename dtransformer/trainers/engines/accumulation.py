@@ -9,13 +9,13 @@ import tensorflow as tf
 from dtransformer.parallel import job
 
 
-def in_micro_batches(compute, number):
-    """Return a compute plane that takes a batch in micro-batches.
+def in_micro_batches(forward_backward, number, reduce):
+    """Return an engine's forward–backward that takes a batch in micro-batches.
 
     Args:
-        compute: a function of (inputs, labels, sample_weight, count, loss_scale, seed)
-            that returns gradients, outputs and sums; see `Trainer`.
+        forward_backward: as `Engine.forward_backward`.
         number: number m of micro-batches; rows are divided as evenly as they can be.
+        reduce: a function of the gradients of a micro-batch, whose results are added up.
 
     Returns:
         A function alike. Gradients and sums are those of all micro-batches; outputs,
@@ -26,24 +26,17 @@ def in_micro_batches(compute, number):
         ValueError: the batch has fewer rows than there are micro-batches.
     """
 
-    def accumulated(inputs, labels, sample_weight, count, loss_scale, seed):
+    def accumulated(inputs, labels, sample_weight, numbers):
         batch = inputs, labels, sample_weight
         num_rows = _num_rows(inputs, number)
 
-        def part(i):
-            rows = rows_of(batch, i, number, num_rows)
-            own_seed = seed_of(seed, i, number)
-            gradients, outputs, sums = compute(*rows, count, loss_scale, own_seed)
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            if count is None:  # each is that of its micro-batch's mean
-                gradients = _times(gradients, sums["count"])
-            return gradients, outputs, sums
+        def micro_batch(i):
+            own = numbers._replace(seed=seed_of(numbers.seed, i, number))
+            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number, num_rows), own)
+            return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         add_up = _add_up_eagerly if tf.executing_eagerly() else _add_up_in_a_loop
-        gradients, outputs, sums = add_up(part, number)
-        if count is None:
-            gradients = _times(gradients, tf.math.divide_no_nan(1.0, sums["count"]))
-        return gradients, outputs, sums
+        return add_up(micro_batch, number)
 
     return accumulated
 
@@ -96,28 +89,24 @@ def _map(function, *structures):
     return tf.nest.map_structure(lambda *xs: None if xs[0] is None else function(*xs), *structures)
 
 
-def _times(gradients, factor):
-    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-
-
 def _add(total, more):
     return tf.nest.map_structure(tf.add, total, more)
 
 
-def _add_up_eagerly(part, number):
-    gradients, outputs, sums = part(0)
+def _add_up_eagerly(compute, number):
+    gradients, outputs, sums = compute(0)
     outputs = [outputs]
     for i in range(1, number):
-        more, output, more_sums = part(i)
+        more, output, more_sums = compute(i)
         gradients, sums = _add(gradients, more), _add(sums, more_sums)
         outputs.append(output)
-    return gradients, _map(lambda *parts: tf.concat(parts, 0), *outputs), sums
+    return gradients, _map(lambda *xs: tf.concat(xs, 0), *outputs), sums
 
 
-def _add_up_in_a_loop(part, number):
+def _add_up_in_a_loop(compute, number):
     """The loop's body, and what comes before it, are one function: it is compiled once."""
-    part = tf.function(part, autograph=False)
-    gradients, outputs, sums = part(tf.constant(0))
+    compute = tf.function(compute, autograph=False)
+    gradients, outputs, sums = compute(tf.constant(0))
     flatten = lambda outputs: [] if outputs is None else tf.nest.flatten(outputs)
     arrays = [
         tf.TensorArray(x.dtype, number, infer_shape=False, element_shape=[None, *x.shape[1:]])
@@ -126,7 +115,7 @@ def _add_up_in_a_loop(part, number):
     arrays = [array.write(0, x) for array, x in zip(arrays, flatten(outputs))]
 
     def body(i, gradients, sums, arrays):
-        more, output, more_sums = part(i)
+        more, output, more_sums = compute(i)
         arrays = [array.write(i, x) for array, x in zip(arrays, flatten(output))]
         return i + 1, _add(gradients, more), _add(sums, more_sums), arrays
 

@@ -1,13 +1,13 @@
-"""The compute plane: forward and backward of this rank's share of a batch.
+"""The engine of a mesh: forward and backward of all of its devices together.
 
-Where the island is one device, it is the trainer's own functions. On a mesh they are
-compiled for it; the weights' slices and the batch go in, this rank's slices of the
-gradients come out.
+The shards of the weights and the batch go in, this rank's shards of the gradients come out.
 """
 
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.dtensor import variable as mesh_variable
 from dtransformer.parallel.dtensor.batch import (
     local_value,
     num_rows,
@@ -17,78 +17,85 @@ from dtransformer.parallel.dtensor.batch import (
 )
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout, replicate
-from dtransformer.parallel.dtensor.variable import specs_of, unpacked
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.reports import audit
+from dtransformer.trainers.data import input_symbols
+from dtransformer.trainers.engines.base import Numbers
 
 
 class MeshEngine:
-    """The compute plane on the island's mesh.
+    """Forward and backward on the mesh that this rank is a part of.
 
     Args:
-        trainer: the `Trainer`, whose network is built.
+        step: the `ForwardStep`.
     """
 
-    def __init__(self, trainer):
-        self._trainer = trainer
-        self._weights = trainer.network.trainable_variables
-        self.input_shapes = None  # of the last batch
-        read = trainer.network.variables
-        self._train = MeshFunction(self._train_on_mesh, read, gradients=True)
-        self._test = MeshFunction(self._test_on_mesh, read)
-        self._predict = MeshFunction(self._predict_on_mesh, read)
+    compiles_itself = True
+    takes_micro_batches = False
+    num_kept = 1
+
+    def __init__(self, step):
+        self._step = step
+        self.input_shapes = None
+        self._train = self._test = self._predict = None
+
+    def build(self, data):
+        if self._train is not None:
+            return
+        network = self._step.network
+        if not network.built:
+            network(input_symbols(data))
+        self._train = MeshFunction(self._train_on_mesh, network.variables, gradients=True)
+        self._test = MeshFunction(self._test_on_mesh, network.variables)
+        self._predict = MeshFunction(self._predict_on_mesh, network.variables)
 
     def collectives(self):
-        """Return the `Collective`s of the training step that was compiled last."""
-        return audit.mesh_collectives(self._train.compiled)
+        times = get_parallel_config().micro_batch_num
+        return times * audit.mesh_collectives(self._train.compiled)
 
-    def train(self, inputs, labels, sample_weight, count, loss_scale, seed):
-        """As `Trainer._loss_and_gradients`; gradients are those of this rank's shards."""
+    def forward_backward(self, inputs, labels, sample_weight, numbers):
         check_mesh_batch((inputs, labels, sample_weight))
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
-        count = None if count is None else put_numbers(count)
-        numbers = count, put_numbers(loss_scale), put_numbers(seed)
-        gradients, outputs, sums = self._train(*batch, *numbers)
+        gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))
+        weights = self._step.network.trainable_variables
         shards = [
-            part
-            for variable, gradient in zip(self._weights, gradients)
-            for part in unpacked(variable, gradient)
+            shard
+            for weight, gradient in zip(weights, gradients)
+            for shard in mesh_variable.unpacked(weight, gradient)
         ]
-        return shards, self._rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
+        return shards, _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
-    def test(self, inputs, labels, sample_weight):
-        """As `Trainer._outputs_and_sums`."""
+    def evaluate(self, inputs, labels, sample_weight):
         check_mesh_batch((inputs, labels, sample_weight))
         outputs, sums = self._test(*put_batch(inputs, labels, sample_weight))
-        return self._rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
+        return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
-        """As `Trainer.call`."""
         check_mesh_batch(inputs)
-        return self._rows(self._predict(put_sharded(inputs)), inputs)
+        return _own_rows(self._predict(put_sharded(inputs)), inputs)
+
+    # What is traced on the mesh.
 
     def _train_on_mesh(self, inputs, labels, sample_weight, count, loss_scale, seed):
-        count = None if count is None else count[0]
-        gradients, outputs, sums = self._trainer._loss_and_gradients(
-            inputs, labels, sample_weight, count, loss_scale[0], seed[:2]
+        numbers = Numbers(count[0], loss_scale[0], seed[:2])
+        gradients, outputs, sums = self._step.loss_and_gradients(
+            inputs, labels, sample_weight, numbers
         )
         gradients = [
-            relayout(tf.convert_to_tensor(gradient), specs_of(variable))
-            for variable, gradient in zip(self._weights, gradients)
+            relayout(tf.convert_to_tensor(gradient), mesh_variable.specs_of(weight))
+            for weight, gradient in zip(self._step.network.trainable_variables, gradients)
         ]
         return gradients, replicate(outputs), replicate(sums)
 
-    def _test_on_mesh(self, *args):
-        return replicate(self._trainer._outputs_and_sums(*args))
+    def _test_on_mesh(self, *batch):
+        return replicate(self._step.outputs_and_sums(*batch))
 
     def _predict_on_mesh(self, inputs):
-        return replicate(self._trainer(inputs, training=False))
+        return replicate(self._step.outputs(inputs))
 
-    @staticmethod
-    def _rows(outputs, inputs):
-        """Return outputs without the rows that were added to the batch."""
-        number = num_rows(inputs)
-        return tf.nest.map_structure(
-            lambda x: None if x is None else local_value(x)[:number], outputs
-        )
+
+def _own_rows(outputs, inputs):
+    """Return outputs without the rows that were added to the batch."""
+    number = num_rows(inputs)
+    return tf.nest.map_structure(lambda x: None if x is None else local_value(x)[:number], outputs)

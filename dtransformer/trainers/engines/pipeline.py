@@ -25,33 +25,17 @@ from dtransformer.trainers.engines.accumulation import check_rows, rows_of
 from dtransformer.trainers.engines.pipeline_step import Step
 
 
-def check_trainer(objective, run_eagerly, jit_compile):
-    """Check that stages can compute what a trainer is compiled with.
-
-    Raises:
-        ValueError: they cannot; says what to change.
-    """
-    if get_parallel_config().pipeline_stage == 1:
-        return
-    if not hasattr(objective, "token_weights"):
-        raise ValueError(
-            "a pipeline needs a loss whose weights do not depend on the outputs: use "
-            "dtransformer.layers.CrossEntropyLoss, or pipeline_stage=1"
-        )
-    for name, value in {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}.items():
-        if value:
-            raise ValueError(f"{name}={value} does not work with a pipeline: leave it out")
-
-
 class PipelineEngine:
     """Forward and backward of this rank's stage of the network.
 
     Args:
-        trainer: the `Trainer`. Its network is built here, this stage's part of it.
+        step: the `ForwardStep`. Its network is built here, this stage's part of it.
     """
 
-    def __init__(self, trainer):
-        self._trainer, self.network = trainer, trainer.network
+    compiles_itself = takes_micro_batches = True
+
+    def __init__(self, step):
+        self._forward_step, self.network = step, step.network
         self.stage, self.num_stages = job.stage()
         config = get_parallel_config()
         self.number = config.micro_batch_num
@@ -71,7 +55,7 @@ class PipelineEngine:
         )
         # Of the last step: computations; messages' names, and when they were sent and came.
         self.events, self._sent, self._received = [], {}, {}
-        self.input_shapes = None
+        self.input_shapes = self._copies = None
         self._compiled = []  # names of the functions of the step that was compiled last
 
     @property
@@ -97,17 +81,18 @@ class PipelineEngine:
         if not self.network.built:
             with placement.view(dataflow.BuildView()):
                 self.network(input_symbols(data))
-        dataflow.share_tables(self.network, input_specs(data))
-        self._copies = self._shared_weights()
+        if self._copies is None:
+            dataflow.share_tables(self.network, input_specs(data))
+            self._copies = self._shared_weights()
 
-    def example_of_outputs(self):
+    def example_outputs(self):
         """Return zeros of the shapes and types of the outputs of a micro-batch."""
         specs = next(iter(self._plans.values())).outputs
         return tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), specs)
 
     def collectives(self):
-        """Return the `Collective`s on the mesh of the step that was compiled last."""
-        return audit.mesh_collectives(self._compiled)
+        """Return the `Collective`s of a step: those on the mesh, and between the stages."""
+        return self.number * audit.mesh_collectives(self._compiled) + self.messages_sent()
 
     def messages_sent(self):
         """Return the `Collective`s that are the messages of the last step."""
@@ -152,8 +137,9 @@ class PipelineEngine:
 
     # A step's instructions.
 
-    def train(self, inputs, labels, sample_weight, count, loss_scale, seed):
-        """As `Trainer._loss_and_gradients`; gradients are those of this stage's weights."""
+    def forward_backward(self, inputs, labels, sample_weight, numbers):
+        """As `Engine.forward_backward`; gradients are those of this stage's weights."""
+        count, loss_scale, seed = numbers
         batch = inputs, labels, sample_weight
         self._check(batch)
         rows = num_rows(batch)
@@ -161,8 +147,8 @@ class PipelineEngine:
         batches = [rows_of(batch, k, self.number, rows) for k in range(self.number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
-        numbers = [self.devices.put_numbers(x) for x in (count, loss_scale)]
-        step = Step(self, batches, rows // self.number, *numbers, seed)
+        put = [self.devices.put_numbers(x) for x in (count, loss_scale)]
+        step = Step(self, batches, rows // self.number, *put, seed)
         for instruction in self._instructions[self.stage]:
             step.run(instruction)
         step.finish()
@@ -189,7 +175,7 @@ class PipelineEngine:
         return self._functions[key]
 
     def _forward(self, part, plan):
-        devices, trainer = self.devices, self._trainer
+        devices, step = self.devices, self._forward_step
         sent_values = {value.name: value for value in plan.sent_after(part)}
         received_values = {value.name: value for value in plan.received_by(part)}
 
@@ -201,13 +187,13 @@ class PipelineEngine:
                     outputs = self.network(inputs, training=True)
             loss, sums = tf.zeros([]), {}
             if part == self.last_part:
-                sums = trainer._sums(inputs, outputs, labels, sample_weight)
+                sums = step.sums(inputs, outputs, labels, sample_weight)
                 loss = tf.math.divide_no_nan(sums["loss"], devices.numbers(count, []))
             for extra in placement.losses_of(self.network, part):
                 loss += tf.cast(extra, "float32") / (job.data_shard()[1] * self.number)
             loss *= devices.numbers(loss_scale, [])
             sent = {name: devices.pin(sent_values[name], x) for name, x in view.sent.items()}
-            if part != self.last_part or trainer._compile_metrics is None:
+            if part != self.last_part or not step.keeps_outputs:
                 outputs = None
             return sent, *devices.pin_whole((loss, sums, outputs))
 
@@ -247,8 +233,8 @@ class PipelineEngine:
 
     # Without gradients: the whole batch, from stage to stage.
 
-    def test(self, inputs, labels, sample_weight):
-        """As `Trainer._outputs_and_sums`; outputs where metrics want them, at the last stage."""
+    def evaluate(self, inputs, labels, sample_weight):
+        """As `Engine.evaluate`; outputs where metrics want them, at the last stage."""
         self._check((inputs, labels, sample_weight))
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
@@ -257,11 +243,11 @@ class PipelineEngine:
         return outputs, self._shared(sums)
 
     def _outputs_and_sums(self, batch, _):
-        outputs, sums = self._trainer._outputs_and_sums(*batch)
+        outputs, sums = self._forward_step.outputs_and_sums(*batch)
         return (outputs, sums) if placement.current_view().is_last else (None, {}), None
 
     def predict(self, inputs):
-        """As `Trainer.call`; on every rank."""
+        """As `Engine.predict`."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
         self._check(inputs)
         rows = num_rows(inputs)

@@ -1,0 +1,53 @@
+"""What a trainer refuses before its first step: what the layout cannot do, and changed configs."""
+
+import dataclasses
+
+from dtransformer.parallel import job
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.trainers.optimizer_checks import check_elementwise
+
+
+def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
+    """Check that the layout can do what a trainer is compiled with.
+
+    Args:
+        objective: the loss; see `token_loss`.
+        optimizer: a Keras optimizer.
+        run_eagerly, jit_compile: as of `Trainer.compile`.
+
+    Raises:
+        ValueError: it cannot; says what to change.
+    """
+    options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
+    asked = [name for name, value in options.items() if value]
+    if job.stage()[1] > 1:
+        if not hasattr(objective, "token_weights"):
+            raise ValueError(
+                "a pipeline needs a loss whose weights do not depend on the outputs: use "
+                "dtransformer.layers.CrossEntropyLoss, or pipeline_stage=1"
+            )
+        if asked:
+            raise ValueError(f"{asked[0]}=True does not work with a pipeline: leave it out")
+    if job.mesh() is not None:
+        check_elementwise(optimizer)
+        if asked:
+            raise ValueError(
+                f"{asked[0]}=True does not work where operations are sharded over a mesh"
+            )
+
+
+def check_unchanged(config):
+    """Check that the parallel config is the one that a trainer was made under.
+
+    Raises:
+        RuntimeError: names the field that has changed.
+    """
+    current = get_parallel_config()
+    for field in dataclasses.fields(config):
+        before, now = getattr(config, field.name), getattr(current, field.name)
+        if before != now:
+            raise RuntimeError(
+                f"the Trainer was made with {field.name}={before!r} in the parallel config, which "
+                f"now has {now!r}: a trainer keeps its config, so make a new one, or use this one "
+                "in the scope that it was made in"
+            )

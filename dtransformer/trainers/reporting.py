@@ -1,0 +1,140 @@
+"""What a trainer tells of its layout: plan, communication, memory, timeline."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import axis_rules, job
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.reports.communication import communication_report
+from dtransformer.reports.memory import memory_report
+from dtransformer.reports.plan import WeightPlan
+from dtransformer.trainers.updated_shards import partition_of
+
+
+class Reporting(keras.Model):
+    """Prints and returns what is so.
+
+    A subclass has the `network`, its `_engine` and `optimizer_step`, None before there are any.
+    """
+
+    _engine = optimizer_step = None
+
+    def summary(self, **kwargs):
+        """Print the network, and what a rank holds of it; as `keras.Model.summary`."""
+        if not job.is_chief():
+            return
+        self.network.summary(**kwargs)
+        plan = WeightPlan.of(self.network.variables)
+        print_fn = kwargs.get("print_fn") or print
+        print_fn(
+            f" Ranks: {job.size()} ({job.topology()}); each device holds "
+            f"{plan.entries_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
+        )
+
+    def plan(self):
+        """Return how every weight is sharded, and what a device holds; print it.
+
+        Returns:
+            A `dtransformer.reports.plan.WeightPlan`.
+
+        Raises:
+            ValueError: the network is not built, or a row of `parallel_rules` matches no
+                weight.
+
+        Example:
+
+        >>> print(trainer.plan())  # doctest: +SKIP
+        """
+        if not self.network.built:
+            raise ValueError("the network has no weights yet: build it, or call it on a batch")
+        check_rules(self.network)
+        shard = partition_of(self.network.trainable_variables)
+        return WeightPlan.of(self.network.variables, shard if shard.level else None)
+
+    def communication_report(self):
+        """Return which collectives the last compiled training step sends; print it.
+
+        Those of the mesh are read from the functions that DTensor lowered for the
+        devices, those over Horovod from the optimizer step's graph; what pipeline stages
+        send each other is that of the dataflow.
+
+        Returns:
+            A `dtransformer.reports.communication.CommunicationReport`. Where the network has the
+            method `stream_shapes(inputs)`, it has the theory's numbers for each block.
+
+        Raises:
+            ValueError: no step was compiled yet.
+        """
+        if self.optimizer_step is None or self.optimizer_step.graph is None:
+            raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
+        return communication_report(
+            self.network,
+            self._engine.collectives(),
+            self._engine.input_shapes,
+            self.optimizer_step.graph,
+        )
+
+    def memory_report(self, inputs=None):
+        """Return what this rank's memory is needed for; print it.
+
+        Args:
+            inputs: a batch of inputs, as `call` takes them, for which the activations
+                that blocks keep are worked out; on a mesh by default the last batch.
+
+        Returns:
+            A `dtransformer.reports.memory.MemoryReport`: bytes of weights, gradients,
+            optimizer states and activations, by the plan and the theory, next to those
+            of the tensors that there are.
+
+        Raises:
+            ValueError: no step was run yet.
+
+        Example:
+
+        >>> print(trainer.memory_report(batch))  # doctest: +SKIP
+        """
+        if self.optimizer_step is None or self.optimizer_step.gradient_bytes is None:
+            raise ValueError("no training step was run yet: call fit or train_on_batch first")
+        shapes, num_kept = self._engine.input_shapes, self._engine.num_kept
+        if inputs is not None:
+            shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
+            num_kept /= get_parallel_config().micro_batch_num
+        return memory_report(self.network, self.optimizer, self.optimizer_step, shapes, num_kept)
+
+    def timeline(self, path=None):
+        """Return what the stages of the pipeline did in the last training step.
+
+        All ranks have to call. Clocks of different hosts are taken as they are.
+
+        Args:
+            path: where rank 0 writes it: a .json file in the Trace Event Format, which
+                Perfetto shows, or a .png picture of the measured and of the ideal step.
+
+        Returns:
+            A `dtransformer.parallel.pipeline.timeline.Timeline`; its `bubble` is the part of
+            the step that the stages spend without computing.
+
+        Raises:
+            ValueError: there is no pipeline, or no step was run yet.
+
+        Example:
+
+        >>> print(trainer.timeline("step.png").bubble)  # doctest: +SKIP
+        """
+        if job.stage()[1] == 1:
+            raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")
+        return self._engine.timeline(path)
+
+
+def check_rules(network):
+    """Check the rows that the user gave of the axis rules against all stages' weights.
+
+    Raises:
+        ValueError: see `axis_rules.check_rules`.
+    """
+    if get_parallel_config().parallel_rules:
+        used = axis_rules.axes_of(network.variables)
+        if job.stage()[1] > 1:  # each stage has some of the weights
+            used = set().union(*all_gather_json(sorted(filter(None, used)), "axes"))
+        axis_rules.check_rules(used)
