@@ -50,11 +50,11 @@ def work(args):
     weights = trainer.network.trainable_variables
     parameters = sum(math.prod(w.shape) for w in weights)
     tables = sum(math.prod(w.shape) for w in weights if w.path.endswith("_embedding/table"))
-    entries = sum(c.entries_sent for c in sent)
+    entries = sum(c.elements_sent for c in sent)
     theory = 3 - tables / parameters if args.worker == 3 else 2
     result = {
         "parameters": parameters,
-        "entries_sent": round(entries),
+        "elements_sent": round(entries),
         "bytes_sent": sum(c.bytes_sent for c in sent),
         "collectives": len(sent),
         "parameters_sent": entries / parameters / (1 - 1 / args.ranks),
@@ -74,7 +74,7 @@ def main():
         level: command_of(args.ranks, [__file__, *sys.argv[1:], "--worker", level])
         for level in args.levels.split(",")
     }
-    report = report_of(options, "levels", commands, "entries_sent", timeout=600)
+    report = report_of(options, "levels", commands, "elements_sent", timeout=600)
     print(json.dumps(report, indent=2))
 
 

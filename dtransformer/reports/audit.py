@@ -39,7 +39,7 @@ class Collective:
 
     Args:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast";
-            or "message", of one pipeline stage to another.
+            or "send/recv", of one pipeline stage to another.
         sent_as: the kind that it is carried out as: on CPUs DTensor's own all-gather is an
             all-reduce of a padded buffer.
         shape: shape of the result on a device; None for a dimension that is not known
@@ -62,13 +62,13 @@ class Collective:
 
     @property
     def elements(self):
-        """The number of entries of the result; 0 where it is not known."""
+        """The number of elements of the result; 0 where it is not known."""
         return 0 if None in self.shape else math.prod(self.shape)
 
     @property
-    def entries_sent(self):
-        """The number of entries that each device sends, by a ring's algorithm."""
-        if self.kind == "message":
+    def elements_sent(self):
+        """The number of elements that each device sends, by a ring's algorithm."""
+        if self.kind == "send/recv":
             return self.elements
         times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
         return self.elements * times * (self.group_size - 1) / self.group_size
@@ -76,7 +76,7 @@ class Collective:
     @property
     def bytes_sent(self):
         """The bytes that each device sends, by a ring's algorithm."""
-        return round(self.entries_sent * tf.as_dtype(self.dtype).size)
+        return round(self.elements_sent * tf.as_dtype(self.dtype).size)
 
 
 def mesh_collectives(function_names):
@@ -144,7 +144,7 @@ def horovod_collectives(graph, group_size):
 
     Args:
         graph: a `tf.Graph`.
-        group_size: number of ranks of the data group.
+        group_size: number of ranks of the data-parallel group.
     """
     found = []
     for operation in _operations(graph):

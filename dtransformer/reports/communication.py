@@ -70,26 +70,26 @@ class CommunicationReport:
         totals += [(kind, n, f"{sent:,}") for kind, (n, sent) in sorted(self.totals().items())]
         lines += columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
         if self.formula:
-            lines += ["", "Blocks, entries summed over the model axis, by the theory:"]
+            lines += ["", "Blocks, elements summed over the model axis, by the theory:"]
             blocks = [("block", "theory", "sent")]
             blocks += [
-                (path, f"{entries:,}", f"{self.summed_entries(path):,}")
-                for path, entries in self.formula.items()
+                (path, f"{elements:,}", f"{self.summed_elements(path):,}")
+                for path, elements in self.formula.items()
             ]
             lines += columns(blocks)
         return "\n".join(lines)
 
-    def summed_entries(self, path):
-        """Return the entries that all-reduces of a layer sum, or equal in volume, on the mesh.
+    def summed_elements(self, path):
+        """Return the elements that all-reduces of a layer sum, or equal in volume, on the mesh.
 
         Two all-to-alls, of a reduce-scatter and of an all-gather, send what one
-        all-reduce does. The shape of an all-to-all is that of all its slices.
+        all-reduce does. The shape of an all-to-all is that of all its shards.
         """
-        entries = 0
+        elements = 0
         for c in self.of_layer(path):
             if c.over == "model":
-                entries += c.elements if c.kind == "all-reduce" else c.elements / 2
-        return round(entries)
+                elements += c.elements if c.kind == "all-reduce" else c.elements / 2
+        return round(elements)
 
 
 def layer_kind(path):
@@ -117,7 +117,7 @@ def communication_report(network, collectives, input_shapes, graph):
         return CommunicationReport((*collectives, *over_horovod))
     names = {layer.name for layer in network._flatten_layers()}
     named = [
-        c if c.kind == "message" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
+        c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
     ]
     formula = {}
@@ -129,25 +129,25 @@ def communication_report(network, collectives, input_shapes, graph):
 
 
 def block_formula(network, stream_shapes):
-    """Return the entries that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
+    """Return the elements that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
 
     One all-reduce of b·s·h forward and one backward for every attention and every
     feed-forward layer. A block that is recomputed repeats those forward, but for the last
     one, which no gradient needs, unless its sums are kept. To gather an input that is kept
-    in slices is half an all-reduce.
+    in shards is half an all-reduce.
 
     Args:
         network: a `keras.Model`.
         stream_shapes: dict of the name of a stack of blocks and (b, s, h).
 
     Returns:
-        A dict of "stack/block" and a number of entries.
+        A dict of "stack/block" and a number of elements.
     """
-    data_slices = axis_size(mesh_axis("batch"))
+    data_shards = axis_size(mesh_axis("batch"))
     formula = {}
     for stack in network._flatten_layers():
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
-            entries = math.prod(stream_shapes[stack.name]) // data_slices
+            elements = math.prod(stream_shapes[stack.name]) // data_shards
             for block in filter(placement.is_here, stack.blocks):
                 parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
                 sums = 2.0 * parts
@@ -155,7 +155,7 @@ def block_formula(network, stream_shapes):
                     config = block.recompute_config
                     sums += (parts - 1) * config.mp_comm_recompute
                     sums += 0.5 * config.recompute_slice_activation
-                formula[f"{stack.name}/{block.name}"] = round(sums * entries)
+                formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 
 

@@ -73,7 +73,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         network: the `keras.Model`.
         optimizer: its Keras optimizer.
         update: its `ShardedOptimizer`.
-        input_shapes: nested shapes of what this rank's island computes at once, or None.
+        input_shapes: nested shapes of what this rank's mesh computes at once, or None.
         num_kept: how many such activations are kept at once.
     """
     plan, level = update.partition, update.partition.level
@@ -84,7 +84,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     weights += [w.copy for w in copied]
     others = own_shards(network.non_trainable_variables)
     states = [v for v in optimizer.variables if v.shape.rank]
-    per_entry = round(len(states) / max(len(plan.rows), 1))
+    per_element = round(len(states) / max(len(plan.rows), 1))
     states += own_shards(copied)
     rows = (
         MemoryRow(
@@ -105,7 +105,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow(
             "optimizer states",
             sum(
-                (per_entry + isinstance(kinds.get(row.path), MasterShardedVariable))
+                (per_element + isinstance(kinds.get(row.path), MasterShardedVariable))
                 * row.slice_entries
                 * row.item_bytes
                 for row in plan.rows
@@ -125,8 +125,8 @@ def _item_bytes(row, variable):
 
 
 def _weight_bytes(row, variable):
-    is_gathered = isinstance(variable, FullyShardedVariable)
-    return (row.slice_entries if is_gathered else row.entries) * _item_bytes(row, variable)
+    is_unsharded = isinstance(variable, FullyShardedVariable)
+    return (row.slice_entries if is_unsharded else row.entries) * _item_bytes(row, variable)
 
 
 def activation_bytes(network, input_shapes, num_kept=1):
@@ -138,13 +138,13 @@ def activation_bytes(network, input_shapes, num_kept=1):
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
-        input_shapes: nested shapes of what the island computes at once.
+        input_shapes: nested shapes of what the mesh computes at once.
         num_kept: how many such activations are kept at once.
     """
     if not hasattr(network, "stream_shapes") or input_shapes is None:
         return 0
     config = get_parallel_config()
-    slices = axis_size(mesh_axis("batch")) / num_kept
+    num_shards = axis_size(mesh_axis("batch")) / num_kept
     streams = network.stream_shapes(input_shapes)
     item = tf.as_dtype(network.compute_dtype).size
     total = 0
@@ -155,7 +155,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
             for block in filter(placement.is_here, stack.blocks):
                 is_decoder = isinstance(block, TransformerDecoderLayer)
                 lengths = [s, memory] if is_decoder else [s]
-                total += b / slices * _of_block(block, s, h, lengths, item, config)
+                total += b / num_shards * _of_block(block, s, h, lengths, item, config)
     return round(total)
 
 
@@ -172,21 +172,21 @@ def _of_block(block, s, h, lengths, item, config):
     t, choice = config.model_parallel, block.recompute_config
     stream = s * h
     if choice.recompute:
-        cuts = config.sequence_parallel or choice.recompute_slice_activation
-        return item * stream * len(lengths) / (t if cuts else 1)
+        is_sharded = config.sequence_parallel or choice.recompute_slice_activation
+        return item * stream * len(lengths) / (t if is_sharded else 1)
     number, heads = len(lengths), block.arguments["num_heads"]
-    whole = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
-    cut = (4 * number + 8) * item
+    replicated = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
+    sharded = (4 * number + 8) * item
     squares = sum((2 * item + 1) * heads * s * length for length in lengths)
     if "attention" in choice.select:
         squares = 0
     if "feed_forward" in choice.select:
-        cut -= 8 * item
+        sharded -= 8 * item
     if "norm" in choice.select:
-        whole -= (number + 1) * item
+        replicated -= (number + 1) * item
     if config.sequence_parallel:
-        return ((whole + cut) * stream + squares) / t
-    return whole * stream + (cut * stream + squares) / t
+        return ((replicated + sharded) * stream + squares) / t
+    return replicated * stream + (sharded * stream + squares) / t
 
 
 def _bytes(variables):

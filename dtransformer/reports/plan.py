@@ -1,4 +1,4 @@
-"""How every weight is cut, as a table."""
+"""How every weight is sharded, as a table."""
 
 import dataclasses
 import math
@@ -18,35 +18,35 @@ class WeightRow:
 
     Args:
         path: its path in the network.
-        shape: shape of the whole.
+        shape: shape of the full weight.
         dtype: name of its type.
         axes: the logical name, or None, of every dimension; () where it has none.
-        cut: the mesh axis, or None, that cuts every dimension; ("ranks",) where each rank
-            of the data group has a flat slice.
-        num_slices: number of slices that the whole is cut into.
+        sharded_over: the mesh axis, or None, that shards every dimension; ("ranks",) where
+            each rank of the data-parallel group has a flat shard.
+        num_shards: number of different shards of the weight.
     """
 
     path: str
     shape: tuple
     dtype: str
     axes: tuple
-    cut: tuple
-    num_slices: int
+    sharded_over: tuple
+    num_shards: int
 
     @property
-    def entries_per_device(self):
-        """The number of entries that each device holds."""
-        return -(-math.prod(self.shape) // self.num_slices)
+    def elements_per_device(self):
+        """The number of elements that each device holds."""
+        return -(-math.prod(self.shape) // self.num_shards)
 
     @property
     def bytes_per_device(self):
         """The bytes that each device holds."""
-        return self.entries_per_device * tf.as_dtype(self.dtype).size
+        return self.elements_per_device * tf.as_dtype(self.dtype).size
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPlan:
-    """How the weights of a network are cut. Its `str` is a table.
+    """How the weights of a network are sharded. Its `str` is a table.
 
     Args:
         rows: tuple of `WeightRow`s.
@@ -69,8 +69,8 @@ class WeightPlan:
                 shape=tuple(v.shape),
                 dtype=tf.as_dtype(v.dtype).name,
                 axes=tuple(getattr(v, "logical_axes", ())),
-                cut=("ranks",) if isinstance(v, FullyShardedVariable) else specs_of(v),
-                num_slices=num_ranks
+                sharded_over=("ranks",) if isinstance(v, FullyShardedVariable) else specs_of(v),
+                num_shards=num_ranks
                 if isinstance(v, FullyShardedVariable)
                 else math.prod(axis_size(axis) for axis in specs_of(v)),
             )
@@ -79,9 +79,9 @@ class WeightPlan:
         return cls(rows, 1 if mesh is None else mesh.num_local_devices(), shard)
 
     @property
-    def entries_per_device(self):
-        """The number of entries that each device holds."""
-        return sum(row.entries_per_device for row in self.rows)
+    def elements_per_device(self):
+        """The number of elements that each device holds."""
+        return sum(row.elements_per_device for row in self.rows)
 
     @property
     def bytes_per_device(self):
@@ -95,22 +95,29 @@ class WeightPlan:
 
     def __str__(self):
         names = lambda axes: "(" + ", ".join(axis or "–" for axis in axes) + ")"
-        header = ("weight", "shape", "type", "dimensions", "cut", "bytes per rank")
+        header = ("weight", "shape", "type", "dimensions", "sharded over", "bytes per rank")
         table = [header]
         for row in self.rows:
             num_bytes = row.bytes_per_device * self.num_local_devices
             shape = "×".join(map(str, row.shape)) or "scalar"
             table.append(
-                (row.path, shape, row.dtype, names(row.axes), names(row.cut), f"{num_bytes:,}")
+                (
+                    row.path,
+                    shape,
+                    row.dtype,
+                    names(row.axes),
+                    names(row.sharded_over),
+                    f"{num_bytes:,}",
+                )
             )
         lines = columns(table, right=(len(header) - 1,))
-        entries = sum(math.prod(row.shape) for row in self.rows)
-        cut = sum(row.bytes_per_device for row in self.rows if any(row.cut))
+        elements = sum(math.prod(row.shape) for row in self.rows)
+        sharded = sum(row.bytes_per_device for row in self.rows if any(row.sharded_over))
         lines += [
             lines[1],
-            f"{len(self.rows)} weights of {entries:,} entries; each device holds "
-            f"{self.entries_per_device:,}: {cut:,} bytes of cut weights and "
-            f"{self.bytes_per_device - cut:,} of whole ones, {self.bytes_per_device:,} in all; "
+            f"{len(self.rows)} weights of {elements:,} elements; each device holds "
+            f"{self.elements_per_device:,}: {sharded:,} bytes of sharded weights and "
+            f"{self.bytes_per_device - sharded:,} of replicated ones, {self.bytes_per_device:,} in all; "
             f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
         ]
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])

@@ -67,7 +67,7 @@ class FitLoop(keras.Model):
 
         def predict(batches):
             outputs = [self.predict_step(batch) for batch in batches]
-            return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+            return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
         self.predict_function = predict
         return self.predict_function
@@ -169,7 +169,7 @@ class FitLoop(keras.Model):
         """Compute the network's outputs; as `keras.Model.predict`.
 
         Returns:
-            NumPy arrays. Logits of a padded vocabulary are cut to its true size.
+            NumPy arrays. Logits of a padded vocabulary have its true size.
         """
         verbose = verbose if job.is_chief() else 0
         self._start_engine(as_data(x))

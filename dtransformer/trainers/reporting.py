@@ -29,7 +29,7 @@ class Reporting(keras.Model):
         print_fn = kwargs.get("print_fn") or print
         print_fn(
             f" Ranks: {job.size()} ({job.topology()}); each device holds "
-            f"{plan.entries_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
+            f"{plan.elements_per_device:,} parameters ({plan.bytes_per_device / 2**20:.2f} MiB)"
         )
 
     def plan(self):

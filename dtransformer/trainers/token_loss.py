@@ -16,8 +16,7 @@ def as_token_loss(loss, vocab_size=None):
         loss: a `CrossEntropyLoss`, or any other object with its `per_token` and
             `token_weights`, or a Keras loss, its name, or a function of (y_true, y_pred)
             that returns a value for each sample or token.
-
-        vocab_size: number of entries of the vocabulary, where logits may be padded to
+        vocab_size: size of the vocabulary, where logits may be padded to
             more; for a `CrossEntropyLoss` that does not know it.
 
     Raises:

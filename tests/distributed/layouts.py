@@ -298,7 +298,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
     sent = trainer.communication_report().collectives
-    results["sent"] = np.array(sum(c.entries_sent for c in sent if c.over == "horovod"))
+    results["sent"] = np.array(sum(c.elements_sent for c in sent if c.over == "horovod"))
     return trainer, {**results, **_read_weights(model, "final")}
 
 

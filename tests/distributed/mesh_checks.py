@@ -102,7 +102,7 @@ def blocks_send_what_the_theory_says():
                 *[("backward", "all-reduce", entries)] * parts,
                 *[("forward", "all-reduce", entries)] * parts,
             ]
-            assert report.formula[block] == report.summed_entries(block) == 2 * parts * entries
+            assert report.formula[block] == report.summed_elements(block) == 2 * parts * entries
     # The gradient of the memory is added up over the decoder's blocks, and sent once.
     assert [c.elements for c in report.of_layer("AddN")] == [SOURCE]
     expected = {"loss", "accuracy", "head", "encoder", "decoder", "AddN"}
@@ -128,7 +128,7 @@ def under_sequence_parallelism_no_large_all_reduce_is_left():
     # The norms' gains and offsets, and the biases after the sums: vectors of h.
     small = [entry for entry in found(report, "encoder/block_0") if entry[1] == "all-reduce"]
     assert {entry[2] for entry in small} == {H}
-    volume = report.summed_entries("encoder/block_0") - sum(entry[2] for entry in small)
+    volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
     assert volume == 4 * SOURCE, "as many bytes as all-reduces"
 
 
@@ -147,12 +147,12 @@ def a_device_holds_its_slices_only():
     for row, variable in zip(plan.rows, model.variables):
         for shard in variable.shards:
             assert shard.numpy().nbytes == row.bytes_per_device, row
-        assert len(variable.shards) == row.num_slices
+        assert len(variable.shards) == row.num_shards
     cut = sum(v.numpy().nbytes for v in model.variables if any(v.specs))
     kept_whole = sum(v.numpy().nbytes for v in model.variables if not any(v.specs))
     assert plan.bytes_per_device == cut / 4 + kept_whole
     table = next(row for row in plan.rows if row.path.endswith("source_embedding/table"))
-    assert table.shape == (64, H) and table.cut == ("model", None)
+    assert table.shape == (64, H) and table.sharded_over == ("model", None)
     assert f"{plan.bytes_per_device:,} in all" in str(plan)
 
 
@@ -290,7 +290,7 @@ def recompute_on_the_mesh():
         np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
         report = trainer.communication_report()
         assert report.formula["encoder/block_0"] == sums * B * S * H
-        assert report.summed_entries("encoder/block_0") == sums * B * S * H
+        assert report.summed_elements("encoder/block_0") == sums * B * S * H
         stop()
 
 
@@ -333,12 +333,12 @@ class Classifier(keras.Model):
         super().__init__(name="classifier")
         self.embedding = keras.layers.Embedding(V, H)
         self.norm = keras.layers.BatchNormalization()
-        self.cut = layers.FeedForward(H, 4 * H, dropout_rate=0.0, name="cut")
+        self.sharded = layers.FeedForward(H, 4 * H, dropout_rate=0.0, name="sharded")
         self.dense = keras.layers.Dense(V, kernel_regularizer="l2")
 
     def call(self, inputs, training=False):
         x = self.norm(self.embedding(inputs["target"]), training=training)
-        return self.dense(self.cut(x, training=training))
+        return self.dense(self.sharded(x, training=training))
 
 
 @check

@@ -161,7 +161,7 @@ def reports():
     events = [
         [str(event.instruction), event.stage, event.start, event.end] for event in timeline.events
     ]
-    sent = [c for c in trainer.communication_report().collectives if c.kind == "message"]
+    sent = [c for c in trainer.communication_report().collectives if c.kind == "send/recv"]
     activations = trainer.memory_report()["activations"].planned
     return {
         "events": events,

@@ -700,3 +700,25 @@ def test_the_seed_decides_the_dropout():
     assert first == again
     assert all(a != b for a, b in zip(first, other))
     assert len(set(first)) == 4, "every step has masks of its own"
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict", "train_on_batch"])
+def test_a_config_that_changes_after_the_trainer_was_made_is_refused(call):
+    trainer = dense_trainer()
+    arguments = points(4)[:1] if call == "predict" else points(4)
+    with parallel_config(recompute=True):
+        with pytest.raises(RuntimeError, match="recompute=False.*now has True.*make a new one"):
+            getattr(trainer, call)(*arguments)
+    trainer.fit(*points(4), verbose=0)
+
+
+def test_micro_batches_work_with_a_loss_whose_weights_are_known_after_the_forward_pass():
+    def losses(**fields):
+        with parallel_config(**fields):
+            network = dense_network()
+            trainer = dense_trainer(keras.optimizers.SGD(0.1), "mse", network=network)
+            record = Record()
+            trainer.fit(*points(8), batch_size=8, epochs=3, verbose=0, callbacks=[record])
+        return record["step_loss"]
+
+    np.testing.assert_allclose(losses(micro_batch_num=4), losses(), rtol=TRAINING)

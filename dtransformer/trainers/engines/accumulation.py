@@ -77,7 +77,9 @@ def _num_rows(inputs, number):
     message = f"micro_batch_num={number} is more than the rows of the batch"
     if num_rows is not None:
         if num_rows < number:
-            raise ValueError(f"{message}, which has {num_rows}: use larger batches, or fewer parts")
+            raise ValueError(
+                f"{message}, which has {num_rows}: use larger batches, or fewer micro-batches"
+            )
         return num_rows
     num_rows = tf.shape(first)[0]
     with tf.control_dependencies([tf.debugging.assert_less_equal(number, num_rows, message)]):

@@ -88,7 +88,7 @@ class ForwardStep:
         return gradients, outputs if self.keeps_outputs else None, sums
 
     def added_losses(self, losses, own_count, count):
-        """Return this share of the batch's part of what layers add to the loss.
+        """Return this share of the batch's contribution to what layers add to the loss.
 
         Regularizers are the same on all ranks and for all micro-batches, whose losses are
         added up.

@@ -33,7 +33,7 @@ class LocalEngine:
         unsharded = [w for w in self._step.network.weights if is_unsharded_for_use(w)]
         if self._jit_compile and unsharded:
             raise ValueError(
-                "jit_compile=True does not work with optimizer_shard=3, which sends messages while "
+                "jit_compile=True does not work with optimizer_shard=3, which communicates while "
                 "the network is computed: leave it at 'auto'"
             )
 

@@ -103,7 +103,7 @@ class PipelineEngine:
                 layer = value.name.split(":")[0].split("/", 1)[-1]
                 sent += [
                     audit.Collective(
-                        *("message", "message", tuple(shape), dtype),
+                        *("send/recv", "send/recv", tuple(shape), dtype),
                         *("stages", 2, layer, backward),
                     )
                     for shape, dtype in self.devices.message_specs([value])
