@@ -13,35 +13,54 @@ CONFIG ?= examples/wmt14/embedded.yaml
 RUN ?= runs/embedded
 STAGES := $(if $(filter-out 1,$(PP)),--set parallel.pipeline_stage=$(PP) \
   --set parallel.micro_batch_num=$(shell expr 4 '*' $(PP)))
-LAUNCH := $(if $(filter-out 1,$(NP)),$(BIN)/horovodrun --gloo -np $(NP))
+SEVERAL := $(filter-out 1,$(NP))
+LAUNCH := $(if $(SEVERAL),$(BIN)/horovodrun --gloo -np $(NP))
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# uv takes a third of pip's time. It does not read pip's settings: pip itself is asked where they
+# name another index, and where uv fails.
+define install
+{ ! $(BIN)/python -m pip config list | grep '[.]index-url=' > /dev/null \
+  && $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python \
+    -c constraints.txt -b constraints.txt $(1); } \
+  || $(BIN)/python -m pip install --quiet -c constraints.txt $(1)
+endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench clean
+.NOTPARALLEL:
+.PHONY: help setup train test test-all lint format docs bench clean
 
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, PP=2 spreads the"
 	@echo "blocks over two stages, DEVICES=2 gives each rank two devices, PYTHON=python3.12"
 	@echo "chooses the interpreter."
 
-setup: .venv/ready  ## make the virtual environment, with Horovod where it can be built
+setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and for several ranks
 
-.venv/ready: constraints.txt setup.cfg pyproject.toml tools/build_horovod.py
+.venv/ready: constraints.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make: $(PYTHON) is older than Python 3.11: set PYTHON=..." >&2; exit 1; }
 	@echo "Setting up .venv ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[plot,test]'
-	@$(BIN)/python tools/build_horovod.py || test $$? -eq 3
+	@$(BIN)/python -m pip install --quiet -c constraints.txt uv
+	@$(call install,-e .)
+	@touch $@
+
+.venv/test .venv/lint .venv/docs: .venv/ready
+	@$(call install,-e '.[$(@F)]')
+	@touch $@
+
+.venv/horovod: .venv/ready
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/dtransformer doctor --install-horovod
 	@touch $@
 
 data/embedded/train.en.sgm: .venv/ready
 	@echo "Generating the embedded corpus ..."
 	@$(BIN)/dtransformer prepare --embedded --out data/embedded
 
-train: data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
+train: $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
 	  --set parallel.model_parallel=$(MP) --set training.local_devices=$(DEVICES) \
 	  $(STAGES)
@@ -52,11 +71,25 @@ train: data/embedded/train.en.sgm  ## train on the embedded corpus, score, and t
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'
 
-test: .venv/ready  ## run the tests, in two processes (JOBS=1: in one)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: setup  ## run the tests, in two processes (JOBS=1: in one)
+	$(PYTEST)
+
+test-all: setup  ## run the long tests, too
+	$(PYTEST) -m ''
+
+lint: .venv/lint  ## check style, with ruff
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: .venv/lint  ## put the code into the style, as far as ruff can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: .venv/docs  ## build the docs site, in site/
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/ready  ## measure training on one process; prints JSON
 	$(BIN)/python benchmarks/single_process.py
 
 clean:  ## remove what was made: the environment, data, runs
-	rm -rf .venv data runs build *.egg-info
+	rm -rf .venv data runs build site *.egg-info

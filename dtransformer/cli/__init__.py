@@ -71,7 +71,12 @@ def _parser():
         action.add_argument("path", help="a checkpoint, or a folder of checkpoints")
 
     doctor = commands.add_parser("doctor", help="say what is installed and what works")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    instead = doctor.add_mutually_exclusive_group()
+    instead.add_argument("--json", action="store_true", help="print JSON")
+    instead.add_argument(
+        "--install-horovod", action="store_true",
+        help="install Horovod, which several ranks need: it is compiled here, once",
+    )  # fmt: skip
     return parser
 
 
@@ -90,13 +95,25 @@ def _prepare(arguments):
         print(path)
 
 
+def _doctor(arguments):
+    if not arguments.install_horovod:
+        from dtransformer.cli.doctor import doctor
+
+        return doctor(arguments.json)
+    from dtransformer.cli.install_horovod import InstallError, install_horovod
+
+    try:
+        install_horovod()
+    except InstallError as error:
+        print(f"dtransformer: {error}", file=sys.stderr)
+        return error.exit_code
+
+
 def _run(arguments):
     if arguments.command == "prepare":
         return _prepare(arguments)
     if arguments.command == "doctor":
-        from dtransformer.cli.doctor import doctor
-
-        return doctor(arguments.json)
+        return _doctor(arguments)
     if arguments.command == "train":
         from dtransformer.cli.train import train
 

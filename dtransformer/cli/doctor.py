@@ -5,17 +5,20 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
+
+from dtransformer.cli.install_horovod import COMMAND, built_with, compiler
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {"matplotlib": "pictures: pip install 'dtransformer[plot]'"}
-_BUILD = "python tools/build_horovod.py"
 
 
 def examine():
-    """Return a list of checks: dicts of name, ok (True, False or None for optional),
-    found and mend.
+    """Examine what is installed and what works.
+
+    Returns:
+        A list of checks: dicts of name, ok (True, False, or None for what is optional and
+        missing), found and mend.
     """
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
@@ -67,32 +70,23 @@ def _optional(name, mend):
 
 
 def _compiler():
-    name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    mend = "only needed to build Horovod; Debian: apt-get install g++"
-    return _check("C++ compiler", True if name else None, name or "not found", mend)
+    found = compiler()
+    mend = "only needed to build Horovod; Debian: apt-get install g++ make"
+    return _check("C++ compiler", True if found else None, found or "not found", mend)
 
 
 def _horovod():
-    """Import Horovod in a process of its own: a broken build must not end this one."""
     version = _version("horovod")
     if version is None:
-        mend = f"needed for several ranks only: {_BUILD}"
-        return [_check("horovod", None, "not installed", mend)]
-    code = (
-        "import horovod.tensorflow as h; "
-        "print('gloo' if h.gloo_built() else '', 'mpi' if h.mpi_built() else '', "
-        "'nccl' if h.nccl_built() else '')"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if result.returncode:
-        error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        return [_check("horovod", False, f"{version}, cannot be imported: {error}", _BUILD)]
-    built = " ".join(result.stdout.split())
+        return [_check("horovod", None, "not installed", f"only for several ranks: {COMMAND}")]
+    works, found = built_with()
+    if not works:
+        return [_check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
     launcher = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
     launcher = launcher or shutil.which("horovodrun")
     return [
-        _check("horovod", True, f"{version}, built with {built}"),
-        _check("horovodrun", bool(launcher), launcher or "not found", _BUILD),
+        _check("horovod", True, f"{version}, built with {found}"),
+        _check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 
 

@@ -8,6 +8,7 @@ allowed.
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import re
 
@@ -251,11 +252,13 @@ class TransformerOpParallelConfig(validators.Checked):
             devices = f" of {local_devices} local devices each" * (local_devices > 1)
             kind = "devices" if local_devices > 1 else "ranks"
             ranks = -(-needed // local_devices)
+            can_start = ranks == 1 or importlib.util.find_spec("horovod") is not None
+            first = "" if can_start else " (run 'dtransformer doctor --install-horovod' first)"
             raise ValueError(
                 f"data_parallel={asked} · model_parallel={self.model_parallel} · {context}"
-                f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the job "
-                f"has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with horovodrun -np "
-                f"{ranks}, or change the config"
+                f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the "
+                f"job has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with "
+                f"horovodrun -np {ranks}{first}, or change the config"
             )
         return dataclasses.replace(self, data_parallel=data)
 

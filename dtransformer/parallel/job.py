@@ -61,8 +61,9 @@ def _import_horovod():
         import horovod.tensorflow as hvd
     except ImportError as error:
         raise RuntimeError(
-            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot be "
-            f"imported ({error}): run 'python tools/build_horovod.py', or start one process with python"
+            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
+            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
+            "process with python"
         ) from error
     return hvd
 

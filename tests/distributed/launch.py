@@ -11,7 +11,8 @@ import pytest
 HOROVODRUN = pathlib.Path(sys.executable).with_name("horovodrun")
 
 needs_horovod = pytest.mark.skipif(
-    not HOROVODRUN.exists(), reason="Horovod is not installed: python tools/build_horovod.py"
+    not HOROVODRUN.exists(),
+    reason="Horovod is not installed: dtransformer doctor --install-horovod",
 )
 
 

@@ -1,5 +1,7 @@
 """The job of one process: what init gives, refuses, and derives seeds from."""
 
+import sys
+
 import pytest
 
 import dtransformer
@@ -69,6 +71,17 @@ def test_a_product_that_is_not_the_number_of_ranks(fields, numbers):
     assert "horovodrun -np" in str(caught.value) and "\n" not in str(caught.value)
     assert not job.is_initialized()
     assert dtransformer.get_parallel_config() is before
+
+
+def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
+    for name in ("horovod", "horovod.tensorflow"):
+        monkeypatch.setitem(sys.modules, name, None)  # Python's way to say that it is not there
+    with pytest.raises(ValueError, match="horovodrun -np 2 .*doctor --install-horovod"):
+        dtransformer.init(TransformerOpParallelConfig(data_parallel=2))
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="2 ranks.*run 'dtransformer doctor --install-horovod'"):
+        dtransformer.init()
+    assert not job.is_initialized()
 
 
 @pytest.mark.parametrize(

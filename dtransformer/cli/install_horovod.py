@@ -1,0 +1,254 @@
+"""`dtransformer doctor --install-horovod`: Horovod for the TensorFlow of this environment.
+
+Horovod publishes no wheels, and its sources do not compile against TensorFlow 2.20 and
+later: one file, `xla_mpi_ops.cc` (XLA on GPUs, optional), includes headers that
+TensorFlow's wheel does not ship. So the sources are downloaded, compared with their
+SHA-256, compiled without that file, and the wheel is kept in a cache: the next
+environment has it in seconds. What compiling needs is installed in a temporary folder;
+the environment gets Horovod and what it imports, nothing else.
+
+Environment variables:
+    HOROVOD_GPU_OPERATIONS: `NCCL` builds for GPUs, which needs CUDA and NCCL.
+    DTRANSFORMER_CACHE: folder of the cache, `~/.cache/dtransformer` by default.
+    CXX: the C++ compiler.
+    PIP_...: pip's own settings.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+
+COMMAND = "dtransformer doctor --install-horovod"
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+EXIT_FAILED = 1
+EXIT_NO_COMPILER = 3
+
+_LEFT_OUT = "xla_mpi_ops.cc"
+# The versions that the wheel was built and tested with.
+_BUILD_TOOLS = ("cmake==3.31.6", "setuptools==80.10.2", "wheel==0.48.0", "packaging==26.3")
+_OPTIONS = {
+    "HOROVOD_WITH_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_PYTORCH": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+}
+_BUILT_WITH = (
+    "import horovod.tensorflow as h; "
+    "print('gloo' if h.gloo_built() else '', 'mpi' if h.mpi_built() else '', "
+    "'nccl' if h.nccl_built() else '')"
+)
+
+
+class InstallError(RuntimeError):
+    """Horovod cannot be installed. The message is one line; `exit_code` is the command's."""
+
+    def __init__(self, message, exit_code=EXIT_FAILED):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def install_horovod():
+    """Install Horovod in this environment, from the cache or else from its sources.
+
+    Raises:
+        InstallError: there is no compiler or no pip, the sources cannot be had or are not
+            those that were tested, or they do not compile.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise InstallError(
+            f"{sys.prefix} has no pip, which Horovod is installed with: run "
+            f"'{sys.executable} -m ensurepip', and then '{COMMAND}' again"
+        )
+    folder = _cache_folder()
+    log = folder / "build.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        wheel = next(folder.glob("horovod-*.whl"), None) or _build(folder, log)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+        problem = f"{wheel} cannot be installed; if it is damaged, remove it"
+        # The one that is there may have been built for another TensorFlow: pip sees no difference.
+        _run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
+        _run([*pip, wheel], log, problem)
+    except OSError as error:
+        raise InstallError(
+            f"Horovod cannot be built in {folder} ({error}): set DTRANSFORMER_CACHE to a folder "
+            "that can be written"
+        ) from error
+    works, found = built_with()
+    if not works:
+        raise InstallError(f"Horovod {VERSION} was installed and cannot be imported: {found}")
+    print(f"Horovod {VERSION} is installed, built with {found} ({wheel})")
+
+
+def built_with():
+    """Import Horovod in a process of its own: a broken build must not end this one.
+
+    Returns:
+        (works, found): whether it can be imported, and what it was built with (`gloo`,
+        `mpi`, `nccl`) or why it cannot be imported, one line.
+    """
+    command = [sys.executable, "-c", _BUILT_WITH]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        return False, (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return True, " ".join(result.stdout.split())
+
+
+def compiler():
+    """Return the C++ compiler's path, that of `CXX` where it is set; None if there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))[:1]
+    return next(filter(None, map(shutil.which, named or ("g++", "c++"))), None)
+
+
+def _cache_folder():
+    """Return the folder of wheels built for this Python, TensorFlow and options."""
+    root = os.environ.get("DTRANSFORMER_CACHE") or pathlib.Path.home() / ".cache/dtransformer"
+    key = (
+        f"horovod{VERSION}",
+        f"tf{importlib.metadata.version('tensorflow')}",
+        sys.implementation.cache_tag,
+        sysconfig.get_platform(),
+        "".join(platform.libc_ver()) or "libc",
+        _gpu_operations() or "cpu",
+    )
+    return pathlib.Path(root).absolute() / "wheels" / "-".join(key)
+
+
+def _gpu_operations():
+    """Return "nccl" for a build for GPUs, "" for CPUs."""
+    asked = os.environ.get("HOROVOD_GPU_OPERATIONS", "")
+    if asked.upper() not in ("", "NCCL"):
+        raise InstallError(
+            f"HOROVOD_GPU_OPERATIONS={asked}: expected NCCL for GPUs, or nothing for CPUs"
+        )
+    return asked.lower()
+
+
+def _build(folder, log):
+    """Build the wheel and move it to `folder`; return its path."""
+    if compiler() is None:
+        raise InstallError(
+            f"no C++ compiler found ({os.environ.get('CXX') or 'g++, or what CXX names'}): install "
+            f"one (Debian: apt-get install g++ make) and run '{COMMAND}' again; one process trains "
+            "without",
+            EXIT_NO_COMPILER,
+        )
+    tensorflow = importlib.metadata.version("tensorflow")
+    print(f"Building Horovod {VERSION} for TensorFlow {tensorflow} (some minutes, once) ...")
+    sys.stdout.flush()
+    log.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        temporary = pathlib.Path(temporary)
+        environment = _build_environment(temporary / "tools", log)
+        archive = download(temporary, log, environment)
+        source = unpack(archive, temporary)
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps"]
+        command = [*pip, "--no-build-isolation", "--wheel-dir", temporary / "dist", source]
+        _run(command, log, "Horovod does not compile", environment)
+        built = next((temporary / "dist").glob("horovod-*.whl"))
+        partial = folder / f"{built.name}.{os.getpid()}.partial"
+        shutil.copy(built, partial)
+        return partial.rename(folder / built.name)
+
+
+def _build_environment(tools, log):
+    """Install what compiling needs in the folder `tools`; return the environment to compile in."""
+    # The tools' versions are fixed: constraints of the environment's packages are not theirs.
+    own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
+    _run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
+    return {
+        **os.environ,
+        **_OPTIONS,
+        "PATH": os.pathsep.join([str(tools / "bin"), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")])),
+        # Else a make that started this one passes its own on, and Horovod compiles on one core.
+        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
+    }
+
+
+def download(folder, log, environment=None):
+    """Download the sources into `folder` and check them; return their path.
+
+    pip compares the hash before it runs anything that it has downloaded.
+    """
+    requirement = folder / "requirement.txt"
+    requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+    pip += ["--no-binary", ":all:", "--require-hashes", "--dest", folder, "-r", requirement]
+    _run(pip, log, f"the sources of Horovod {VERSION} cannot be downloaded", environment)
+    archive = next(folder.glob("horovod-*.tar.gz"))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise InstallError(_wrong_hash(digest))
+    return archive
+
+
+def unpack(archive, folder):
+    """Unpack the sources and leave out the one file that does not compile."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    source = folder / f"horovod-{VERSION}"
+    listing = source / "horovod/tensorflow/CMakeLists.txt"
+    lines = listing.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if _LEFT_OUT not in line]
+    if len(lines) - len(kept) != 1:
+        raise InstallError(
+            f"expected one line naming {_LEFT_OUT} in Horovod's {listing.name}, found "
+            f"{len(lines) - len(kept)}"
+        )
+    listing.write_text("".join(kept))
+    return source
+
+
+def _wrong_hash(digest):
+    return (
+        f"the sources of Horovod {VERSION} have SHA-256 {digest}, expected {SHA256}: they are not "
+        "those that were tested, and are not built"
+    )
+
+
+def _run(command, log, problem, environment=None):
+    """Run a command with its output at the end of the file `log`.
+
+    Raises:
+        InstallError: it fails; says `problem` and the line of the output that says why.
+    """
+    command = [str(word) for word in command]
+    with open(log, "a+", encoding="utf-8", errors="replace") as output:
+        output.write(f"$ {shlex.join(command)}\n")
+        output.flush()
+        begin = output.tell()
+        result = subprocess.run(command, stdout=output, stderr=output, env=environment)
+        if result.returncode == 0:
+            return
+        output.seek(begin)
+        text = output.read()
+    if "DO NOT MATCH THE HASHES" in text:
+        digest = re.search(r"Got\s+([0-9a-f]{64})", text)
+        raise InstallError(_wrong_hash(digest[1] if digest else "of another kind"))
+    raise InstallError(f"{problem} ({_reason(text)}); all of what was said is in {log}")
+
+
+def _reason(text):
+    """Return the line of a failed command's output that says best why it failed."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for sign in (" error: ", "CMake Error", "Connection", "ERROR: "):
+        for index, line in enumerate(lines):
+            if sign in line:
+                # CMake says where, and on the next line what.
+                return " ".join(lines[index : index + 1 + line.endswith(":")])
+    return lines[-1] if lines else "it ended without a word"

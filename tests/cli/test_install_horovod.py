@@ -1,0 +1,108 @@
+"""Promise: what keeps Horovod from being installed is told in one line, and nothing is half done.
+
+That it can be built and used is what the tests of several ranks show. Nothing here needs a
+network, nor changes the environment.
+"""
+
+import io
+import tarfile
+
+import pytest
+
+from dtransformer.cli import main
+from dtransformer.cli.install_horovod import SHA256, InstallError, download, unpack
+
+LISTING = "horovod-0.28.1/horovod/tensorflow/CMakeLists.txt"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and a pip that finds packages in `packages/` only."""
+    for name in ("CXX", "HOROVOD_GPU_OPERATIONS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "packages").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "packages"))
+    monkeypatch.setenv("DTRANSFORMER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def sources(folder, listing):
+    """Write an archive as Horovod's, with a file `CMakeLists.txt`; return its path."""
+    path = folder / "horovod-0.28.1.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        member = tarfile.TarInfo(LISTING)
+        member.size = len(listing)
+        tar.addfile(member, io.BytesIO(listing.encode()))
+    return path
+
+
+def refusal(capsys):
+    """Return the one line that the command wrote."""
+    error = capsys.readouterr().err
+    assert error.startswith("dtransformer: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("named", [None, "no-such-compiler -O2"])
+def test_without_a_compiler(named, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if named:
+        monkeypatch.setenv("CXX", named)
+    assert main(["doctor", "--install-horovod"]) == 3
+    error = refusal(capsys)
+    assert "apt-get install g++" in error and "one process" in error
+    assert (named or "g++") in error
+
+
+def test_without_a_network(cache, capsys):
+    assert main(["doctor", "--install-horovod"]) == 1
+    error = refusal(capsys)
+    assert "cmake" in error and "cannot be downloaded" in error and "versions: none" in error
+    (log,) = cache.rglob("build.log")
+    assert str(log) in error and not list(cache.rglob("*.whl*"))
+
+
+def test_sources_of_another_hash_are_not_run(tmp_path, cache):
+    sources(tmp_path / "packages", "")
+    (tmp_path / "new").mkdir()
+    with pytest.raises(InstallError, match=SHA256) as caught:
+        download(tmp_path / "new", tmp_path / "log")
+    assert "\n" not in str(caught.value) and "not built" in str(caught.value)
+    assert caught.value.exit_code == 1
+    assert "egg_info" not in (tmp_path / "log").read_text()
+
+
+def test_only_the_file_that_does_not_compile_is_left_out(tmp_path):
+    archive = sources(tmp_path, "list(a.cc)\nlist(xla_mpi_ops.cc)\nlist(b.cc)\n")
+    unpack(archive, tmp_path)
+    assert (tmp_path / LISTING).read_text() == "list(a.cc)\nlist(b.cc)\n"
+
+
+@pytest.mark.parametrize("listing", ["list(a.cc)\n", "xla_mpi_ops.cc\n" * 2])
+def test_sources_of_another_form_are_refused(listing, tmp_path):
+    with pytest.raises(InstallError, match=r"expected one line naming xla_mpi_ops.cc.*found [02]"):
+        unpack(sources(tmp_path, listing), tmp_path)
+
+
+def test_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert main(["doctor", "--install-horovod"]) == 3  # makes the cache's folder
+    (folder,) = (cache / "wheels").iterdir()
+    (folder / "horovod-0.28.1-py3-none-any.whl").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["doctor", "--install-horovod"]) == 1
+    assert "horovod-0.28.1-py3-none-any.whl cannot be installed" in refusal(capsys)
+
+
+def test_a_cache_that_cannot_be_written(cache, capsys):
+    cache.write_text("a file")
+    assert main(["doctor", "--install-horovod"]) == 1
+    error = refusal(capsys)
+    assert str(cache) in error and "DTRANSFORMER_CACHE" in error
+
+
+def test_gpus_of_another_kind(monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
+    assert main(["doctor", "--install-horovod"]) == 1
+    assert "HOROVOD_GPU_OPERATIONS=MPI: expected NCCL" in refusal(capsys)
