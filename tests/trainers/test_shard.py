@@ -146,7 +146,7 @@ class TestLossScale:
 def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
-    plane = ShardedOptimizer(optimizer, [weight], [None], compiles=False)
-    norm = plane.apply(plane.reduce([tf.constant([4.0, 8.0, 8.0])]))
+    step = ShardedOptimizer(optimizer, [weight], [None], jit_compile=False)
+    norm = step.step([tf.constant([4.0, 8.0, 8.0])])
     assert float(norm) == pytest.approx(3.0)
     np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])
