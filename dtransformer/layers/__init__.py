@@ -4,14 +4,16 @@ from dtransformer.layers.attention import AttentionMask, MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.block import BlockStack, TransformerBlock, spread_evenly
 from dtransformer.layers.decoder import TransformerDecoder, TransformerDecoderLayer
-from dtransformer.layers.dropout import Dropout, dropout_seed
-from dtransformer.layers.embedding import PositionEmbedding, VocabEmbedding, VocabHead
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
+from dtransformer.parallel.dropout_seed import dropout_seed
 
 __all__ = [
     "AttentionMask",

@@ -11,8 +11,8 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.recompute import recomputed
 from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
@@ -36,7 +36,7 @@ class AttentionMask(Layer):
     [[[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]
     """
 
-    def call(self, input_mask):
+    def call(self, input_mask: tf.Tensor) -> tf.Tensor:
         mask = tf.cast(input_mask, self.compute_dtype)
         mask = mask[:, :, None] * mask[:, None, :]
         length = static_or_dynamic_shape(mask)[1]
@@ -51,8 +51,8 @@ class AttentionMask(Layer):
 class MultiHeadAttention(Layer):
     """Attend from queries to keys and values, in several heads.
 
-    The projections of queries, keys and values are column parallel (whole heads on
-    each rank), the output's is row parallel, and its bias is added after the
+    The projections of queries, keys and values are column parallel (all of a head on
+    one device), the output's is row parallel, and its bias is added after the
     reduction. Scores are scaled before the product, so that 16-bit types do not
     overflow. A position that is masked has a probability of exactly 0, and a query
     that may attend nowhere gets a context of 0.
@@ -97,11 +97,11 @@ class MultiHeadAttention(Layer):
 
     def __init__(
         self,
-        hidden_size,
-        num_heads,
-        hidden_dropout_rate=0.1,
-        attention_dropout_rate=0.1,
-        softmax_compute_type="float32",
+        hidden_size: int,
+        num_heads: int,
+        hidden_dropout_rate: float = 0.1,
+        attention_dropout_rate: float = 0.1,
+        softmax_compute_type: str = "float32",
         kernel_initializer="glorot_uniform",
         **kwargs,
     ):
@@ -124,16 +124,16 @@ class MultiHeadAttention(Layer):
 
     def build(self, query_shape, key_shape=None, value_shape=None):
         h, n, d = self.hidden_size, self.num_heads, self.head_dim
-        for part in ("query", "key", "value"):
+        for name in ("query", "key", "value"):
             kernel = self.add_weight(
                 (h, n, d),
                 FlattenedInitializer(self.kernel_initializer),
                 axes=("embed", "heads", "head_dim"),
-                name=f"{part}_kernel",
+                name=f"{name}_kernel",
             )
-            bias = self.add_weight((n, d), "zeros", axes=("heads", "head_dim"), name=f"{part}_bias")
-            setattr(self, f"{part}_kernel", kernel)
-            setattr(self, f"{part}_bias", bias)
+            bias = self.add_weight((n, d), "zeros", axes=("heads", "head_dim"), name=f"{name}_bias")
+            setattr(self, f"{name}_kernel", kernel)
+            setattr(self, f"{name}_bias", bias)
         self.output_kernel = self.add_weight(
             (n, d, h),
             FlattenedInitializer(self.kernel_initializer, num_inputs=2),
@@ -145,7 +145,15 @@ class MultiHeadAttention(Layer):
         self.hidden_dropout.build(query_shape)
         self.built = True
 
-    def call(self, query, key, value, attention_mask=None, cache=None, training=False):
+    def call(
+        self,
+        query: tf.Tensor,
+        key: tf.Tensor | None,
+        value: tf.Tensor | None,
+        attention_mask: tf.Tensor | None = None,
+        cache: dict | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is None or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             if cache is not None:
@@ -167,21 +175,21 @@ class MultiHeadAttention(Layer):
         return output if cache is None else (output, cache)
 
     def _project(self, inputs):
-        """[batch, length, embed] -> [batch, heads, length, head_dim], of each part.
+        """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.
 
-        Parts with the same input share one reduction of its gradient.
+        Those with the same input share one reduction of its gradient.
         """
-        parts_of = {}
-        for part, x in inputs.items():
-            parts_of.setdefault(id(x), []).append(part)
+        names_of = {}
+        for name, x in inputs.items():
+            names_of.setdefault(id(x), []).append(name)
         heads = {}
-        for parts in parts_of.values():
-            kernels = [getattr(self, f"{part}_kernel") for part in parts]
-            products = column_parallel(inputs[parts[0]], kernels, ("heads", "head_dim"))
-            for part, product in zip(parts, products):
-                product += tf.cast(getattr(self, f"{part}_bias"), product.dtype)
-                heads[part] = tf.transpose(product, [0, 2, 1, 3])
-        return [heads[part] for part in inputs]
+        for names in names_of.values():
+            kernels = [getattr(self, f"{name}_kernel") for name in names]
+            products = column_parallel(inputs[names[0]], kernels, ("heads", "head_dim"))
+            for name, product in zip(names, products):
+                product += tf.cast(getattr(self, f"{name}_bias"), product.dtype)
+                heads[name] = tf.transpose(product, [0, 2, 1, 3])
+        return [heads[name] for name in inputs]
 
     def _attend(self, q, k, v, mask, training):
         # [batch, heads, length, memory_length]
@@ -226,7 +234,9 @@ class MultiHeadAttention(Layer):
         seen = seen[None, None, :, :]
         return cache, seen if mask is None else seen & self._expand(mask)
 
-    def init_cache(self, batch_size, max_length):
+    def init_cache(
+        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor
+    ) -> dict[str, tf.Tensor]:
         """Return an empty cache for attention of a sequence to itself.
 
         Args:
@@ -241,7 +251,7 @@ class MultiHeadAttention(Layer):
         empty = constrain(tf.zeros(shape, self.compute_dtype), _CACHE_AXES)
         return {"key": empty, "value": empty, "index": tf.constant(0)}
 
-    def project_memory(self, memory):
+    def project_memory(self, memory: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the cache for attention to a memory that stays the same.
 
         Args:

@@ -7,19 +7,13 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
-from dtransformer.parallel import job, seeds, validators
-from dtransformer.parallel.axis_rules import (
-    check_axes,
-    override_rules,
-    weight_specs,
-    with_data_axis,
-)
+from dtransformer.parallel import seeds, validators
+from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.dtensor.variable import MeshVariable
 from dtransformer.parallel.pipeline import placement
 from dtransformer.parallel.pipeline.stage_weights import ignore_weights
 from dtransformer.parallel.shapes import static_or_dynamic_shape
-from dtransformer.parallel.zero.variables import variable_class
+from dtransformer.parallel.variables import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -28,13 +22,13 @@ class Layer(keras.layers.Layer):
     """A Keras layer whose weights name their dimensions.
 
     `add_weight` takes the logical name of every dimension, from which the rules of
-    `dtransformer.parallel.layout` derive how it is cut; `shard` replaces rows of them
-    for this layer alone. A random initializer without a seed of its own gets one that
+    `dtransformer.parallel.axis_rules` derive how it is sharded; `shard` replaces rows of
+    them for this layer alone. A random initializer without a seed of its own gets one that
     depends on the job's seed and on the weight's path only.
     """
 
     _own_rules = {}
-    # Whether the backward pass computes the layer again: see recompute.py.
+    # Whether the backward pass computes the layer again: see `parallel.recompute`.
     recomputes = False
     # The pipeline stage that has the layer, -1 for the last; None where each may compute it.
     # Where stages have several chunks: the part of the network, see parallel/stages.py.
@@ -59,11 +53,11 @@ class Layer(keras.layers.Layer):
         layer.build = build_here
         return layer
 
-    def shard(self, **rules):
-        """Cut this layer, and the layers inside of it, by rules of its own.
+    def shard(self, **rules: str | None) -> "Layer":
+        """Shard this layer, and the layers inside of it, by rules of its own.
 
         Args:
-            **rules: logical name of a dimension = the mesh axis that cuts it, `"data"`,
+            **rules: logical name of a dimension = the mesh axis that shards it, `"data"`,
                 `"model"` or None.
 
         Returns:
@@ -75,12 +69,13 @@ class Layer(keras.layers.Layer):
         Example:
 
         >>> from dtransformer.layers import FeedForward
-        >>> whole = FeedForward(8, 32).shard(mlp=None)
+        >>> replicated = FeedForward(8, 32).shard(mlp=None)
         """
         for name, axis in rules.items():
             check_axes((name,), 1, f"the rule {name}={axis!r}")
-            if axis not in validators.MESH_AXES:
-                raise ValueError(f"the rule {name}={axis!r} must be one of {validators.MESH_AXES}")
+            allowed = (*validators.MESH_AXES, None)
+            if axis not in allowed:
+                raise ValueError(f"the rule {name}={axis!r} must be one of {allowed}")
         for layer in self._flatten_layers():
             if layer.weights:
                 raise ValueError(f"{layer.path} has its weights already: call shard before build")
@@ -119,7 +114,21 @@ class Layer(keras.layers.Layer):
         """Return the results that are weights, by their numbers, where a copy of them is."""
         return {}
 
-    def add_weight(self, shape, initializer="glorot_uniform", *, axes, name, **kwargs):
+    def add_weight(
+        self,
+        shape: tuple[int, ...],
+        initializer="glorot_uniform",
+        *,
+        axes: tuple,
+        name: str,
+        dtype=None,
+        trainable: bool = True,
+        autocast: bool = True,
+        regularizer=None,
+        constraint=None,
+        aggregation: str = "none",
+        overwrite_with_gradient: bool = False,
+    ) -> keras.Variable:
         """Add a weight.
 
         Args:
@@ -127,65 +136,38 @@ class Layer(keras.layers.Layer):
             initializer: a Keras initializer, or its name.
             axes: tuple with the logical name, or None, of every dimension.
             name: str, unique in the layer.
-            **kwargs: as `keras.layers.Layer.add_weight` has them.
+            dtype, trainable, autocast, regularizer, constraint, aggregation,
+            overwrite_with_gradient: as `keras.layers.Layer.add_weight` has them.
 
         Returns:
             A `keras.Variable` with the attribute `logical_axes`.
 
         Raises:
-            ValueError: `axes` does not fit `shape`, holds an unknown name, or cuts a
+            ValueError: `axes` does not fit `shape`, holds an unknown name, or shards a
                 dimension that is not divisible.
         """
         check_axes(axes, len(shape), f"the weight {self.path}/{name}")
-        with keras.name_scope(self.name, caller=self):
+        dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
+        with keras.name_scope(self.name, caller=self), override_rules(self._own_rules):
             path = f"{current_path()}/{name}"
-        initializer = seeded(keras.initializers.get(initializer), path)
-        what = {
-            "dtype": kwargs.get("dtype") or self.variable_dtype,
-            "trainable": kwargs.get("trainable", True),
-            "constraint": kwargs.get("constraint"),
-        }
-        if job.mesh() is not None:
-            with override_rules(self._own_rules):
-                specs = weight_specs(axes, shape, path)
-                stored = with_data_axis(specs, shape, path, **what)
-            make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
-        else:
-            autocasts = kwargs.get("autocast", True)
-            what["compute_dtype"] = self.compute_dtype if autocasts else what["dtype"]
-            make = variable_class(path, shape, **what)
-        if make is None:
-            weight = super().add_weight(shape=shape, initializer=initializer, name=name, **kwargs)
-        else:
-            weight = self._add_parted_weight(make, shape, initializer, name, **kwargs)
-        weight.logical_axes = axes
-        return weight
-
-    def _add_parted_weight(
-        self,
-        make,
-        shape,
-        initializer,
-        name,
-        dtype=None,
-        trainable=True,
-        autocast=True,
-        regularizer=None,
-        constraint=None,
-    ):
-        """As Keras' `add_weight`, for a variable of which this rank holds a part."""
-        with keras.name_scope(self.name, caller=self):
-            weight = make(
-                initializer,
+            weight = make_variable(
+                seeded(keras.initializers.get(initializer), path),
                 shape=shape,
-                dtype=self.variable_dtype if dtype is None else dtype,
+                axes=axes,
+                path=path,
+                dtype=dtype,
+                compute_dtype=self.compute_dtype if autocast else dtype,
+                has_constraint=constraint is not None,
                 trainable=trainable,
                 autocast=autocast,
+                aggregation=aggregation,
                 name=name,
             )
         weight.regularizer = keras.regularizers.get(regularizer)
         weight.constraint = keras.constraints.get(constraint)
+        weight.overwrite_with_gradient = overwrite_with_gradient
         self._track_variable(weight)
+        weight.logical_axes = axes
         return weight
 
     def load_own_variables(self, store):
@@ -241,7 +223,7 @@ class FlattenedInitializer(WrappedInitializer):
         return {**super().get_config(), "num_inputs": self.num_inputs}
 
 
-def seeded(initializer, path):
+def seeded(initializer, path: str):
     """Return `initializer` with a seed derived from the job's seed and `path`."""
     if isinstance(initializer, WrappedInitializer):
         return initializer.around(seeded(initializer.initializer, path))
@@ -253,7 +235,7 @@ def seeded(initializer, path):
     return type(initializer).from_config({**config, "seed": seeds.derived_seed(path)})
 
 
-def check_rate(name, rate):
+def check_rate(name: str, rate: float) -> float:
     """Check a dropout rate: a number in [0, 1)."""
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
         raise TypeError(f"{name} must be a number in [0, 1), got {rate!r} ({type(rate).__name__})")
@@ -262,7 +244,7 @@ def check_rate(name, rate):
     return float(rate)
 
 
-def check_size(name, size, least=1):
+def check_size(name: str, size: int, least: int = 1) -> int:
     """Check a size: an int of at least `least`."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
@@ -271,7 +253,7 @@ def check_size(name, size, least=1):
     return size
 
 
-def check_divisible(**sizes):
+def check_divisible(**sizes: int):
     """Check that model_parallel divides each size.
 
     Raises:

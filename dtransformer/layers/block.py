@@ -1,18 +1,23 @@
 """What the blocks of a network have in common, and how they are spread over stages."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
-from dtransformer.layers.recompute import as_recompute_config, recomputed
 from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
-from dtransformer.parallel.trace import is_on_mesh
+from dtransformer.parallel.recompute import (
+    as_recompute_config,
+    recomputed,
+    sum_gradients_first,
+)
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What `TransformerRecomputeConfig.select` can name.
-_PARTS = {
+_SUBLAYERS = {
     "attention": MultiHeadAttention,
     "feed_forward": FeedForward,
     "norm": (LayerNorm, RMSNorm),
@@ -24,7 +29,7 @@ class TransformerBlock(Layer):
 
     Attributes:
         pipeline_stage: the stage that computes the block.
-        comm_fusion: the group that the block's gradients are reduced with, or None.
+        comm_fusion: the bucket that the block's gradients are reduced in, or None.
         recompute_config: what the backward pass computes again, from `recompute`.
     """
 
@@ -34,11 +39,11 @@ class TransformerBlock(Layer):
         self.comm_fusion = None
         self.recompute_config = TransformerRecomputeConfig()
 
-    def set_comm_fusion(self, group):
-        """Reduce the block's gradients together with the group's others."""
-        self.comm_fusion = group
+    def set_comm_fusion(self, bucket: int):
+        """Reduce the block's gradients in a bucket, together with its others."""
+        self.comm_fusion = bucket
 
-    def recompute(self, config=True):
+    def recompute(self, config: bool | TransformerRecomputeConfig = True):
         """Choose what the backward pass computes again instead of keeping it.
 
         Args:
@@ -47,23 +52,22 @@ class TransformerBlock(Layer):
         """
         config = self.recompute_config = as_recompute_config(config)
         self.recomputes = config.recompute
-        for part in self._flatten_layers(include_self=False):
-            chosen = [name for name, kind in _PARTS.items() if isinstance(part, kind)]
-            part.recomputes = not config.recompute and any(n in config.select for n in chosen)
+        for layer in self._flatten_layers(include_self=False):
+            names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
+            layer.recomputes = not config.recompute and any(n in config.select for n in names)
 
-    def again(self, function, inputs, training):
-        """Return function(*inputs), computed again in the backward pass where that was chosen."""
-        if not training:
-            with unsharding_ahead(inputs):
-                return function(*inputs)
+    def run_block(self, function: Callable, inputs: list[tf.Tensor], training: bool) -> tf.Tensor:
+        """Return function(*inputs), as a block computes it.
+
+        Weights are unsharded one block ahead, and the backward pass computes it again where
+        that was chosen.
+        """
         with unsharding_ahead(inputs) as output:
+            if not training:
+                return function(*inputs)
             if self.recomputes:
                 return output(recomputed(function, inputs, self.variables, self.recompute_config))
-            if not is_on_mesh():
-                # The block's gradients of an input are summed first, as they are with
-                # recompute: that keeps its results the same to the last bit.
-                inputs = [tf.identity(x) for x in inputs]
-            return output(function(*inputs))
+            return output(function(*sum_gradients_first(inputs)))
 
 
 class BlockStack(Layer):
@@ -76,7 +80,7 @@ class BlockStack(Layer):
         hidden_size, num_heads, ffn_hidden_size: as the blocks'.
         lambda_func: places each block; `spread_evenly` by default.
         offset: number of blocks of the network before this stack.
-        network_layers: number of blocks of the whole network.
+        network_layers: number of blocks of the network.
         **layer_arguments: other arguments of the blocks.
     """
 
@@ -84,13 +88,13 @@ class BlockStack(Layer):
 
     def __init__(
         self,
-        num_layers,
-        hidden_size,
-        num_heads,
-        ffn_hidden_size,
-        lambda_func=None,
-        offset=0,
-        network_layers=None,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        lambda_func: Callable | None = None,
+        offset: int = 0,
+        network_layers: int | None = None,
         **layer_arguments,
     ):
         own = {
@@ -131,9 +135,9 @@ class BlockStack(Layer):
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
     def build(self, input_shape, *args):
-        for part in [*self.blocks, self.final_norm]:
-            if part is not None and not part.built:
-                part.build(input_shape)
+        for layer in [*self.blocks, self.final_norm]:
+            if layer is not None and not layer.built:
+                layer.build(input_shape)
         self.built = True
 
     def compute_output_shape(self, input_shape, *args, **kwargs):

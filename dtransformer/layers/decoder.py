@@ -18,7 +18,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         num_heads: number of attention heads.
         ffn_hidden_size: inner size of the feed-forward layer.
         attention_dropout_rate: dropout of attention probabilities, in [0, 1).
-        hidden_dropout_rate: dropout of each part's output, in [0, 1).
+        hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
         hidden_act: a Keras activation's name, or a callable.
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
@@ -38,7 +38,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         [b, t, h]; with a cache, a pair of this and the cache for the next call.
     """
 
-    def add_parts(self):
+    def add_sublayers(self):
         self.self_attention_norm = self.make_norm("self_attention_norm")
         self.self_attention = self.make_attention("self_attention")
         self.cross_attention_norm = self.make_norm("cross_attention_norm")
@@ -48,17 +48,17 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
 
     def call(
         self,
-        inputs,
-        decoder_mask=None,
-        encoder_output=None,
-        memory_mask=None,
-        cache=None,
-        training=False,
-    ):
+        inputs: tf.Tensor,
+        decoder_mask: tf.Tensor | None = None,
+        encoder_output: tf.Tensor | None = None,
+        memory_mask: tf.Tensor | None = None,
+        cache: dict | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         compute = lambda x, memory: self._compute(
             x, decoder_mask, memory, memory_mask, cache, training
         )
-        return self.again(compute, [inputs, encoder_output], training and cache is None)
+        return self.run_block(compute, [inputs, encoder_output], training and cache is None)
 
     def _compute(self, inputs, decoder_mask, encoder_output, memory_mask, cache, training):
         new_cache = {}
@@ -90,7 +90,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         outputs = super().stand_in(inputs)
         return outputs if cache is None else (outputs, cache)
 
-    def init_cache(self, encoder_output, max_length):
+    def init_cache(self, encoder_output: tf.Tensor, max_length: int | tf.Tensor) -> dict:
         """Return the cache for decoding up to `max_length` positions of a memory.
 
         Where another stage of a pipeline has the block, it is empty.
@@ -116,7 +116,7 @@ class TransformerDecoder(BlockStack):
             pipeline's stages. Called as `lambda_func(network=, layer_id=, offset=,
             parallel_config=, layers=)`.
         offset: number of blocks of the network before this stack.
-        network_layers: number of blocks of the whole network.
+        network_layers: number of blocks of the network.
         **layer_arguments: other arguments of `TransformerDecoderLayer`.
 
     Call arguments:
@@ -133,13 +133,13 @@ class TransformerDecoder(BlockStack):
 
     def call(
         self,
-        inputs,
-        decoder_mask=None,
-        encoder_output=None,
-        memory_mask=None,
-        cache=None,
-        training=False,
-    ):
+        inputs: tf.Tensor,
+        decoder_mask: tf.Tensor | None = None,
+        encoder_output: tf.Tensor | None = None,
+        memory_mask: tf.Tensor | None = None,
+        cache: list[dict] | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
         new_cache = []
         for number, block in enumerate(self.blocks):
             arguments = (inputs, decoder_mask, encoder_output, memory_mask)
@@ -151,7 +151,7 @@ class TransformerDecoder(BlockStack):
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
 
-    def init_cache(self, encoder_output, max_length):
+    def init_cache(self, encoder_output: tf.Tensor, max_length: int | tf.Tensor) -> list[dict]:
         """Return the cache for decoding one position after the other.
 
         Args:

@@ -1,37 +1,13 @@
 """Dropout without state: masks are a function of a seed, the layer and the rank."""
 
-import contextlib
 import zlib
 
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
-from dtransformer.parallel import trace
 from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.dropout_seed import current_dropout_seed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
-
-
-@contextlib.contextmanager
-def dropout_seed(seed):
-    """Derive every dropout mask inside the `with` block from `seed`.
-
-    A training step opens it with a seed made of the job's seed, the step, the
-    micro-batch and the data shard; computing a block again inside it gives the same
-    masks again.
-
-    Args:
-        seed: int32 tensor [2].
-    """
-    with trace.scope(dropout_seed=seed):
-        yield
-
-
-def current_seed():
-    """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
-    seed = trace.current().dropout_seed
-    if seed is not None:
-        return seed
-    return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
 
 
 @register
@@ -45,7 +21,7 @@ class Dropout(Layer):
     networks from overfitting".
 
     Args:
-        rate: the part that is set to zero, in [0, 1).
+        rate: the share that is set to zero, in [0, 1).
 
     Call arguments:
         inputs: tensor of any shape.
@@ -57,16 +33,16 @@ class Dropout(Layer):
     TensorShape([2, 3])
     """
 
-    def __init__(self, rate, **kwargs):
+    def __init__(self, rate: float, **kwargs):
         super().__init__(**kwargs)
         self.rate = check_rate("rate", rate)
         self.supports_masking = True
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training or self.rate == 0:
             return inputs
         number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
-        seed = tf.bitwise.bitwise_xor(current_seed(), [number, 0])
+        seed = tf.bitwise.bitwise_xor(current_dropout_seed(), [number, 0])
 
         @custom_gradient
         def drop(x):
@@ -74,7 +50,7 @@ class Dropout(Layer):
             is_kept = tf.random.stateless_uniform(shape, seed, alg="philox") >= self.rate
             scale = tf.cast(1 / (1 - self.rate), x.dtype)
 
-            def mask(x):  # by a selection: the backward pass keeps a byte an entry, not a number
+            def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
                 return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
 
             return mask(x), mask

@@ -1,21 +1,16 @@
-"""The embedding of a vocabulary, positions, and the head that gives logits."""
+"""The embedding of a vocabulary, and the head that gives logits."""
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.shapes import static_or_dynamic_shape
-from dtransformer.parallel.tensor_parallel.embedding import look_up
-from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
-from dtransformer.parallel.trace import is_on_mesh
-
-
-def padded_vocab_size(vocab_size):
-    """Return the size of the table: the next multiple of model_parallel."""
-    model_parallel = get_parallel_config().model_parallel
-    return -(-vocab_size // model_parallel) * model_parallel
+from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
+from dtransformer.parallel.tensor_parallel.linear import column_parallel
+from dtransformer.parallel.tensor_parallel.vocabulary import (
+    mask_padding,
+    padded_vocab_size,
+)
 
 
 class _VocabLayer(Layer):
@@ -90,8 +85,8 @@ class PaddedInitializer(WrappedInitializer):
 class VocabEmbedding(_VocabLayer):
     """Look ids up in a table of embeddings.
 
-    With `vocab_emb_dp=True` in the parallel config every rank holds the whole
-    table, otherwise row slices of it over the model axis.
+    With `vocab_emb_dp=True` in the parallel config the table is replicated, otherwise
+    it is sharded by rows over the model axis.
 
     Args:
         vocab_size: number V of entries.
@@ -115,7 +110,7 @@ class VocabEmbedding(_VocabLayer):
     pipeline_stage = 0
     results_that_are_weights = (1,)
 
-    def __init__(self, vocab_size, embedding_size, initializer="normal", **kwargs):
+    def __init__(self, vocab_size: int, embedding_size: int, initializer="normal", **kwargs):
         super().__init__(**kwargs)
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.embedding_size = check_size("embedding_size", embedding_size)
@@ -130,8 +125,8 @@ class VocabEmbedding(_VocabLayer):
         )
         self.built = True
 
-    def call(self, ids):
-        # The look-up comes before the cast to 16 bits: its gradient stays row slices.
+    def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # The look-up comes before the cast to 16 bits: its gradient stays a few rows.
         rows = look_up(self.table.value, tf.cast(ids, "int32"))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
@@ -181,9 +176,9 @@ class VocabHead(_VocabLayer):
 
     def __init__(
         self,
-        vocab_size,
-        use_bias=False,
-        tied=False,
+        vocab_size: int,
+        use_bias: bool = False,
+        tied: bool = False,
         kernel_initializer="glorot_uniform",
         **kwargs,
     ):
@@ -203,22 +198,15 @@ class VocabHead(_VocabLayer):
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
         self.built = True
 
-    def call(self, inputs, table=None):
-        if self.tied and not is_on_mesh():
-            logits = matmul(inputs, table, transpose_kernel=True)
+    def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
+        # [b, s, h] -> [b, s, V']
+        if self.tied:
+            logits = tied_logits(inputs, table)
         else:
-            # A table that is whole is cut first: DTensor cannot do both at once.
-            kernel = (
-                tf.transpose(constrain(table, ("vocab", "embed"))) if self.tied else self.kernel
-            )
-            (logits,) = column_parallel(inputs, [kernel], ("vocab",))
+            (logits,) = column_parallel(inputs, [self.kernel], ("vocab",))
         if self.use_bias:
             logits += tf.cast(self.bias, logits.dtype)
-        width = logits.shape[-1]
-        if width != self.vocab_size:
-            is_entry = tf.range(width) < self.vocab_size
-            logits = tf.where(is_entry, logits, tf.constant(logits.dtype.min, logits.dtype))
-        return logits
+        return mask_padding(logits, self.vocab_size)
 
     def stand_in(self, inputs, table=None):
         shape = static_or_dynamic_shape(inputs)[:-1]
@@ -238,86 +226,3 @@ class VocabHead(_VocabLayer):
             "tied": self.tied,
             "kernel_initializer": self.kernel_initializer,
         }
-
-
-@register
-class PositionEmbedding(Layer):
-    """Add an embedding of the position.
-
-    Reference: Vaswani et al., 2017, "Attention is all you need", §3.5, for the
-    sinusoidal kind.
-
-    Args:
-        max_length: number of positions of the learned kind; the sinusoidal kind has
-            no limit.
-        kind: `"learned"` or `"sinusoidal"`.
-        initializer: a Keras initializer, or its name, of the learned kind.
-
-    Call arguments:
-        inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
-        start: position of the first input.
-
-    Output shape:
-        [b, s, h]
-    """
-
-    pipeline_stage = 0
-
-    def __init__(self, max_length, kind="sinusoidal", initializer="normal", **kwargs):
-        super().__init__(**kwargs)
-        if kind not in ("learned", "sinusoidal"):
-            raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {kind!r}")
-        self.max_length = check_size("max_length", max_length)
-        self.kind = kind
-        self.initializer = initializer
-
-    def build(self, input_shape):
-        if self.kind == "learned":
-            self.table = self.add_weight(
-                (self.max_length, input_shape[-1]),
-                self.initializer,
-                axes=("position", "embed"),
-                name="table",
-            )
-        self.built = True
-
-    def call(self, inputs, start=0):
-        if self.kind == "learned" and (inputs.shape[1] or 0) > self.max_length:
-            raise ValueError(
-                f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
-                f"max_length={self.max_length}"
-            )
-        positions = start + tf.range(static_or_dynamic_shape(inputs)[1])
-        if self.kind == "learned":
-            rows = tf.gather(tf.convert_to_tensor(self.table), positions)
-        else:
-            rows = sinusoidal_positions(positions, inputs.shape[-1])
-        return inputs + tf.cast(rows, inputs.dtype)
-
-    def compute_output_shape(self, input_shape, start=0):
-        return input_shape
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "max_length": self.max_length,
-            "kind": self.kind,
-            "initializer": self.initializer,
-        }
-
-
-def sinusoidal_positions(positions, hidden_size):
-    """Return sin and cos of positions at wavelengths from 2π to 10000·2π.
-
-    Args:
-        positions: int tensor [s].
-        hidden_size: number h of features; the first half are sines, the second
-            cosines.
-
-    Returns:
-        A float32 tensor [s, h].
-    """
-    half = (hidden_size + 1) // 2
-    frequencies = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
-    angles = tf.cast(positions, "float32")[:, None] * frequencies.astype("float32")
-    return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[:, :hidden_size]

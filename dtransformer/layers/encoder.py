@@ -1,5 +1,9 @@
 """The Transformer's encoder: its layer and the stack."""
 
+from collections.abc import Callable
+
+import tensorflow as tf
+
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
@@ -20,7 +24,7 @@ class TransformerEncoderLayer(TransformerBlock):
         num_heads: number of attention heads.
         ffn_hidden_size: inner size of the feed-forward layer.
         attention_dropout_rate: dropout of attention probabilities, in [0, 1).
-        hidden_dropout_rate: dropout of each part's output, in [0, 1).
+        hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
         hidden_act: a Keras activation's name, or a callable.
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
@@ -38,15 +42,15 @@ class TransformerEncoderLayer(TransformerBlock):
 
     def __init__(
         self,
-        hidden_size,
-        num_heads,
-        ffn_hidden_size,
-        attention_dropout_rate=0.1,
-        hidden_dropout_rate=0.1,
-        hidden_act="gelu",
-        post_layernorm_residual=False,
-        layernorm_compute_type="float32",
-        softmax_compute_type="float32",
+        hidden_size: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        attention_dropout_rate: float = 0.1,
+        hidden_dropout_rate: float = 0.1,
+        hidden_act: str | Callable = "gelu",
+        post_layernorm_residual: bool = False,
+        layernorm_compute_type: str = "float32",
+        softmax_compute_type: str = "float32",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -62,20 +66,20 @@ class TransformerEncoderLayer(TransformerBlock):
             "softmax_compute_type": softmax_compute_type,
         }
         self.post_layernorm_residual = post_layernorm_residual
-        self.add_parts()
+        self.add_sublayers()
 
-    def add_parts(self):
-        """Make the parts: attention and the feed-forward layer, and their norms."""
+    def add_sublayers(self):
+        """Make the sublayers: attention and the feed-forward layer, and their norms."""
         self.attention_norm = self.make_norm("attention_norm")
         self.attention = self.make_attention("attention")
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
         self.feed_forward = self.make_feed_forward("feed_forward")
 
-    def make_norm(self, name):
+    def make_norm(self, name: str) -> LayerNorm:
         compute_type = self.arguments["layernorm_compute_type"]
         return LayerNorm(compute_type=compute_type, dtype=self.dtype_policy, name=name)
 
-    def make_attention(self, name):
+    def make_attention(self, name: str) -> MultiHeadAttention:
         return MultiHeadAttention(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
@@ -86,7 +90,7 @@ class TransformerEncoderLayer(TransformerBlock):
             name=name,
         )
 
-    def make_feed_forward(self, name):
+    def make_feed_forward(self, name: str) -> FeedForward:
         return FeedForward(
             self.arguments["hidden_size"],
             self.arguments["ffn_hidden_size"],
@@ -96,21 +100,23 @@ class TransformerEncoderLayer(TransformerBlock):
             name=name,
         )
 
-    def residual(self, norm, part, inputs):
-        """Apply `part` with its norm and the residual connection around both."""
+    def residual(self, norm: Callable, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
+        """Apply a sublayer, with its norm and the residual connection around both."""
         if self.post_layernorm_residual:
-            return norm(inputs + part(inputs))
-        return inputs + part(norm(inputs))
+            return norm(inputs + sublayer(inputs))
+        return inputs + sublayer(norm(inputs))
 
     def build(self, input_shape, *args):
-        for part in self._flatten_layers(include_self=False, recursive=False):
-            if not part.built:
-                part.build(input_shape)
+        for layer in self._flatten_layers(include_self=False, recursive=False):
+            if not layer.built:
+                layer.build(input_shape)
         self.built = True
 
-    def call(self, inputs, attention_mask=None, training=False):
+    def call(
+        self, inputs: tf.Tensor, attention_mask: tf.Tensor | None = None, training: bool = False
+    ) -> tf.Tensor:
         compute = lambda x: self._compute(x, attention_mask, training)
-        return self.again(compute, [inputs], training)
+        return self.run_block(compute, [inputs], training)
 
     def _compute(self, inputs, attention_mask, training):
         x = self.residual(
@@ -140,7 +146,7 @@ class TransformerEncoder(BlockStack):
             pipeline's stages. Called as `lambda_func(network=, layer_id=, offset=,
             parallel_config=, layers=)`.
         offset: number of blocks of the network before this stack.
-        network_layers: number of blocks of the whole network.
+        network_layers: number of blocks of the network.
         **layer_arguments: other arguments of `TransformerEncoderLayer`.
 
     Call arguments:
@@ -159,7 +165,9 @@ class TransformerEncoder(BlockStack):
 
     layer_class = TransformerEncoderLayer
 
-    def call(self, inputs, attention_mask=None, training=False):
+    def call(
+        self, inputs: tf.Tensor, attention_mask: tf.Tensor | None = None, training: bool = False
+    ) -> tf.Tensor:
         for block in self.blocks:
             inputs = block(inputs, attention_mask, training=training)
         return inputs if self.final_norm is None else self.final_norm(inputs)

@@ -1,6 +1,9 @@
 """The feed-forward layer of a Transformer block."""
 
+from collections.abc import Callable
+
 import keras
+import tensorflow as tf
 
 from dtransformer.layers.base import (
     Layer,
@@ -10,11 +13,11 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.recompute import recomputed
+from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 
-def get_activation(identifier):
+def get_activation(identifier: str | dict | Callable) -> Callable:
     """Return an activation by its Keras name, or the callable itself.
 
     Raises:
@@ -66,11 +69,11 @@ class FeedForward(Layer):
 
     def __init__(
         self,
-        hidden_size,
-        ffn_hidden_size,
-        dropout_rate=0.1,
-        hidden_act="gelu",
-        expert_num=1,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        dropout_rate: float = 0.1,
+        hidden_act: str | Callable = "gelu",
+        expert_num: int = 1,
         kernel_initializer="glorot_uniform",
         **kwargs,
     ):
@@ -102,7 +105,7 @@ class FeedForward(Layer):
         self.dropout.build(input_shape)
         self.built = True
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         compute = lambda x: self._compute(x, training)
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables)

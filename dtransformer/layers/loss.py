@@ -38,17 +38,27 @@ class CrossEntropyLoss(Layer):
     True
     """
 
-    def __init__(self, label_smoothing=0.0, ignore_id=None, vocab_size=None, **kwargs):
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        ignore_id: int | None = None,
+        vocab_size: int | None = None,
+        **kwargs,
+    ):
         super().__init__(autocast=False, **kwargs)
         self.label_smoothing = check_rate("label_smoothing", label_smoothing)
         self.ignore_id = ignore_id
         self.vocab_size = vocab_size
 
-    def call(self, logits, labels, mask=None):
+    def call(
+        self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
+    ) -> tf.Tensor:
         values, weights = self.per_token(logits, labels, mask)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
 
-    def per_token(self, logits, labels, mask=None):
+    def per_token(
+        self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the loss of each token and its weight, both float32 of the labels' shape."""
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
@@ -62,7 +72,7 @@ class CrossEntropyLoss(Layer):
         )
         return tf.reshape(values, tf.shape(labels)), tf.cast(weights, values.dtype)
 
-    def token_weights(self, labels, mask=None):
+    def token_weights(self, labels: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
         """Return the weight of each token, float32 of the labels' shape."""
         weights = tf.ones_like(labels, "float32")
         if mask is not None:
@@ -96,6 +106,6 @@ class CrossEntropyLoss(Layer):
         }
 
 
-def with_rank(weights, rank):
+def with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Return weights, which may be one for each sentence only, with `rank` dimensions."""
     return weights[(..., *[None] * (rank - len(weights.shape)))]

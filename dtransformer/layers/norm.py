@@ -5,8 +5,8 @@ import string
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
-from dtransformer.layers.recompute import recomputed
 from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.recompute import recomputed
 
 
 class _Norm(Layer):
@@ -24,7 +24,7 @@ class _Norm(Layer):
         )
         self.built = True
 
-    def call(self, inputs):
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
         compute = lambda x: tf.cast(
             self.normalize(tf.cast(x, self.compute_type)), self.compute_dtype
         )
@@ -64,7 +64,7 @@ class LayerNorm(_Norm):
         [..., h]
     """
 
-    def __init__(self, epsilon=1e-5, compute_type="float32", **kwargs):
+    def __init__(self, epsilon: float = 1e-5, compute_type: str = "float32", **kwargs):
         super().__init__(epsilon, compute_type, **kwargs)
 
     def build(self, input_shape):
@@ -107,7 +107,7 @@ class RMSNorm(_Norm):
         [..., h]
     """
 
-    def __init__(self, epsilon=1e-6, compute_type="float32", **kwargs):
+    def __init__(self, epsilon: float = 1e-6, compute_type: str = "float32", **kwargs):
         super().__init__(epsilon, compute_type, **kwargs)
 
     def normalize(self, x):

@@ -1,5 +1,9 @@
 """An encoder and a decoder."""
 
+from collections.abc import Callable
+
+import tensorflow as tf
+
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.block import check_stages
 from dtransformer.layers.decoder import TransformerDecoder
@@ -44,15 +48,15 @@ class Transformer(Layer):
 
     def __init__(
         self,
-        encoder_layers,
-        decoder_layers,
-        hidden_size,
-        num_heads,
-        ffn_hidden_size,
-        lambda_func=None,
-        name=None,
+        encoder_layers: int,
+        decoder_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        lambda_func: Callable | None = None,
+        name: str | None = None,
         dtype=None,
-        trainable=True,
+        trainable: bool = True,
         **layer_arguments,
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
@@ -87,13 +91,13 @@ class Transformer(Layer):
 
     def call(
         self,
-        encoder_inputs,
-        encoder_mask,
-        decoder_inputs,
-        decoder_mask,
-        memory_mask=None,
-        training=False,
-    ):
+        encoder_inputs: tf.Tensor,
+        encoder_mask: tf.Tensor | None,
+        decoder_inputs: tf.Tensor,
+        decoder_mask: tf.Tensor | None,
+        memory_mask: tf.Tensor | None = None,
+        training: bool = False,
+    ) -> tf.Tensor:
         memory = self.encoder(encoder_inputs, encoder_mask, training=training)
         return self.decoder(decoder_inputs, decoder_mask, memory, memory_mask, training=training)
 

@@ -4,7 +4,6 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
-from dtransformer.parallel import job
 from dtransformer.parallel.pipeline import dataflow
 
 
@@ -17,7 +16,7 @@ class TokenModel(keras.Model):
     """
 
     @property
-    def embedding_scale(self):
+    def embedding_scale(self) -> float:
         """What embeddings are multiplied with: √h (Vaswani et al., 2017, §3.4)."""
         return float(self.arguments["hidden_size"]) ** 0.5
 
@@ -52,20 +51,19 @@ class TokenModel(keras.Model):
         x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
         return dropout(x, training=training), table
 
-    def _build_parts(self, embeddings, parts):
+    def _build_layers(self, embeddings, others):
         """Build what takes ids, then what takes [b, s, h]."""
         with keras.name_scope(self.name, caller=self):
             for embedding in embeddings:
                 if not embedding.built:  # source and target may share one
                     embedding.build((None, None))
-            for part in parts:
-                part.build((None, None, self.arguments["hidden_size"]))
+            for layer in others:
+                layer.build((None, None, self.arguments["hidden_size"]))
         self.built = True
 
     def _share_tables(self, inputs):
         """Build what other stages of a pipeline need, before weights are loaded or trained."""
-        if job.stage()[1] > 1:
-            dataflow.share_tables(self, inputs)
+        dataflow.share_tables(self, inputs)
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

@@ -1,12 +1,14 @@
 """A decoder-only Transformer: a language model."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from dtransformer.layers.attention import AttentionMask
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.embedding import PositionEmbedding
 from dtransformer.layers.encoder import TransformerEncoder
+from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models.base import TokenModel, first_given
 
 
@@ -26,7 +28,7 @@ class CausalLM(TokenModel):
         num_heads: number of attention heads; divides h.
         ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
         num_layers: number of blocks.
-        dropout_rate: dropout of embeddings and of each part's output, in [0, 1).
+        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
         attention_dropout_rate: dropout of attention probabilities, and
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
@@ -60,25 +62,25 @@ class CausalLM(TokenModel):
 
     def __init__(
         self,
-        vocab_size,
-        hidden_size=512,
-        num_heads=8,
-        ffn_hidden_size=None,
-        num_layers=6,
-        dropout_rate=0.1,
-        attention_dropout_rate=None,
-        embedding_dropout_rate=None,
-        hidden_act="gelu",
-        positions="learned",
-        max_length=1024,
-        tied_head=True,
-        head_bias=False,
-        post_layernorm_residual=False,
-        pad_id=0,
-        start_id=2,
-        end_id=3,
-        lambda_func=None,
-        name="causal_lm",
+        vocab_size: int,
+        hidden_size: int = 512,
+        num_heads: int = 8,
+        ffn_hidden_size: int | None = None,
+        num_layers: int = 6,
+        dropout_rate: float = 0.1,
+        attention_dropout_rate: float | None = None,
+        embedding_dropout_rate: float | None = None,
+        hidden_act: str | Callable = "gelu",
+        positions: str = "learned",
+        max_length: int = 1024,
+        tied_head: bool = True,
+        head_bias: bool = False,
+        post_layernorm_residual: bool = False,
+        pad_id: int = 0,
+        start_id: int = 2,
+        end_id: int = 3,
+        lambda_func: Callable | None = None,
+        name: str = "causal_lm",
         **kwargs,
     ):
         super().__init__(name=name, **kwargs)
@@ -128,20 +130,20 @@ class CausalLM(TokenModel):
 
     def build(self, input_shape=None):
         if not self.built:
-            parts = [self.positions, self.dropout, self.blocks, self.head]
-            self._build_parts([self.embedding], parts)
+            others = [self.positions, self.dropout, self.blocks, self.head]
+            self._build_layers([self.embedding], others)
             self._share_tables(tf.TensorSpec([1, 1], "int32"))
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         x, table = self._embed(inputs, training=training)
         x = self.blocks(x, self.causal_mask(inputs != self.pad_id), training=training)
         return self.head(x, table)
 
     def _embed(self, ids, start=0, training=False):
-        parts = self.embedding, self.positions, self.dropout
-        return self._embed_ids(ids, *parts, start=start, training=training)
+        layers = self.embedding, self.positions, self.dropout
+        return self._embed_ids(ids, *layers, start=start, training=training)
 
-    def num_tokens(self, inputs):
+    def num_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the number of tokens, padding not counted.
 
         Args:
@@ -152,7 +154,7 @@ class CausalLM(TokenModel):
         """
         return tf.math.count_nonzero(inputs != self.pad_id, dtype="int32")
 
-    def flops_per_step(self, inputs):
+    def flops_per_step(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
 
         Six for each position and each weight in a product, and those of the attention
@@ -172,7 +174,7 @@ class CausalLM(TokenModel):
         head = s * h * self.vocab_size
         return 6.0 * b * (options["num_layers"] * block + head)
 
-    def stream_shapes(self, input_shapes):
+    def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in the stack of blocks.
 
         Args:

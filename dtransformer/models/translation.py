@@ -1,14 +1,18 @@
 """An encoder–decoder Transformer that translates."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from dtransformer.layers.attention import AttentionMask
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.embedding import PositionEmbedding
+from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
-from dtransformer.models import generation
 from dtransformer.models.base import TokenModel, first_given
+from dtransformer.models.generation import Generation
+from dtransformer.models.search import check_options, make_search
+from dtransformer.parallel import decoding
 from dtransformer.parallel.axis_rules import constrain
 
 
@@ -26,7 +30,7 @@ class TranslationTransformer(TokenModel):
         ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
         encoder_layers: number of the encoder's blocks.
         decoder_layers: number of the decoder's blocks.
-        dropout_rate: dropout of embeddings and of each part's output, in [0, 1).
+        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
         attention_dropout_rate: dropout of attention probabilities, and
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
@@ -62,29 +66,29 @@ class TranslationTransformer(TokenModel):
 
     def __init__(
         self,
-        source_vocab_size,
-        target_vocab_size=None,
-        hidden_size=512,
-        num_heads=8,
-        ffn_hidden_size=None,
-        encoder_layers=6,
-        decoder_layers=6,
-        dropout_rate=0.1,
-        attention_dropout_rate=None,
-        embedding_dropout_rate=None,
-        hidden_act="relu",
-        positions="sinusoidal",
-        max_source_length=256,
-        max_target_length=256,
-        shared_embeddings=False,
-        tied_head=False,
-        head_bias=False,
-        post_layernorm_residual=False,
-        pad_id=0,
-        start_id=2,
-        end_id=3,
-        lambda_func=None,
-        name="translation_transformer",
+        source_vocab_size: int,
+        target_vocab_size: int | None = None,
+        hidden_size: int = 512,
+        num_heads: int = 8,
+        ffn_hidden_size: int | None = None,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        dropout_rate: float = 0.1,
+        attention_dropout_rate: float | None = None,
+        embedding_dropout_rate: float | None = None,
+        hidden_act: str | Callable = "relu",
+        positions: str = "sinusoidal",
+        max_source_length: int = 256,
+        max_target_length: int = 256,
+        shared_embeddings: bool = False,
+        tied_head: bool = False,
+        head_bias: bool = False,
+        post_layernorm_residual: bool = False,
+        pad_id: int = 0,
+        start_id: int = 2,
+        end_id: int = 3,
+        lambda_func: Callable | None = None,
+        name: str = "translation_transformer",
         **kwargs,
     ):
         super().__init__(name=name, **kwargs)
@@ -156,7 +160,7 @@ class TranslationTransformer(TokenModel):
     def build(self, input_shape=None):
         if self.built:
             return
-        parts = [
+        others = [
             self.source_positions,
             self.target_positions,
             self.source_dropout,
@@ -164,11 +168,11 @@ class TranslationTransformer(TokenModel):
             self.transformer,
             self.head,
         ]
-        self._build_parts([self.source_embedding, self.target_embedding], parts)
+        self._build_layers([self.source_embedding, self.target_embedding], others)
         ids = tf.TensorSpec([1, 1], "int32")
         self._share_tables({"source": ids, "target": ids})
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         memory, memory_mask = self.encode(inputs["source"], training=training)
         target = inputs["target"]
         x, table = self._embed_target(target, training=training)
@@ -176,7 +180,7 @@ class TranslationTransformer(TokenModel):
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self.head(x, table)
 
-    def encode(self, source, training=False):
+    def encode(self, source: tf.Tensor, training: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what the decoder attends to.
 
         Args:
@@ -187,23 +191,25 @@ class TranslationTransformer(TokenModel):
             The memory [b, s, h], and its mask [b, s] (bool).
         """
         mask = source != self.pad_id
-        parts = self.source_embedding, self.source_positions, self.source_dropout
-        x, _ = self._embed_ids(source, *parts, training=training)
+        layers = self.source_embedding, self.source_positions, self.source_dropout
+        x, _ = self._embed_ids(source, *layers, training=training)
         return self.transformer.encoder(x, mask, training=training), mask
 
     def _embed_target(self, target, start=0, training=False):
-        parts = self.target_embedding, self.target_positions, self.target_dropout
-        return self._embed_ids(target, *parts, start=start, training=training)
+        layers = self.target_embedding, self.target_positions, self.target_dropout
+        return self._embed_ids(target, *layers, start=start, training=training)
 
-    def init_cache(self, memory, max_length):
+    def init_cache(self, memory: tf.Tensor, max_length: int | tf.Tensor) -> list[dict]:
         """Return the decoder's cache for translations of up to `max_length` tokens."""
         return self.transformer.decoder.init_cache(memory, max_length)
 
-    def empty_cache(self):
+    def empty_cache(self) -> list[dict]:
         """Return a cache as `init_cache` does where another stage has all blocks."""
         return [{} for _ in self.transformer.decoder.blocks]
 
-    def decode_step(self, tokens, position, cache, memory_mask):
+    def decode_step(
+        self, tokens: tf.Tensor, position: tf.Tensor, cache: list[dict], memory_mask: tf.Tensor
+    ) -> tuple[tf.Tensor, list[dict]]:
         """Give the logits of the token after `tokens`.
 
         Args:
@@ -223,13 +229,13 @@ class TranslationTransformer(TokenModel):
     def generate(
         self,
         source,
-        beam_size=1,
-        length_penalty=0.6,
-        max_length=None,
-        temperature=0.0,
-        top_k=0,
-        seed=0,
-    ):
+        beam_size: int = 1,
+        length_penalty: float = 0.6,
+        max_length: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> tf.Tensor:
         """Translate, by greedy or beam search, or by sampling.
 
         Args:
@@ -252,7 +258,7 @@ class TranslationTransformer(TokenModel):
             ValueError: an option is out of range, or beams are asked for together
                 with a temperature.
         """
-        generation.check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
+        check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
         self.build()
         source = tf.convert_to_tensor(source, dtype="int32")
         self._check_positions(max_source_length=source.shape[1], max_target_length=max_length)
@@ -262,7 +268,8 @@ class TranslationTransformer(TokenModel):
                 max_length = min(max_length, self.arguments["max_target_length"])
         options = (beam_size, length_penalty, temperature, top_k)
         if options not in self._generate_functions:
-            self._generate_functions[options] = generation.compiled(self, options)
+            make = lambda *args: Generation(self, make_search(self, *args, *options))
+            self._generate_functions[options] = decoding.compiled(self, make)
         ids = self._generate_functions[options](source, max_length, seed)
         longest = tf.reduce_max(tf.math.count_nonzero(ids != self.pad_id, axis=1))
         return ids[:, :longest]
@@ -277,7 +284,7 @@ class TranslationTransformer(TokenModel):
                     f"{name}={self.arguments[name]}"
                 )
 
-    def num_tokens(self, inputs):
+    def num_tokens(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the number of source and target tokens, padding not counted.
 
         Args:
@@ -293,7 +300,7 @@ class TranslationTransformer(TokenModel):
             ]
         )
 
-    def flops_per_step(self, inputs):
+    def flops_per_step(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
 
         Six for each position and each weight in a product, and those of the attention
@@ -317,7 +324,9 @@ class TranslationTransformer(TokenModel):
         blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
         return 6.0 * b * (blocks + head)
 
-    def stream_shapes(self, input_shapes):
+    def stream_shapes(
+        self, input_shapes: dict[str, tuple[int, int]]
+    ) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in each stack of blocks.
 
         Args:

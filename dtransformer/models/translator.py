@@ -1,5 +1,7 @@
 """Sentences in, translations out: a model, its tokenizer and how to search."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 
@@ -31,12 +33,12 @@ class Translator:
         model,
         tokenizer,
         source_tokenizer=None,
-        beam_size=4,
-        length_penalty=0.6,
-        max_length=None,
-        max_source_length=256,
-        batch_size=64,
-        on_truncation=None,
+        beam_size: int = 4,
+        length_penalty: float = 0.6,
+        max_length: int | None = None,
+        max_source_length: int = 256,
+        batch_size: int = 64,
+        on_truncation: Callable | None = None,
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -50,7 +52,7 @@ class Translator:
         self.batch_size = batch_size
         self.on_truncation = on_truncation
 
-    def __call__(self, sentences):
+    def __call__(self, sentences: list[str]) -> list[str]:
         """Translate a list of sentences; an empty sentence stays empty.
 
         Args:

@@ -1,40 +1,77 @@
-"""Logical names of dimensions, and the table that cuts them over the island's mesh.
+"""Logical names of dimensions, and the table that shards them over the mesh.
 
 A weight says `axes=("embed", "mlp")`, an activation is pinned with
-`constrain(x, ("batch", "length", "mlp"))`. One table maps each logical name to the
-mesh axis that cuts it. Where there is no mesh both are no-ops, and a layer is an
-ordinary Keras layer.
+`constrain(x, ("batch", "length", "mlp"))`. One table, `LOGICAL_AXES`, maps each logical
+name to the mesh axis that shards it. Where there is no mesh both do nothing, and a layer
+is an ordinary Keras layer.
 """
 
 import contextlib
+import dataclasses
 import types
+from collections.abc import Callable, Iterable, Mapping
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel import job, trace
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.config import (
+    TransformerOpParallelConfig,
+    get_parallel_config,
+)
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
 
-# Logical name of a dimension -> what it counts.
+# A mesh axis, or None where it is replicated, for every dimension of a tensor.
+Specs = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalAxis:
+    """A row of the table.
+
+    Args:
+        counts: what the dimension counts.
+        sharded_over: a function of the config that returns the mesh axis, or None.
+        of_weights: whether weights have it, or activations alone.
+    """
+
+    counts: str
+    sharded_over: Callable[[TransformerOpParallelConfig], str | None] = lambda config: None
+    of_weights: bool = True
+
+
+def _data(config):
+    return "data"
+
+
+def _model(config):
+    return "model"
+
+
+# A new logical axis is one row here, or one of a config's `parallel_rules`.
 LOGICAL_AXES = {
-    "batch": "sentences",
-    "length": "positions of the sequence a layer's output has",
-    "memory_length": "positions of the sequence that is attended to",
-    "embed": "hidden features",
-    "heads": "attention heads",
-    "head_dim": "features of one head",
-    "mlp": "features inside the feed-forward layer",
-    "vocab": "entries of the vocabulary, of logits and of the head",
-    "vocab_rows": "rows of an embedding's table",
-    "position": "entries of a table of positions",
-    "norm": "features that a normalization scales",
+    "batch": LogicalAxis("sentences", _data, of_weights=False),
+    "length": LogicalAxis(
+        "positions of the sequence that a layer's output has",
+        lambda config: "model" if config.sequence_parallel else None,
+        of_weights=False,
+    ),
+    "memory_length": LogicalAxis("positions of the sequence that is attended to", of_weights=False),
+    "embed": LogicalAxis("hidden features"),
+    "heads": LogicalAxis("attention heads", _model),
+    "head_dim": LogicalAxis("features of one head"),
+    "mlp": LogicalAxis("features inside the feed-forward layer", _model),
+    "vocab": LogicalAxis("entries of the vocabulary, of logits and of the head", _model),
+    "vocab_rows": LogicalAxis(
+        "rows of an embedding's table", lambda config: None if config.vocab_emb_dp else "model"
+    ),
+    "position": LogicalAxis("entries of a table of positions"),
+    "norm": LogicalAxis("features that a normalization scales"),
 }
-# Those that activations alone have.
-ACTIVATION_AXES = ("batch", "length", "memory_length")
 
 
-def rules(config=None):
-    """Return the table: logical name -> mesh axis, None for a dimension that stays whole.
+def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | None]:
+    """Return the rules: logical name -> mesh axis, None for a dimension that is replicated.
 
     Args:
         config: a `TransformerOpParallelConfig`; the current global one by default.
@@ -45,85 +82,56 @@ def rules(config=None):
     'model'
     """
     config = config or get_parallel_config()
-    table = dict.fromkeys(LOGICAL_AXES)
-    table.update(batch="data", heads="model", mlp="model", vocab="model")
-    if not config.vocab_emb_dp:
-        table["vocab_rows"] = "model"
-    if config.sequence_parallel:
-        table["length"] = "model"
+    table = {name: axis.sharded_over(config) for name, axis in LOGICAL_AXES.items()}
     return {**table, **(config.parallel_rules or {})}
 
 
 @contextlib.contextmanager
-def override_rules(rows):
-    """Use other rows of the table inside the `with` block."""
+def override_rules(rows: Mapping[str, str | None]):
+    """Replace rows of the rules inside the `with` block."""
     with trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows})):
         yield
 
 
-def mesh_axis(name):
-    """Return the mesh axis that cuts a logical dimension here, or None."""
+def mesh_axis(name: str | None) -> str | None:
+    """Return the mesh axis that shards a logical dimension here, or None."""
     if job.mesh() is None or name is None:
         return None
     axis = {**rules(), **trace.current().rules}.get(name)
     return axis if axis in job.mesh().dim_names else None
 
 
-def weight_specs(axes, shape, path):
-    """Return the mesh axis, or None, that cuts each dimension of a weight.
+def weight_specs(axes: tuple, shape: tuple[int, ...], path: str) -> Specs:
+    """Return the mesh axis, or None, that shards each dimension of a weight.
 
     Raises:
-        ValueError: a dimension is not divisible, or two are cut over one mesh axis;
+        ValueError: a dimension is not divisible, or two are sharded over one mesh axis;
             names the weight.
     """
     specs = tuple(mesh_axis(name) for name in axes)
-    for dimension, (name, spec) in enumerate(zip(axes, specs)):
+    for size, name, spec in zip(shape, axes, specs):
         if spec is None:
             continue
-        if shape[dimension] % axis_size(spec):
+        if size % axis_size(spec):
             raise ValueError(
-                f"the weight {path} of shape {tuple(shape)} cannot be cut: its dimension "
-                f"{name!r} has {shape[dimension]} entries, and the mesh axis {spec!r} has "
-                f"{axis_size(spec)} slices; change the size, or set parallel_rules={{{name!r}: None}}"
+                f"the weight {path} of shape {tuple(shape)} cannot be sharded: its dimension "
+                f"{name!r} has {size} elements, and the mesh axis {spec!r} has {axis_size(spec)} "
+                f"shards; change the size, or set parallel_rules={{{name!r}: None}}"
             )
         if specs.count(spec) > 1:
             raise ValueError(
-                f"the weight {path} with the logical axes {axes} would be cut twice over the mesh "
-                f"axis {spec!r}: set parallel_rules={{{name!r}: None}}"
+                f"the weight {path} with the logical axes {axes} would be sharded twice over the "
+                f"mesh axis {spec!r}: set parallel_rules={{{name!r}: None}}"
             )
     return specs
 
 
-def with_data_axis(specs, shape, path, dtype, trainable, constraint):
-    """Return how a weight is stored: cut over the data axis, too, with `optimizer_shard=3`.
-
-    Args:
-        specs: tuple of what cuts each dimension where the weight is used.
-        shape, path, dtype, trainable, constraint: the weight's.
-
-    Returns:
-        A tuple like `specs`. The first dimension that is whole and divisible is cut; none
-        of a weight that is small or excluded, as of one that other ranks update.
-    """
-    config = get_parallel_config()
-    axis = mesh_axis("batch")
-    if config.optimizer_shard != 3 or not trainable or axis is None or axis in specs:
-        return specs
-    local = [size // axis_size(spec) for size, spec in zip(shape, specs)]
-    if config.why_whole(path, local, tf.as_dtype(dtype).size, constraint is not None):
-        return specs
-    for dimension, (size, spec) in enumerate(zip(shape, specs)):
-        if spec is None and size % axis_size(axis) == 0:
-            return (*specs[:dimension], axis, *specs[dimension + 1 :])
-    return specs
-
-
-def check_axes(axes, rank, what):
+def check_axes(axes: tuple, rank: int, what: str):
     """Check logical names against a number of dimensions.
 
     Args:
         axes: a tuple with a name of `LOGICAL_AXES` or of the config's
-            `parallel_rules`, or None for a dimension that is never cut, for every
+            `parallel_rules`, or None for a dimension that is never sharded, for every
             dimension.
         rank: the number of dimensions.
         what: what is described, for the error.
@@ -142,22 +150,23 @@ def check_axes(axes, rank, what):
             )
 
 
-def axes_of(variables):
+def axes_of(variables: Iterable[keras.Variable]) -> set[str | None]:
     """Return the names of the dimensions of variables; those of our layers have them."""
     return {name for v in variables for name in getattr(v, "logical_axes", ())}
 
 
-def check_rules(used):
-    """Check that every row that the user gave cuts, or keeps whole, some weight.
+def check_rules(used: set[str | None]):
+    """Check that every row of the config's `parallel_rules` is about some weight.
 
     Args:
-        used: set of the logical names of all weights' dimensions.
+        used: the logical names of all weights' dimensions.
 
     Raises:
         ValueError: a row matches nothing.
     """
+    of_activations = {name for name, axis in LOGICAL_AXES.items() if not axis.of_weights}
     for name in get_parallel_config().parallel_rules or {}:
-        if name not in used and name not in ACTIVATION_AXES:
+        if name not in used | of_activations:
             names = sorted(filter(None, used))
             raise ValueError(
                 f"parallel_rules has a row for {name!r}, which no weight of the network has; its "
@@ -165,7 +174,7 @@ def check_rules(used):
             )
 
 
-def constrain(x, axes):
+def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
     """Pin a tensor's layout to what the rules give its logical axes.
 
     Args:
@@ -174,14 +183,14 @@ def constrain(x, axes):
 
     Returns:
         The same values, laid out as the rules say; `x` itself where there is no
-        mesh. A dimension that the mesh axis does not divide stays whole.
+        mesh. A dimension that the mesh axis does not divide is replicated.
     """
     check_axes(axes, len(x.shape), "an activation")
     return relayout(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 
 
-def activation_specs(axes, shape):
-    """Return the mesh axis, or None, that cuts each dimension of an activation."""
+def activation_specs(axes: tuple, shape: Iterable[int | None]) -> Specs:
+    """Return the mesh axis, or None, that shards each dimension of an activation."""
     specs = [mesh_axis(name) for name in axes]
     return tuple(
         spec if size is not None and size % axis_size(spec) == 0 else None

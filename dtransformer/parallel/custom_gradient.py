@@ -1,5 +1,7 @@
 """Gradients written by hand, which work on the mesh too."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from dtransformer.parallel import trace
@@ -8,11 +10,15 @@ from dtransformer.parallel import trace
 GRADIENT_SCOPE = "gradient/"
 
 
-def custom_gradient(function):
+def custom_gradient(function: Callable) -> Callable:
     """As `tf.custom_gradient`, where gradients may be asked for.
 
     Inside a loop on the mesh DTensor does not know the operation that it makes. The
     gradient's operations are named after the layer's.
+
+    Args:
+        function: a function of tensors that returns its result, and a function of the
+            result's gradient that returns those of the tensors.
     """
     if not trace.current().has_gradients:
         return lambda *args: function(*args)[0]

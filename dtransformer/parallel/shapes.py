@@ -3,8 +3,8 @@
 import tensorflow as tf
 
 
-def static_or_dynamic_shape(x):
-    """Return the dimensions of `x`: ints where they are known, scalars elsewhere."""
+def static_or_dynamic_shape(x: tf.Tensor) -> list:
+    """Return the dimensions of `x`: ints where they are known, int32 scalars elsewhere."""
     if x.shape.is_fully_defined():
         return x.shape.as_list()
     dynamic = tf.shape(x)

@@ -1,7 +1,8 @@
-"""Keras variables of which a rank holds a shard only."""
+"""Keras variables of which a rank holds shards only."""
 
 import contextlib
 import itertools
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -14,29 +15,35 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from dtransformer.parallel import job
 
+# Where a tensor lies in another one: (start, stop) of every dimension.
+Bounds = tuple[tuple[int, int], ...]
+# Where a shard lies: its bounds, and the range of the flattened block inside of them that the
+# shard is; None where it is all of that block.
+ShardBounds = tuple[Bounds, tuple[int, int] | None]
+
 
 class ShardedVariable(keras.Variable):
-    """A Keras variable of which this rank holds a part only; its shape is that of the whole.
+    """A Keras variable of which this rank holds shards only; its shape is the full one.
 
     Attributes:
         shards: list of what this rank holds of it, as ordinary Keras variables.
+        unsharded_for_use: whether it is unsharded wherever it is used.
     """
 
-    # Whether it is made whole, from the shards of all ranks, wherever it is used.
     unsharded_for_use = False
-    _gathered = None
+    _unsharded = None  # its full value, in the host's memory, for `unsharded_on_chief`
 
     @property
-    def trained_value(self):
+    def trained_value(self) -> tf.Tensor:
         """What gradients are taken of: the value, or what is stored of it."""
         return self.value
 
     @property
-    def places(self):
-        """Where the shards lie in the whole: a list of (box, range).
+    def shard_bounds(self) -> list[ShardBounds]:
+        """Where the shards lie in the full tensor: a list of (bounds, flat range).
 
-        A box is a tuple of (start, stop), one a dimension; a range is that of the flattened
-        box which the shard is, None where it is all of it.
+        Bounds are a tuple of (start, stop), one a dimension; a flat range is that of the
+        flattened block inside of the bounds which the shard is, None where it is all of it.
         """
         raise NotImplementedError
 
@@ -45,16 +52,17 @@ class ShardedVariable(keras.Variable):
         if in_stateless_scope():
             current = get_stateless_scope().get_current_value(self)
             if current is not None:
-                return self._to_use(self._maybe_autocast(current))
+                return self._as_used(self._maybe_autocast(current))
         if in_symbolic_scope():  # shapes are asked for only
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         return self._read()
 
     def _read(self):
+        """Return the full value where no value is given from outside."""
         raise NotImplementedError
 
-    def _to_use(self, value):
-        """Return a value as computations use it."""
+    def _as_used(self, value):
+        """Return a value that was given from outside as computations use it."""
         return value
 
     def __array__(self, dtype=None):
@@ -62,36 +70,36 @@ class ShardedVariable(keras.Variable):
 
 
 @contextlib.contextmanager
-def whole_on_chief(variables):
-    """Inside the `with` block rank 0 alone can read whole variables.
+def unsharded_on_chief(variables: Iterable[keras.Variable]):
+    """Inside the `with` block rank 0 alone can read the full values of variables.
 
-    All ranks have to come here, and gather one variable after the other; rank 0 keeps
-    them in the host's memory.
+    All ranks have to come here, as each sends its shards; rank 0 keeps the values in the
+    host's memory.
     """
-    parted = [v for v in variables if isinstance(v, ShardedVariable)]
+    sharded = [v for v in variables if isinstance(v, ShardedVariable)]
     try:
-        for variable in parted:
-            whole = variable.numpy()
+        for variable in sharded:
+            value = variable.numpy()
             if job.is_chief():
-                variable._gathered = whole
+                variable._unsharded = value
         yield
     finally:
-        for variable in parted:
-            variable._gathered = None
+        for variable in sharded:
+            variable._unsharded = None
 
 
-def trained_value(variable):
+def trained_value(variable: keras.Variable) -> tf.Tensor:
     """Return what gradients of any Keras variable are taken of."""
     return variable.trained_value if isinstance(variable, ShardedVariable) else variable.value
 
 
-def is_unsharded_for_use(variable):
-    """Return whether a tensor or variable is one that is made whole where it is used."""
+def is_unsharded_for_use(variable) -> bool:
+    """Return whether a tensor or variable is one that is unsharded where it is used."""
     return getattr(variable, "unsharded_for_use", False)
 
 
-def own_shards(variables):
-    """Return what this rank updates of variables: their shards, or the variable itself."""
+def own_shards(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    """Return what this rank holds of variables: their shards, or the variable itself."""
     return list(
         itertools.chain.from_iterable(
             v.shards if isinstance(v, ShardedVariable) else [v] for v in variables
@@ -99,13 +107,19 @@ def own_shards(variables):
     )
 
 
-def places_of(variable):
-    """Return where what this rank updates of any variable lies; see `PartedVariable.places`."""
+def shard_bounds_of(variable: keras.Variable) -> list[ShardBounds]:
+    """Return where what this rank holds of any variable lies; see `ShardedVariable`."""
     if isinstance(variable, ShardedVariable):
-        return variable.places
-    return [(whole_bounds(variable.shape), None)]
+        return variable.shard_bounds
+    return [(full_bounds(variable.shape), None)]
 
 
-def whole_bounds(shape):
-    """Return the box that is all of a tensor."""
+def full_bounds(shape: Iterable[int]) -> Bounds:
+    """Return the bounds of a full tensor.
+
+    Example:
+
+    >>> full_bounds((2, 3))
+    ((0, 2), (0, 3))
+    """
     return tuple((0, size) for size in shape)

@@ -20,10 +20,10 @@ class TraceContext:
         rules: rows that replace those of the axis rules: logical name -> mesh axis or None.
         stage_view: what placed layers are called through in a pipeline; None where this rank
             has all layers.
-        unsharding: the `zero.gather` computation that weights are made whole for; None where
+        unsharding: the `zero.gather.Unsharding` that weights are unsharded for; None where
             none is sharded over ranks.
-        kept_sums: what row-parallel products keep of their sums for a recomputation; see
-            `tensor_parallel.linear.keep_sums`.
+        kept_sums: (sums, again): those of row-parallel products that `recompute` keeps, and
+            whether they are taken from there; None where they are not kept.
         dropout_seed: int32 tensor [2], from which dropout masks are derived; None for
             TensorFlow's global generator.
         collective: name of the collective whose gradient is being made; None outside of one.

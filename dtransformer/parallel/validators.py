@@ -5,7 +5,7 @@ import difflib
 import re
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
-MESH_AXES = ("data", "model", None)
+MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one is outermost
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -103,9 +103,9 @@ def axis_rules(name, value):
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
     for logical, axis in value.items():
-        if not isinstance(logical, str) or axis not in MESH_AXES:
+        if not isinstance(logical, str) or axis not in (*MESH_AXES, None):
             raise ValueError(
-                f"{name} maps names to one of {', '.join(map(repr, MESH_AXES))}; got {value!r}"
+                f"{name} maps names to one of {', '.join(map(repr, (*MESH_AXES, None)))}; got {value!r}"
             )
 
 

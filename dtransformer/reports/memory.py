@@ -84,21 +84,21 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     weights += [w.copy for w in copied]
     others = own_shards(network.non_trainable_variables)
     states = [v for v in optimizer.variables if v.shape.rank]
-    per_element = round(len(states) / max(len(plan.rows), 1))
+    per_element = round(len(states) / max(len(plan.parameters), 1))
     states += own_shards(copied)
     rows = (
         MemoryRow(
             "weights",
-            _bytes(others) + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.rows),
+            _bytes(others) + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.parameters),
             _bytes(weights),
         ),
         MemoryRow(
             "gradients",
             sum(
-                row.slice_entries * row.item_bytes
+                row.shard_elements * row.item_bytes
                 if level >= 2
-                else row.entries * _item_bytes(row, kinds.get(row.path))
-                for row in plan.rows
+                else row.num_elements * _item_bytes(row, kinds.get(row.path))
+                for row in plan.parameters
             ),
             update.gradient_bytes,
         ),
@@ -106,9 +106,9 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
             "optimizer states",
             sum(
                 (per_element + isinstance(kinds.get(row.path), MasterShardedVariable))
-                * row.slice_entries
+                * row.shard_elements
                 * row.item_bytes
-                for row in plan.rows
+                for row in plan.parameters
             ),
             _bytes(states),
         ),
@@ -126,7 +126,7 @@ def _item_bytes(row, variable):
 
 def _weight_bytes(row, variable):
     is_unsharded = isinstance(variable, FullyShardedVariable)
-    return (row.slice_entries if is_unsharded else row.entries) * _item_bytes(row, variable)
+    return (row.shard_elements if is_unsharded else row.num_elements) * _item_bytes(row, variable)
 
 
 def activation_bytes(network, input_shapes, num_kept=1):

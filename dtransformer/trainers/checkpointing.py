@@ -5,7 +5,7 @@ import keras
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
 from dtransformer.parallel.pipeline.stage_weights import whole_network
-from dtransformer.parallel.sharded_variable import whole_on_chief
+from dtransformer.parallel.sharded_variable import unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors
 from dtransformer.trainers.checkpoint.reader import restore
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
@@ -134,7 +134,7 @@ class Checkpointing(keras.Model):
         """
         is_first = job.stage()[0] == 0  # `whole_network` gathers what the others have
         own = self.network.variables if is_first else []
-        with whole_on_chief(own), whole_network(self.network):
+        with unsharded_on_chief(own), whole_network(self.network):
             if job.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
         job.barrier()

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.loss import CrossEntropyLoss, with_rank
-from dtransformer.parallel.tensor_parallel.cross_entropy import entries_at
+from dtransformer.parallel.tensor_parallel.cross_entropy import label_values
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -76,5 +76,5 @@ def hits(outputs, labels):
     if not is_class:
         return None
     best = tf.reduce_max(outputs, axis=-1)
-    own = entries_at(outputs, tf.maximum(labels, 0))
+    own = label_values(outputs, tf.maximum(labels, 0))
     return tf.cast(own >= best, "float32")

@@ -11,7 +11,7 @@ from dtransformer.parallel.dtensor.variable import share_of
 from dtransformer.parallel.sharded_variable import (
     is_unsharded_for_use,
     own_shards,
-    places_of,
+    shard_bounds_of,
 )
 from dtransformer.parallel.zero.flat_parameter import FlatParameter
 from dtransformer.parallel.zero.partition import Partition
@@ -78,16 +78,16 @@ def updated_shards(weights, partition, copies=()):
     stored = [
         (weight, number, shard, place)
         for number, weight in enumerate(weights)
-        for shard, place in zip(own_shards([weight]), places_of(weight), strict=True)
+        for shard, place in zip(own_shards([weight]), shard_bounds_of(weight), strict=True)
     ]
     found = []
-    for (weight, number, shard, place), row in zip(stored, partition.rows, strict=True):
-        is_sharded = row.num_slices > 1
+    for (weight, number, shard, place), row in zip(stored, partition.parameters, strict=True):
+        is_sharded = row.num_shards > 1
         bounds, flat_range = place
         unit, replicated = shard, None
         if is_sharded and not isinstance(weight, FlatShardedVariable):
-            unit, replicated = FlatParameter(shard, row.slice_entries), shard.value
-            flat_range = flat_shards.own_range(row.slice_entries, group)
+            unit, replicated = FlatParameter(shard, row.shard_elements), shard.value
+            flat_range = flat_shards.own_range(row.shard_elements, group)
         elif isinstance(weight, MasterShardedVariable):
             replicated = weight.copy
         found.append(

@@ -22,6 +22,7 @@ from dtransformer.parallel.dtensor.batch import local_value, put_replicated, put
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 from dtransformer.trainers import Trainer
 from tests.distributed.jobs import translation_model
 from tests.tolerances import PARITY_LOSS
@@ -197,17 +198,44 @@ def rows_of_the_table_are_the_users():
     assert cut == {"heads"}
 
 
+class Doubling(layers.Layer):
+    """Two products with features between them that have a logical axis of their own."""
+
+    def build(self, shape):
+        self.first = self.add_weight((shape[-1], 8), axes=("embed", "states"), name="first")
+        self.second = self.add_weight((8, shape[-1]), axes=("states", "embed"), name="second")
+
+    def call(self, x):
+        (states,) = column_parallel(x, [self.first], ("states",))
+        return row_parallel(2 * states, self.second, ("states",))
+
+
+@check
+def a_layer_with_a_logical_axis_of_its_own():
+    x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
+    rules = {"parallel_rules": {"states": "model"}}
+    with dtransformer.parallel_config(**rules):
+        expected = Doubling(name="doubling")(x)
+    start(**rules)
+    layer = Doubling(name="doubling")
+    layer.build(x.shape)
+    assert layer.first.specs == (None, "model") and layer.second.specs == ("model", None)
+    run = MeshFunction(lambda x: relayout(layer(x), (None,) * 3), layer.variables)
+    found = local_value(run(put_replicated(x)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @check
 def wrong_rules_are_refused():
     start(parallel_rules={"embed": "model"})
-    _raises(ValueError, ["query_kernel", "cut twice", "'model'"], network)
+    _raises(ValueError, ["query_kernel", "sharded twice", "'model'"], network)
     stop()
     start(parallel_rules={"positoin": None})
     _raises(ValueError, ["'positoin'", "no weight"], lambda: losses(trainer_of(network())))
     stop()
     start(parallel_rules={"norm": "model", "heads": None})
     odd = layers.LayerNorm()
-    _raises(ValueError, ["gamma", "(30,)", "'norm'", "4 slices"], lambda: odd.build((None, 30)))
+    _raises(ValueError, ["gamma", "(30,)", "'norm'", "4 shards"], lambda: odd.build((None, 30)))
 
 
 @check

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.models import TranslationTransformer, generation
+from dtransformer.models import TranslationTransformer
+from dtransformer.models.generation import Generation
+from dtransformer.models.search import BeamSearch
 from dtransformer.models.translator import Translator
+from dtransformer.parallel.decoding import decode
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import BLOCKS
 
@@ -201,9 +204,9 @@ def compiled_search(model, beam_size):
     """A function of (source, max_length, alpha): all hypotheses with their scores."""
 
     def hypotheses(source, max_length, alpha):
-        by = generation.BeamSearch(model, max_length, beam_size, alpha)
-        by.result = by.hypotheses
-        return generation.search(model, source, by)
+        search = BeamSearch(model, max_length, beam_size, alpha)
+        search.result = search.hypotheses
+        return decode(Generation(model, search), source)
 
     function = tf.function(
         hypotheses,

@@ -1,4 +1,4 @@
-"""Promise: the optimizer's work is divided by a plan, and done on slices as on wholes."""
+"""Promise: the optimizer's work is divided by a plan, and done on shards as on full weights."""
 
 import keras
 import numpy as np
@@ -21,34 +21,34 @@ WEIGHTS = [
 ]
 
 
-def plan(num_slices=4, **fields):
-    return Partition.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_slices)
+def plan(num_shards=4, **fields):
+    return Partition.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_shards)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_plan(level):
     found = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
-    assert [row.num_slices for row in found.rows] == [4, 1, 4, 1, 1]
-    whys = [row.why for row in found.rows]
+    assert [one.num_shards for one in found.parameters] == [4, 1, 4, 1, 1]
+    whys = [one.why_replicated for one in found.parameters]
     assert whys == ["", "less than 64 KB", "", "its constraint needs the whole", "excluded"]
-    entries = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
-    assert [row.slice_entries for row in found.rows] == entries
-    assert found.slice_entries == sum(entries)
-    assert found.entries == 51_200 + 100 + 33_633 + 262_144 + 64_000
+    elements = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
+    assert [one.shard_elements for one in found.parameters] == elements
+    assert found.shard_elements == sum(elements)
+    assert found.num_elements == 51_200 + 100 + 33_633 + 262_144 + 64_000
     assert found.level == level
 
 
-def test_without_ranks_or_a_level_nothing_is_cut():
-    for found in (plan(), plan(num_slices=1, optimizer_shard=3)):
+def test_without_ranks_or_a_level_nothing_is_sharded():
+    for found in (plan(), plan(num_shards=1, optimizer_shard=3)):
         assert found.level == 0
-        assert found.slice_entries == found.entries
+        assert found.shard_elements == found.num_elements
 
 
 def test_the_plan_is_printed():
     text = str(plan(optimizer_shard=2, parallel_optimizer_threshold=0))
     assert "encoder/kernel 512×100 4 12,800" in " ".join(text.split())
     assert "its constraint needs the whole" in text
-    assert "level 2: states and gradients are cut over 4 ranks" in text
+    assert "level 2: states and gradients are sharded over 4 ranks" in text
 
 
 OPTIMIZERS = {
@@ -67,39 +67,39 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_updates_slices_as_it_does_wholes(name, compiled):
+def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
     rng = np.random.default_rng(0)
     start = rng.standard_normal((5, 4)).astype("float32")
     steps = rng.standard_normal((3, 5, 4)).astype("float32")
-    whole = keras.Variable(start, name="kernel")
+    full = keras.Variable(start, name="kernel")
     optimizer = OPTIMIZERS[name]()
     for gradient in steps:
-        optimizer.apply([tf.constant(gradient)], [whole])
+        optimizer.apply([tf.constant(gradient)], [full])
 
     owners = [keras.Variable(start, name="kernel"), keras.Variable(start, name="bias")]
     flat = [FlatParameter(owner, 10) for owner in owners]
-    sliced = OPTIMIZERS[name]()
-    sliced.exclude_from_weight_decay(var_names=["bias"])
-    sliced.build(flat)
+    sharded = OPTIMIZERS[name]()
+    sharded.exclude_from_weight_decay(var_names=["bias"])
+    sharded.build(flat)
 
     @tf.function(jit_compile=compiled)
     def update(gradients, values):
         for variable, value in zip(flat, values):
             variable.hold(value)
-        sliced.apply(gradients, flat)
+        sharded.apply(gradients, flat)
         return [variable.release() for variable in flat]
 
     halves = [start.reshape(2, 10)[0], start.reshape(2, 10)[0]]
     for gradient in steps:
         first = gradient.reshape(2, 10)[0]
         halves = update([tf.constant(first)] * 2, [tf.constant(half) for half in halves])
-    expected = whole.numpy().reshape(2, 10)[0]
+    expected = full.numpy().reshape(2, 10)[0]
     np.testing.assert_allclose(halves[0], expected, rtol=1e-5, atol=1e-7)
     if optimizer.weight_decay:
         assert np.abs(halves[1] - expected).max() > 1e-3, "the bias does not decay"
 
 
-def test_states_are_as_large_as_slices():
+def test_states_are_as_large_as_shards():
     variable = FlatParameter(
         keras.Variable(np.zeros((5, 3), "float32")), flat_shards.shard_size(15, 4)
     )

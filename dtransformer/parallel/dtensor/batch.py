@@ -11,10 +11,10 @@ from dtransformer.parallel.dtensor.variable import bounds_of
 
 
 def put_sharded(batch):
-    """Put a batch on the mesh, its rows cut over the mesh's data axis.
+    """Put a batch on the mesh, its rows sharded over the mesh's data axis.
 
     Args:
-        batch: nested tensors [b, ...], the same on every rank of the island.
+        batch: nested tensors [b, ...], the same on every rank of the mesh.
 
     Returns:
         Nested DTensors [b', ...]: rows of zeros follow where the data axis does not
@@ -28,14 +28,14 @@ def put_sharded(batch):
         x = np.asarray(x)
         x = np.pad(x, [(0, -len(x) % axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
-        slices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
-        return _pack([x[part.slices] for part in slices], specs)
+        of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        return _pack([x[bounds.slices] for bounds in of_devices], specs)
 
     return tf.nest.map_structure(put, batch)
 
 
-def put_batch(inputs, labels, sample_weight):
-    """Put a batch on the mesh; sample weights tell of rows that are added that they are none.
+def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
+    """Put a batch on the mesh; rows that are added get sample weights of 0.
 
     Args:
         inputs, labels: nested tensors [b, ...].
@@ -47,8 +47,8 @@ def put_batch(inputs, labels, sample_weight):
     return put_sharded((inputs, labels, sample_weight))
 
 
-def num_rows(batch):
-    """Return the number of rows of nested tensors.
+def num_rows(batch) -> int:
+    """Return the number b of rows of nested tensors [b, ...].
 
     Raises:
         ValueError: they have different numbers of rows.
@@ -61,31 +61,31 @@ def num_rows(batch):
     return numbers.pop()
 
 
-def put_numbers(numbers):
-    """Put numbers that differ from step to step on the mesh, repeated.
+def put_numbers(numbers) -> tf.Tensor:
+    """Put numbers that differ from step to step on the mesh, replicated.
 
-    DTensor takes tensors of less than 256 entries for constants, and compiles the function
+    DTensor takes tensors of less than 256 elements for constants, and compiles the function
     again when they change.
     """
     numbers = np.reshape(numbers, [-1])
     return put_replicated(np.resize(numbers, max(256, numbers.size)))
 
 
-def put_replicated(value):
+def put_replicated(value) -> tf.Tensor:
     """Put a tensor on every device of the mesh."""
     value = np.asarray(value)
     return _pack([value] * job.mesh().num_local_devices(), (None,) * value.ndim)
 
 
-def _pack(parts, specs):
+def _pack(shards, specs):
     """Return a DTensor of arrays, one for each local device."""
     tensors = []
-    for device, part in zip(job.mesh().local_devices(), parts):
+    for device, shard in zip(job.mesh().local_devices(), shards):
         with tf.device(device):
-            tensors.append(tf.constant(part))
+            tensors.append(tf.constant(shard))
     return dtensor.pack(tensors, make_layout(specs))
 
 
-def local_value(value):
-    """Return a DTensor that every device holds as a whole, as a tensor of this rank."""
+def local_value(value: tf.Tensor) -> tf.Tensor:
+    """Return a replicated DTensor as a tensor of this rank."""
     return dtensor.unpack(value)[0]

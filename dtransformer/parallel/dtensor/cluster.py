@@ -1,4 +1,4 @@
-"""The island's DTensor mesh: over one process' devices, or over those of several."""
+"""The DTensor mesh of this rank: over one process' devices, or over those of several."""
 
 import collections
 import gc
@@ -10,6 +10,9 @@ from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 
+from dtransformer.parallel import validators
+from dtransformer.parallel.topology import Topology
+
 # DTensor reads who takes part in its cluster from these.
 _CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS")
 
@@ -20,7 +23,7 @@ os.environ.setdefault("DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION", "0")
 os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", "1")
 
 
-def free_address(local):
+def free_address(local: bool) -> str:
     """Return "host:port" where this rank can listen.
 
     Args:
@@ -32,8 +35,10 @@ def free_address(local):
         return f"{host}:{listener.getsockname()[1]}"
 
 
-def start_mesh(topology, rank, addresses, device_type):
-    """Start DTensor for this rank's island; tensors made before are lost.
+def start_mesh(
+    topology: Topology, rank: int, addresses: list[str | None], device_type: str
+) -> dtensor.Mesh | None:
+    """Start DTensor for the ranks of this one's mesh; tensors made before are lost.
 
     Args:
         topology: the job's `Topology`.
@@ -42,11 +47,11 @@ def start_mesh(topology, rank, addresses, device_type):
         device_type: `"CPU"` or `"GPU"`.
 
     Returns:
-        A mesh with the axes of more than one slice, `"data"` outside of `"model"`;
-        None where the island is one device, for which DTensor is not started.
+        A mesh with those of `validators.MESH_AXES` that have more than one device, the first
+        one outermost; None where it is one device, for which DTensor is not started.
     """
     sizes = {"data": topology.mesh_data, "model": topology.model}
-    axes = [(axis, size) for axis, size in sizes.items() if size > 1]
+    axes = [(axis, sizes[axis]) for axis in validators.MESH_AXES if sizes[axis] > 1]
     if not axes:
         return None
     ranks = topology.model_parallel_group(rank)
@@ -64,7 +69,7 @@ def start_mesh(topology, rank, addresses, device_type):
 
 
 def stop_mesh():
-    """Stop DTensor; every rank of the island is done with the mesh."""
+    """Stop DTensor, once every rank of the mesh is done with it."""
     for name in _CLUSTER:  # it refuses to stop a cluster, and stops one process' part
         os.environ.pop(name, None)
     _forget_context()

@@ -1,4 +1,6 @@
-"""Functions on the island's mesh: values are put there, computed with, and taken back."""
+"""Functions on the mesh: values are put there, computed with, and taken back."""
+
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -22,10 +24,15 @@ class MeshFunction:
         gradients: whether it computes gradients.
 
     Call arguments:
-        *args: nested DTensors, from `put_rows` and `put_whole`.
+        *args: nested DTensors, as `batch` puts them on the mesh.
     """
 
-    def __init__(self, function, network_variables, gradients=False):
+    def __init__(
+        self,
+        function: Callable,
+        network_variables: list[keras.Variable],
+        gradients: bool = False,
+    ):
         self._function, self._gradients = function, gradients
         self._variables = network_variables
         self._traced = tf.function(self._trace, autograph=False)
@@ -53,11 +60,11 @@ class MeshFunction:
         """Return what the function returns; every device is done with it."""
         return self.run(self.packed(), *args)
 
-    def packed(self):
+    def packed(self) -> list[tf.Tensor]:
         """Return the variables as DTensors."""
         return [packed(variable) for variable in self._variables]
 
-    def run(self, weights, *args):
+    def run(self, weights: list[tf.Tensor], *args):
         """As a call, with the variables that `packed` has returned."""
         results, updates = self._traced(weights, args)
         del weights  # or an update in place would have to copy them
@@ -67,8 +74,8 @@ class MeshFunction:
         for number, value in updates.items():
             variable = self._variables[int(number)]
             shards = own_shards([variable])
-            for shard, part in zip(shards, unpacked(variable, value)):
-                shard.assign(part)
+            for shard, new in zip(shards, unpacked(variable, value)):
+                shard.assign(new)
         return results
 
 
@@ -79,14 +86,14 @@ def wait(results):
     what it still reads. All results of a function come at once.
     """
     first = next(result for result in tf.nest.flatten(results) if result is not None)
-    for part in dtensor.unpack(first):
-        part.numpy()
+    for on_device in dtensor.unpack(first):
+        on_device.numpy()
 
 
 _seen = set()
 
 
-def new_functions():
+def new_functions() -> list[str]:
     """Return the names of TensorFlow's functions that came since the last call."""
     names = set(context.context().list_function_names())
     new = sorted(names - _seen)

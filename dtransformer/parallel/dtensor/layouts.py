@@ -1,28 +1,30 @@
 """Layouts of tensors on the mesh."""
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer.parallel import job
 
 
-def axis_size(axis):
-    """Return the number of slices along a mesh axis; 1 for None."""
+def axis_size(axis: str | None) -> int:
+    """Return the number of shards along a mesh axis; 1 for None."""
     return 1 if axis is None else job.mesh().dim_size(axis)
 
 
-def make_layout(specs):
+def make_layout(specs: Sequence[str | None]) -> dtensor.Layout:
     """Return the DTensor layout with a mesh axis, or None, for every dimension."""
     return dtensor.Layout([spec or dtensor.UNSHARDED for spec in specs], job.mesh())
 
 
-def relayout(x, specs):
+def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
     """Pin the layout of a tensor on the mesh to a mesh axis, or None, for every dimension."""
     return dtensor.relayout(x, make_layout(specs))
 
 
 def replicate(tensors):
-    """Let every device have the whole of nested tensors; None stays None."""
+    """Let every device have all of nested tensors; None stays None."""
     return tf.nest.map_structure(
         lambda x: None if x is None else relayout(x, (None,) * len(x.shape)), tensors
     )

@@ -1,11 +1,12 @@
-"""Variables cut over the island's mesh: each rank keeps its own slices.
+"""Variables that are sharded over the mesh: each rank keeps its own shards.
 
-A slice is an ordinary Keras variable on one of this rank's devices, which an ordinary
-optimizer updates. For a computation on the mesh the slices of a variable are packed
+A shard is an ordinary Keras variable on one of this rank's devices, which an ordinary
+optimizer updates. For a computation on the mesh the shards of a variable are packed
 into one DTensor, without a copy.
 """
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import numpy as np
@@ -15,43 +16,50 @@ from tensorflow.experimental import dtensor
 
 from dtransformer.parallel import job
 from dtransformer.parallel.dtensor.layouts import axis_size, make_layout, relayout
-from dtransformer.parallel.sharded_variable import ShardedVariable
+from dtransformer.parallel.sharded_variable import ShardBounds, ShardedVariable
 
 
 class MeshVariable(ShardedVariable):
-    """A Keras variable of which each device of the mesh holds a slice.
+    """A Keras variable of which each device of the mesh holds a shard.
 
-    Its shape is that of the whole. Computations on the mesh see it as a DTensor.
+    Its shape is the full one. Computations on the mesh see it as a DTensor.
 
     Args:
-        initializer: a function of (shape, dtype) that returns the whole value. It runs
-            in the host's memory; devices get their slices only.
-        specs: tuple with the mesh axis, or None, that cuts each dimension.
+        initializer: a function of (shape, dtype) that returns the full value. It runs
+            in the host's memory; devices get their shards only.
+        specs: tuple with the mesh axis, or None, that shards each dimension.
         specs_in_use: the same for what computations see of it, by default `specs`; what
-            is cut besides is gathered whenever it is read.
+            is sharded besides is unsharded whenever it is read.
         **kwargs: as `keras.Variable` has them.
 
     Attributes:
         specs, specs_in_use: as given.
-        shards: list of the distinct slices that this rank's devices hold, as ordinary
-            Keras variables. Of a slice that the mesh repeats on several devices of this
+        shards: list of the distinct shards that this rank's devices hold, as ordinary
+            Keras variables. Of a shard that the mesh repeats on several devices of this
             rank, the first device keeps the variable.
     """
 
-    def __init__(self, initializer, *, specs, specs_in_use=None, **kwargs):
+    def __init__(
+        self,
+        initializer: Callable,
+        *,
+        specs: tuple[str | None, ...],
+        specs_in_use: tuple[str | None, ...] | None = None,
+        **kwargs,
+    ):
         self.specs, self.specs_in_use = specs, specs_in_use or specs
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
         with tf.device("CPU:0"):
-            whole = np.asarray(initializer(self._shape, dtype=self._dtype))
-        self._slices = LocalShards(self._shape, self.specs)
+            value = np.asarray(initializer(self._shape, dtype=self._dtype))
+        self._local = LocalShards(self._shape, self.specs)
         self.shards = []
-        for index, device in zip(self._slices.distinct, self._slices.first_devices):
+        for bounds, device in zip(self._local.distinct, self._local.first_devices):
             with tf.device(device):
                 self.shards.append(
                     keras.Variable(
-                        whole[index.slices],
+                        value[bounds.slices],
                         dtype=self._dtype,
                         trainable=self.trainable,
                         name=self.name,
@@ -60,167 +68,167 @@ class MeshVariable(ShardedVariable):
         self._value = None
 
     @property
-    def places(self):
-        return [(tuple(index), None) for index in self._slices.distinct]
+    def shard_bounds(self) -> list[ShardBounds]:
+        return [(tuple(bounds), None) for bounds in self._local.distinct]
 
     def _read(self):
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{self.path} is cut over the mesh and can be read there only: call the network "
-                "through its Trainer (fit, evaluate, predict), or through generate"
+                f"{self.path} is sharded over the mesh and can be read there only: call the "
+                "network through its Trainer (fit, evaluate, predict), or through generate"
             )
         return self._maybe_autocast(self.packed())
 
-    def _to_use(self, value):
+    def _as_used(self, value):
         return value if self.specs == self.specs_in_use else relayout(value, self.specs_in_use)
 
     @property
-    def trained_value(self):
+    def trained_value(self) -> tf.Tensor:
         """The value as it is stored, in a computation on the mesh."""
         return get_stateless_scope().get_current_value(self)
 
-    def packed(self):
-        """Return the whole as one DTensor."""
-        return self._slices.pack([shard.value for shard in self.shards])
+    def packed(self) -> tf.Tensor:
+        """Return the variable as one DTensor."""
+        return self._local.pack([shard.value for shard in self.shards])
 
-    def unpacked(self, value):
-        """Return the slices of a DTensor that is laid out alike, in the order of the shards."""
-        return self._slices.unpack(value)
+    def unpacked(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return the shards of a DTensor that is laid out alike, in the order of `shards`."""
+        return self._local.unpack(value)
 
     def _direct_assign(self, value):
         value = np.asarray(value)
-        for shard, index in zip(self.shards, self._slices.distinct):
-            shard.assign(value[index.slices])
+        for shard, bounds in zip(self.shards, self._local.distinct):
+            shard.assign(value[bounds.slices])
 
-    def numpy(self):
-        """Return the whole. All ranks of the island have to call, as each holds a part."""
-        if self._gathered is not None:
-            return self._gathered
-        return gather_whole(self, [shard.numpy() for shard in self.shards])
+    def numpy(self) -> np.ndarray:
+        """Return the full value. All ranks of the mesh call together, as each holds shards."""
+        if self._unsharded is not None:
+            return self._unsharded
+        return all_gather_shards(self, [shard.numpy() for shard in self.shards])
 
 
 class _Bounds(tuple):
-    """Where a slice lies: a hashable tuple of (start, stop), one a dimension."""
+    """Where a shard lies: a hashable tuple of (start, stop), one a dimension."""
 
     @property
     def slices(self):
+        """What indexes the full tensor."""
         return tuple(slice(start, stop) for start, stop in self)
 
 
 class LocalShards:
-    """The slices of a DTensor that this rank's devices hold, each once.
+    """The shards of a DTensor that this rank's devices hold, each once.
 
     Args:
-        shape: shape of the whole.
-        specs: tuple with the mesh axis, or None, that cuts each dimension.
+        shape: the full shape.
+        specs: tuple with the mesh axis, or None, that shards each dimension.
 
     Attributes:
-        distinct: list of where they lie, hashable; their `slices` index the whole.
+        distinct: list of their bounds, hashable; the `slices` of bounds index the full tensor.
         first_devices: for each the first local device that holds it.
         shapes: their shapes.
     """
 
-    def __init__(self, shape, specs):
+    def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
         mesh = job.mesh()
-        slices = bounds_of(shape, specs, mesh.local_device_ids())
+        of_devices = bounds_of(shape, specs, mesh.local_device_ids())
         self._layout = make_layout(specs)
-        self.distinct = list(dict.fromkeys(slices))
-        self._number_of = [self.distinct.index(index) for index in slices]  # every device's
+        self.distinct = list(dict.fromkeys(of_devices))
+        self._number_of = [self.distinct.index(bounds) for bounds in of_devices]  # every device's
         self._firsts = [self._number_of.index(number) for number in range(len(self.distinct))]
         self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
-        self.shapes = [tuple(stop - start for start, stop in index) for index in self.distinct]
+        self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
-    def pack(self, parts):
-        """Return the DTensor whose slices are `parts`, in the order of `distinct`."""
+    def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the DTensor of shards, which are in the order of `distinct`."""
         on_devices = []
         for device, number in zip(job.mesh().local_devices(), self._number_of):
             with tf.device(device):
-                on_devices.append(tf.identity(parts[number]))
+                on_devices.append(tf.identity(shards[number]))
         return dtensor.pack(on_devices, self._layout)
 
-    def unpack(self, value):
-        """Return the slices of a DTensor, in the order of `distinct`."""
-        parts = dtensor.unpack(value)
-        return [parts[first] for first in self._firsts]
+    def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return the shards of a DTensor, in the order of `distinct`."""
+        of_devices = dtensor.unpack(value)
+        return [of_devices[first] for first in self._firsts]
 
 
-def bounds_of(shape, specs, device_ids):
-    """Return what each device of the mesh holds of a whole.
+def bounds_of(
+    shape: Sequence[int], specs: Sequence[str | None], device_ids: Iterable[int]
+) -> list[_Bounds]:
+    """Return the bounds of what each device of the mesh holds of a tensor.
 
     Args:
-        shape: shape of the whole.
-        specs: tuple with the mesh axis, or None, that cuts each dimension.
-        device_ids: list of global numbers of devices.
+        shape: the full shape.
+        specs: the mesh axis, or None, that shards each dimension.
+        device_ids: global numbers of devices.
     """
     mesh = job.mesh()
     found = []
     for device in device_ids:
-        place = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
-        widths = [size // axis_size(spec) for size, spec in zip(shape, specs)]
-        starts = [width * int(place.get(spec, 0)) for width, spec in zip(widths, specs)]
-        found.append(_Bounds((start, start + width) for start, width in zip(starts, widths)))
+        coordinates = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
+        sizes = [size // axis_size(spec) for size, spec in zip(shape, specs)]
+        starts = [size * int(coordinates.get(spec, 0)) for size, spec in zip(sizes, specs)]
+        found.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
     return found
 
 
-def gather_whole(variable, shards):
-    """Put a whole together from what each rank of the island holds of it.
+def all_gather_shards(variable: MeshVariable, shards: list[np.ndarray]) -> np.ndarray:
+    """Put a full value together from what each rank of the mesh holds of it.
 
     Args:
         variable: a `MeshVariable`.
-        shards: list of arrays of the shapes of its shards, on every rank of the island.
+        shards: list of arrays of the shapes of its shards, on every rank of the mesh.
 
     Returns:
         A NumPy array of the variable's shape.
     """
-    island, mesh = job.model_parallel_group(), job.mesh()
-    parts = np.stack(shards)[None]  # [ranks, shards, ...]
-    if island.size > 1 and any(variable.specs):
-        parts = (
-            job.horovod()
-            .allgather(parts, name=f"gather.{variable.path}", process_set=island.process_set)
-            .numpy()
-        )
-    whole = np.empty(variable.shape, parts.dtype)
+    group, mesh = job.model_parallel_group(), job.mesh()
+    of_ranks = np.stack(shards)[None]  # [ranks, shards, ...]
+    if group.size > 1 and any(variable.specs):
+        name = f"gather.{variable.path}"
+        hvd, process_set = job.horovod(), group.process_set
+        of_ranks = hvd.allgather(of_ranks, name=name, process_set=process_set).numpy()
+    value = np.empty(variable.shape, of_ranks.dtype)
     num_local = mesh.num_local_devices()
-    for number, values in enumerate(parts):
-        ids = range(number * num_local, (number + 1) * num_local)
-        if len(parts) == 1:
+    for rank, of_rank in enumerate(of_ranks):
+        ids = range(rank * num_local, (rank + 1) * num_local)
+        if len(of_ranks) == 1:
             ids = mesh.local_device_ids()
-        for index, value in zip(
-            dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)), values
-        ):
-            whole[index.slices] = value
-    return whole
+        distinct = dict.fromkeys(bounds_of(variable.shape, variable.specs, ids))
+        for bounds, shard in zip(distinct, of_rank):
+            value[bounds.slices] = shard
+    return value
 
 
-def specs_of(variable):
-    """Return the mesh axis, or None, that cuts each dimension of any Keras variable."""
+def specs_of(variable: keras.Variable) -> tuple[str | None, ...]:
+    """Return the mesh axis, or None, that shards each dimension of any Keras variable."""
     if isinstance(variable, MeshVariable):
         return variable.specs
     return (None,) * len(variable.shape)
 
 
-def share_of(variable):
-    """Return 1 over the number of the island's ranks that have the same part of a variable.
+def share_of(variable: keras.Variable) -> float | None:
+    """Return 1 over the number of the mesh's ranks that have the same shards of a variable.
 
-    None where every rank has the whole.
+    None where every rank has all of it.
     """
     specs = specs_of(variable)
     if not any(specs):
         return None
-    num_slices = math.prod(axis_size(axis) for axis in specs)
-    return num_slices / (job.model_parallel_group().size * len(variable.shards))
+    num_shards = math.prod(axis_size(axis) for axis in specs)
+    return num_shards / (job.model_parallel_group().size * len(variable.shards))
 
 
-def packed(variable):
+def packed(variable: keras.Variable) -> tf.Tensor:
     """Return any Keras variable as a DTensor."""
     if isinstance(variable, MeshVariable):
         return variable.packed()
     return dtensor.copy_to_mesh(variable.value, make_layout(specs_of(variable)))
 
 
-def unpacked(variable, value):
-    """Return this rank's distinct slices of a DTensor that is laid out as `variable`."""
+def unpacked(variable: keras.Variable, value: tf.Tensor) -> list[tf.Tensor]:
+    """Return this rank's distinct shards of a DTensor that is laid out as `variable`."""
     if isinstance(variable, MeshVariable):
         return variable.unpacked(value)
     return dtensor.unpack(value)[:1]

@@ -264,6 +264,8 @@ def _check_places(network, recorder, number):
 def share_tables(network, inputs):
     """Find out which parts share tables, and build the copies that this rank has.
 
+    There are none where the network is not in a pipeline.
+
     Args:
         network: a `keras.Model`, built.
         inputs: nested tensors, or specs of known shapes: a batch.
@@ -271,8 +273,10 @@ def share_tables(network, inputs):
     Raises:
         ValueError: see `StagePlan.of_network`.
     """
+    own, num_stages = job.stage()
+    if num_stages == 1:
+        return
     Dataflow.of_network(network, inputs, placement.num_chunks())
-    own, _ = job.stage()
     for shared, layer in placement.shared_weights(network):
         if own in shared and not layer.weights:
             layer.built = False

@@ -6,14 +6,20 @@ from dtransformer.parallel import trace
 from dtransformer.parallel.axis_rules import activation_specs, constrain
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
 
 
-def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
+def token_nll(
+    logits: tf.Tensor,
+    labels: tf.Tensor,
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
+) -> tf.Tensor:
     """Return the negative log-likelihood of each label.
 
     The gradient is written by hand: the softmax is kept once, in the logits' place,
-    instead of through each step of its computation. Logits that are cut over the mesh
-    along the vocabulary stay so: what devices send each other are numbers of a token
+    instead of through each step of its computation. Logits that are sharded over the mesh
+    along the vocabulary stay so: what devices send each other is numbers of a token
     (Shoeybi et al., 2019, arXiv 1909.08053, §3).
 
     Args:
@@ -38,10 +44,10 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
         x -= tf.reduce_max(x, axis=-1, keepdims=True)
         exponentials = tf.exp(x)
         total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-        target = on * entries_at(x, labels)
+        target = on * label_values(x, labels)
         if label_smoothing:
-            entries = x if is_entry is None else tf.where(is_entry, x, 0.0)
-            target += off * tf.reduce_sum(entries, axis=-1)
+            counted = x if is_entry is None else tf.where(is_entry, x, 0.0)
+            target += off * tf.reduce_sum(counted, axis=-1)
 
         def gradient(upstream):
             dx = exponentials * (upstream[:, None] / total)
@@ -49,7 +55,7 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
                 dx -= off * upstream[:, None]
                 if is_entry is not None:
                     dx = tf.where(is_entry, dx, 0.0)
-            dx = subtract_at(dx, labels, on * upstream)
+            dx = subtract_from_labels(dx, labels, on * upstream)
             return tf.cast(constrain(dx, ("batch", "vocab")), logits.dtype)
 
         return tf.squeeze(tf.math.log(total), -1) - target, gradient
@@ -57,8 +63,8 @@ def token_nll(logits, labels, label_smoothing=0.0, vocab_size=None):
     return nll(logits)
 
 
-def entries_at(x, labels):
-    """Return the label's entry of each row.
+def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+    """Return what a tensor has for each label; `tf.gather` where there is no mesh.
 
     Args:
         x: tensor [..., V].
@@ -69,26 +75,30 @@ def entries_at(x, labels):
     """
     if not trace.is_on_mesh():
         return tf.gather(x, labels, batch_dims=len(labels.shape))
-    # Each device picks from its slice of the vocabulary; zeros stand in for labels elsewhere.
     leading = labels.shape.as_list()
     *batch, axis = activation_specs(("batch", *[None] * (len(leading) - 1), "vocab"), x.shape)
-    num_slices = axis_size(axis)
-    width = x.shape[-1] // num_slices
-    slices = relayout(tf.reshape(x, [*leading, num_slices, width]), (*batch, axis, None))
-    starts = tf.reshape(width * tf.range(num_slices), [*[1] * len(leading), num_slices])
-    numbers = tf.reshape(tf.cast(labels, "int32"), [*leading, 1])
-    numbers = relayout(numbers - relayout(starts, (*[None] * len(leading), axis)), (*batch, axis))
-    is_here = (numbers >= 0) & (numbers < width)
-    entries = tf.gather(slices, tf.where(is_here, numbers, 0), batch_dims=len(leading) + 1)
-    entries = tf.where(is_here, entries, tf.zeros([], x.dtype))
-    return relayout(tf.reduce_sum(entries, axis=-1), batch)
+    # [..., V] -> [..., t, V/t] -> [..., t] -> [...]
+    num_shards = axis_size(axis)
+    shards = tf.reshape(x, [*leading, num_shards, x.shape[-1] // num_shards])
+    shards = relayout(shards, (*batch, axis, None))
+    values = look_up_in_shards(shards, tf.cast(labels, "int32"), -2, (*batch, axis))
+    return relayout(tf.reduce_sum(values, axis=-1), batch)
 
 
-def subtract_at(x, labels, values):
-    """Subtract a value from the label's entry of each row of [N, V]."""
+def subtract_from_labels(x: tf.Tensor, labels: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Subtract a value from what a tensor has for each label.
+
+    Args:
+        x: tensor [N, V].
+        labels: int32 tensor [N].
+        values: tensor [N].
+
+    Returns:
+        A tensor [N, V].
+    """
     if not trace.is_on_mesh():
         rows = tf.range(tf.shape(labels)[0])
         return tf.tensor_scatter_nd_sub(x, tf.stack([rows, labels], 1), values)
-    # A mask instead of a scatter: along a dimension that is cut, DTensor would gather the whole.
+    # A mask instead of a scatter, for which DTensor would all-gather a sharded dimension.
     is_label = tf.range(x.shape[-1]) == labels[:, None]
     return tf.where(is_label, x - values[:, None], x)

@@ -1,37 +1,57 @@
-"""Looking rows up in a table that may be cut by rows over the mesh.
+"""Looking rows up in a table that may be sharded by rows over the mesh, and its tied head.
 
-Each device looks up the rows that it holds, zeros stand in for the others, and the sum
-over the mesh axis has them all (Shoeybi et al., 2019, arXiv 1909.08053, §3). The
-gradient stays on the device that holds the row.
+Each device looks up the rows that it holds, and an all-reduce adds the others' (Shoeybi et
+al., 2019, arXiv 1909.08053, §3). The gradient stays on the device that holds the row.
 """
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel import trace
 from dtransformer.parallel.axis_rules import activation_specs, constrain, mesh_axis
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
-from dtransformer.parallel.tensor_parallel.linear import (
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
+from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
     length_axis_of,
     sum_partial,
 )
+from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
 
 
-def look_up(table, ids):
-    """Return rows of a table.
+def look_up(table: tf.Tensor | keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+    """Return rows of a table; `tf.gather` where there is no mesh.
 
     Args:
         table: tensor or variable [V, h].
         ids: int32 tensor [b, s].
 
     Returns:
-        A tensor [b, s, h], cut along s under sequence parallelism.
+        A tensor [b, s, h], sharded along s under sequence parallelism.
     """
     if not trace.is_on_mesh():
         return tf.gather(table, ids)
     axis = mesh_axis("vocab_rows")
     return _look_up_replicated(table, ids) if axis is None else _look_up_sharded(table, ids, axis)
+
+
+def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
+    """Multiply with the transpose of an embedding's table.
+
+    Args:
+        x: tensor [b, s, h].
+        table: tensor [V, h].
+
+    Returns:
+        A tensor [b, s, V], sharded along V on the mesh.
+    """
+    if not trace.is_on_mesh():
+        return matmul(x, table, transpose_kernel=True)
+    # A table that is replicated is sharded first: DTensor cannot do both at once.
+    kernel = tf.transpose(constrain(table, ("vocab", "embed")))
+    (logits,) = column_parallel(x, [kernel], ("vocab",))
+    return logits
 
 
 def _look_up_replicated(table, ids):
@@ -40,10 +60,11 @@ def _look_up_replicated(table, ids):
     @custom_gradient
     def gather(table):
         def gradient(dy):
-            # Rows are sent to every device, not whole tables.
-            dy, everywhere = relayout(dy, (None,) * 3), relayout(ids, (None, None))
+            # Rows are sent to every device, not full tables.
+            dy, all_ids = relayout(dy, (None,) * 3), relayout(ids, (None, None))
+            # [b, s, h] -> [b·s, h] -> [V, h]
             rows = tf.reshape(dy, [-1, table.shape[-1]])
-            numbers = tf.reshape(everywhere, [-1])
+            numbers = tf.reshape(all_ids, [-1])
             return relayout(
                 tf.math.unsorted_segment_sum(rows, numbers, table.shape[0]), (None, None)
             )
@@ -54,37 +75,33 @@ def _look_up_replicated(table, ids):
 
 
 def _look_up_sharded(table, ids, axis):
-    num_slices, (num_rows, features) = axis_size(axis), table.shape
-    rows_per_slice = num_rows // num_slices
+    num_shards, (num_rows, features) = axis_size(axis), table.shape
+    shard_rows = num_rows // num_shards
     ids = constrain(ids, ("batch", None))
     batch = activation_specs(("batch",), ids.shape[:1])[0]
     length_axis = length_axis_of(ids.shape)
 
     @custom_gradient
     def gather(table):
-        slices = tf.reshape(table, [num_slices, rows_per_slice, features])
-        slices = relayout(slices, (axis, None, None))
-        # [slices, b, s]: the row's number in the slice, and whether it is there
-        starts = tf.reshape(rows_per_slice * tf.range(num_slices), [num_slices, 1, 1])
-        numbers = tf.reshape(ids, [1, *ids.shape]) - relayout(starts, (axis, None, None))
-        numbers = relayout(numbers, (axis, batch, None))
-        is_here = (numbers >= 0) & (numbers < rows_per_slice)
-        rows = tf.gather(slices, tf.where(is_here, numbers, 0), axis=1, batch_dims=1)
-        rows = tf.where(is_here[..., None], rows, tf.zeros([], rows.dtype))
+        # [V, h] -> [t, V/t, h] -> [t, b, s, h]
+        shards = tf.reshape(table, [num_shards, shard_rows, features])
+        shards = relayout(shards, (axis, None, None))
+        rows = look_up_in_shards(shards, ids, 0, (axis, batch, None))
 
         def gradient(dy):
             if batch is not None:  # rows are sent to every device
                 dy = relayout(dy, (None, length_axis, None))
-            everywhere = tf.reshape(relayout(ids, (None, None)), [-1])
-            # [slices or 1, b·s, h]
+            all_ids = tf.reshape(relayout(ids, (None, None)), [-1])
+            # [b, s, h] -> [t or 1, b·s, h] -> [b·s, t or 1, h]
             dy = all_gather_length(dy, axis, length_axis)
-            dy = tf.reshape(dy, [-1, everywhere.shape[0], features])
+            dy = tf.reshape(dy, [-1, all_ids.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
-            owner = everywhere[:, None] // rows_per_slice == tf.range(num_slices)[None, :]
+            owner = all_ids[:, None] // shard_rows == tf.range(num_shards)[None, :]
             owner = relayout(tf.cast(owner, dy.dtype), (None, axis))
             dy = relayout(dy * owner[:, :, None], (None, axis, None))
-            # A row's number in its slice is the same for all slices: others add zeros to theirs.
-            total = tf.math.unsorted_segment_sum(dy, everywhere % rows_per_slice, rows_per_slice)
+            # A row's number in its shard is the same for all shards: others add zeros to theirs.
+            # [b·s, t, h] -> [V/t, t, h] -> [V, h]
+            total = tf.math.unsorted_segment_sum(dy, all_ids % shard_rows, shard_rows)
             total = tf.transpose(relayout(total, (None, axis, None)), [1, 0, 2])
             total = tf.reshape(relayout(total, (axis, None, None)), [num_rows, features])
             return relayout(total, (axis, None))

@@ -1,31 +1,46 @@
-"""Products with kernels, cut by columns or by rows over the mesh.
+"""Products with kernels that are sharded by columns or by rows over the mesh.
 
-The product with a kernel that is cut by columns needs no communication forward, and
-sums the inputs' gradient over the mesh axis; one that is cut by rows is the other way
+The product with a kernel that is sharded by columns needs no collective forward, and
+sums the inputs' gradient over the mesh axis; one that is sharded by rows is the other way
 around (Shoeybi et al., 2019, arXiv 1909.08053, §3). Under sequence parallelism the sum
-leaves each device its slice of the sequence, and the inputs are gathered before
-(Korthikanti et al., 2022, arXiv 2205.05198, §4.2).
+is reduce-scattered along the sequence, and the inputs are all-gathered before; see
+`sequence`.
 
-Features that are cut over the mesh axis are a dimension f, over which DTensor sums by
-itself. Under sequence parallelism they are two: t slices, and f features of a slice;
-what the slices add up to is then sent as this module says. Other shapes: b batch, s
-length, h whole features.
+Features that are sharded over the mesh axis are a dimension f, over which DTensor sums by
+itself. Under sequence parallelism they are two: t shards, and the f features of each; what
+the shards add up to is then sent as `sequence` says. Other shapes: b batch, s length, h
+features that are replicated.
 """
 
-import contextlib
 import math
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel import trace
-from dtransformer.parallel.axis_rules import activation_specs, constrain, mesh_axis
+from dtransformer.parallel.axis_rules import (
+    activation_specs,
+    check_axes,
+    constrain,
+    mesh_axis,
+)
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.recompute import keep_for_recompute
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tensor_parallel.sequence import (
+    all_gather_length,
+    length_axis_of,
+    sum_partial,
+)
 from dtransformer.parallel.zero.gather import apply_unsharded
 
+Weight = tf.Tensor | keras.Variable
 
-def matmul(x, kernel, num_inputs=1, transpose_kernel=False):
+
+def matmul(
+    x: tf.Tensor, kernel: Weight, num_inputs: int = 1, transpose_kernel: bool = False
+) -> tf.Tensor:
     """Multiply the last dimensions of `x` with the first ones of `kernel`.
 
     Args:
@@ -54,37 +69,47 @@ def _matmul(x, kernel, num_inputs, transpose_kernel):
     return tf.reshape(y, [*batch, *outputs])
 
 
-def column_parallel(x, kernels, axes):
-    """Multiply `x` with kernels that are cut along their first dimension of outputs.
+def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf.Tensor]:
+    """Multiply `x` with kernels that are sharded along their first dimension of outputs.
+
+    Without a mesh these are plain products.
 
     Args:
-        x: tensor [b, s, h].
-        kernels: list of tensors [h, *outputs].
-        axes: tuple with the logical name of each dimension of the outputs.
+        x: tensor [b, ..., h], such as [b, s, h].
+        kernels: list of tensors or variables [h, *outputs].
+        axes: tuple with the logical name, or None, of each dimension of the outputs.
 
     Returns:
-        A list of tensors [b, s, *outputs], whole along s.
+        A list of tensors [b, ..., *outputs], replicated along s.
     """
-    axis = _sharding_axis(axes)
+    check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
+    if not trace.is_on_mesh():
+        return [matmul(x, kernel) for kernel in kernels]
+    ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
+    return [_like_inputs(y, x, 1) for y in ys]
+
+
+def _column_parallel(x, kernels, axes):
+    axis = mesh_axis(axes[0])
     if axis is None:
         x = constrain(x, ("batch", None, None))
         return [constrain(matmul(x, kernel), ("batch", None, *axes)) for kernel in kernels]
     kernels = [tf.cast(kernel, x.dtype) for kernel in kernels]
-    cut = _FeatureShards(axis, x)
+    shards = _FeatureShards(axis, x)
 
     @custom_gradient
     def products(x, *kernels):
-        x = all_gather_length(x, axis, cut.length_axis)
-        flat = [cut.features(kernel, 1) for kernel in kernels]
+        x = all_gather_length(x, axis, shards.length_axis)
+        flat = [shards.features(kernel, 1) for kernel in kernels]
 
         def gradient(*upstream):
-            dys = [cut.features(dy, 2) for dy in upstream]
-            dks = [cut.product("bsh,bsf->hf", x, dy) for dy in dys]
+            dys = [shards.features(dy, 2) for dy in upstream]
+            dks = [shards.product("bsh,bsf->hf", x, dy) for dy in dys]
             dks = [tf.reshape(dk, kernel.shape) for dk, kernel in zip(dks, kernels)]
-            # One sum, and one message, for all kernels.
-            return cut.product("bsf,hf->bsh", cut.join(dys), cut.join(flat)), *dks
+            # One sum, and one collective, for all kernels.
+            return shards.product("bsf,hf->bsh", shards.join(dys), shards.join(flat)), *dks
 
-        ys = [cut.product("bsh,hf->bsf", x, kernel) for kernel in flat]
+        ys = [shards.product("bsh,hf->bsf", x, kernel) for kernel in flat]
         outputs = [kernel.shape[1:].as_list() for kernel in kernels]
         ys = [tf.reshape(y, [*y.shape[:2], *shape]) for y, shape in zip(ys, outputs)]
         return [constrain(y, ("batch", None, *axes)) for y in ys], gradient
@@ -92,64 +117,70 @@ def column_parallel(x, kernels, axes):
     return products(x, *kernels)
 
 
-def row_parallel(x, kernel, axes):
-    """Multiply `x` with a kernel that is cut along its first dimension.
+def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
+    """Multiply `x` with a kernel that is sharded along its first dimension.
+
+    Without a mesh this is the plain product.
 
     Args:
-        x: tensor [b, s, *inputs].
-        kernel: tensor [*inputs, h].
-        axes: tuple with the logical name of each dimension of the inputs.
+        x: tensor [b, ..., *inputs], such as [b, s, *inputs].
+        kernel: tensor or variable [*inputs, h].
+        axes: tuple with the logical name, or None, of each dimension of the inputs.
 
     Returns:
-        A tensor [b, s, h], cut along s under sequence parallelism.
+        A tensor [b, ..., h], sharded along s under sequence parallelism.
     """
-    axis = _sharding_axis(axes)
+    num_inputs = len(axes)
+    check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
+    if not trace.is_on_mesh():
+        return matmul(x, kernel, num_inputs)
+    return _like_inputs(_row_parallel(_as_sequences(x, num_inputs), kernel, axes), x, num_inputs)
+
+
+def _row_parallel(x, kernel, axes):
+    axis = mesh_axis(axes[0])
     if axis is None:
-        return constrain(matmul(x, kernel, num_inputs=len(axes)), ("batch", "length", None))
+        return constrain(matmul(x, kernel, len(axes)), ("batch", "length", None))
     kernel = tf.cast(kernel, x.dtype)
-    cut = _FeatureShards(axis, x)
+    shards = _FeatureShards(axis, x)
 
     @custom_gradient
     def product(x, kernel):
-        inputs = cut.features(constrain(x, ("batch", None, *axes)), 2)
-        rows = cut.rows(kernel)
+        inputs = shards.features(constrain(x, ("batch", None, *axes)), 2)
+        rows = shards.rows(kernel)
 
         def gradient(dy):
-            dy = all_gather_length(dy, axis, cut.length_axis)
-            dx = cut.product("bsh,fh->bsf", dy, rows)
-            dk = cut.product("bsf,bsh->fh", inputs, dy)
+            dy = all_gather_length(dy, axis, shards.length_axis)
+            dx = shards.product("bsh,fh->bsf", dy, rows)
+            dk = shards.product("bsf,bsh->fh", inputs, dy)
             return tf.reshape(dx, x.shape), tf.reshape(dk, kernel.shape)
 
-        return _kept(lambda: cut.product("bsf,fh->bsh", inputs, rows)), gradient
+        # The sum over the mesh axis can be kept: to send it again takes long.
+        y = keep_for_recompute(lambda: shards.product("bsf,fh->bsh", inputs, rows))
+        return y, gradient
 
     return product(x, kernel)
 
 
-@contextlib.contextmanager
-def keep_sums(sums, replay):
-    """Keep the sums over the mesh axis that row-parallel products inside the block give.
-
-    Args:
-        sums: list, to which they are added; or from which they are taken, in the same
-            order, instead of being computed and sent again.
-        replay: whether they are taken.
-    """
-    with trace.scope(kept_sums=(sums, replay)):
-        yield
+def _as_sequences(x, num_features):
+    """[b, ..., *features] -> [b, s, *features]: on the mesh one dimension is between them."""
+    num_leading = len(x.shape) - num_features
+    if num_leading == 2:
+        return x
+    shape = static_or_dynamic_shape(x)
+    return tf.reshape(x, [shape[0], -1, *shape[num_leading:]])
 
 
-def _kept(compute):
-    if trace.current().kept_sums is None:
-        return compute()
-    sums, replay = trace.current().kept_sums
-    if not replay:
-        sums.append(compute())
-        return sums[-1]
-    return sums.pop(0)
+def _like_inputs(y, x, num_features):
+    """[b, s, *outputs] -> [b, ..., *outputs], with the dimensions that `x` has."""
+    num_leading = len(x.shape) - num_features
+    if num_leading == 2:
+        return y
+    return tf.reshape(y, [*static_or_dynamic_shape(x)[:num_leading], *y.shape[2:]])
 
 
 class _FeatureShards:
-    """How features are cut over a mesh axis: as f, or as t and f where the sequence is cut too.
+    """How features are sharded over a mesh axis: f, or t and f where the sequence is, too.
 
     Args:
         axis: the mesh axis.
@@ -157,7 +188,7 @@ class _FeatureShards:
     """
 
     def __init__(self, axis, x):
-        self.axis, self.num_slices = axis, axis_size(axis)
+        self.axis, self.num_shards = axis, axis_size(axis)
         self.batch = activation_specs(("batch",), x.shape[:1])[0]
         self.length_axis = length_axis_of(x.shape)
 
@@ -165,26 +196,26 @@ class _FeatureShards:
         """[..., *features] -> [..., f] or [..., t, f], after one or two leading dimensions"""
         leading = x.shape[:num_leading].as_list()
         x = tf.reshape(x, [*leading, math.prod(x.shape[num_leading:])])
-        return self._split(x) if self.length_axis else self._pin(x)
+        return self._split(x) if self.length_axis else self._relayout(x)
 
     def rows(self, kernel):
         """[*features, h] -> [f, h] or [t, f, h]"""
-        slices = [self.num_slices] if self.length_axis else []
-        kernel = tf.reshape(kernel, [*slices, -1, kernel.shape[-1]])
+        shards = [self.num_shards] if self.length_axis else []
+        kernel = tf.reshape(kernel, [*shards, -1, kernel.shape[-1]])
         return relayout(kernel, (self.axis, *[None] * (len(kernel.shape) - 1)))
 
-    def join(self, parts):
-        """[..., f] of each part -> [..., f] of all; the order is that of the slices"""
-        if len(parts) == 1:
-            return parts[0]
-        joint = parts if self.length_axis else [self._split(part) for part in parts]
+    def join(self, tensors):
+        """[..., f] of each tensor -> [..., f] of all; the order is that of the shards"""
+        if len(tensors) == 1:
+            return tensors[0]
+        joint = tensors if self.length_axis else [self._split(x) for x in tensors]
         joint = tf.concat(joint, -1)
         if not self.length_axis:
-            joint = self._pin(tf.reshape(joint, [*joint.shape[:-2], -1]))
+            joint = self._relayout(tf.reshape(joint, [*joint.shape[:-2], -1]))
         return joint
 
     def product(self, equation, a, b):
-        """Return a product of features, whose equation is the one of sequences that are whole."""
+        """Return a product of features; the equation is that of replicated sequences."""
         result = equation.split("->")[1]
         specs = {"b": self.batch, "f": self.axis}
         if not self.length_axis:
@@ -199,50 +230,13 @@ class _FeatureShards:
 
     def _split(self, x):
         """[..., t·f] -> [..., t, f]"""
-        x = tf.reshape(x, [*x.shape[:-1], self.num_slices, -1])
+        x = tf.reshape(x, [*x.shape[:-1], self.num_shards, -1])
         return relayout(x, (*self._leading(x, 2), self.axis, None))
 
-    def _pin(self, x):
+    def _relayout(self, x):
         return relayout(x, (*self._leading(x, 1), self.axis))
 
     def _leading(self, x, num_last):
-        """The layout of [h], or of [b, s] where the sequence is whole."""
+        """The layout of [h], or of [b, s] where the sequence is replicated."""
         num_leading = len(x.shape) - num_last
         return (self.batch, None) if num_leading == 2 else (None,)
-
-
-def _sharding_axis(axes):
-    return mesh_axis(axes[0]) if trace.is_on_mesh() else None
-
-
-def length_axis_of(shape):
-    """Return the mesh axis that cuts the sequence of [b, s, ...] between products, or None."""
-    return activation_specs(("batch", "length"), shape[:2])[1]
-
-
-def all_gather_length(x, axis, length_axis):
-    """Return x with its whole sequence on every device.
-
-    [b, s, h] as it is where the sequence is not cut; otherwise a copy for each device,
-    [t, b, s, h]: an all-to-all that sends every device's slice to each. (DTensor's own
-    all-gather is an all-reduce of the whole on CPUs, which sends twice as much.)
-    """
-    if length_axis is None:
-        return constrain(x, ("batch", None, None))
-    batch = activation_specs(("batch",), x.shape[:1])[0]
-    x = relayout(x, (batch, length_axis, None))
-    copies = relayout(tf.stack([x] * axis_size(axis)), (None, batch, length_axis, None))
-    return relayout(copies, (axis, batch, None, None))
-
-
-def sum_partial(partial, axis, length_axis):
-    """[t, b, s, h], a summand a device -> [b, s, h]
-
-    An all-reduce; where the sequence is cut a reduce-scatter, as an all-to-all of the
-    summands and their local sum.
-    """
-    batch = activation_specs(("batch",), partial.shape[1:2])[0]
-    partial = relayout(partial, (axis, batch, None, None))
-    if length_axis is not None:
-        partial = relayout(partial, (None, batch, length_axis, None))
-    return relayout(tf.reduce_sum(partial, axis=0), (batch, length_axis, None))

@@ -1,5 +1,6 @@
-"""A slice of a weight as an optimizer sees it: a variable without memory of its own."""
+"""A shard of a weight as an optimizer sees it: a variable without memory of its own."""
 
+import keras
 import tensorflow as tf
 
 
@@ -8,26 +9,26 @@ class FlatParameter:
 
     Between `hold` and `release` the optimizer reads and assigns a tensor; so an update is
     a function, and no second copy of the weight is kept. Its states are ordinary variables
-    of the slice's shape. Names are the owner's, by which weight decay is excluded.
+    of the shard's shape. Names are the owner's, by which weight decay is excluded.
 
     Args:
-        owner: the Keras variable that it is a slice of.
-        size: number of entries.
+        owner: the Keras variable that it is a shard of.
+        size: number of elements.
     """
 
     trainable, constraint = True, None
 
-    def __init__(self, owner, size):
+    def __init__(self, owner: keras.Variable, size: int):
         self.shape, self.dtype = tf.TensorShape([size]), owner.value.dtype
         self.name, self.path = owner.name, owner.path
         self.device, self._unique_id = owner.value.device, owner.value._unique_id
         self._value = None
 
-    def hold(self, value):
+    def hold(self, value: tf.Tensor):
         """Take a value, a tensor [size]."""
         self._value = value
 
-    def release(self):
+    def release(self) -> tf.Tensor:
         """Give the value back that it has now."""
         value, self._value = self._value, None
         return value

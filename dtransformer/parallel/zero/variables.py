@@ -1,6 +1,6 @@
 """Weights of which each rank of the data-parallel group holds a flat shard."""
 
-import functools
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -8,54 +8,57 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.sharded_variable import ShardedVariable, whole_bounds
-from dtransformer.parallel.zero.gather import current_unsharding, gather
+from dtransformer.parallel.sharded_variable import (
+    ShardBounds,
+    ShardedVariable,
+    full_bounds,
+)
+from dtransformer.parallel.zero.gather import all_gather, current_unsharding
 
 
 class FlatShardedVariable(ShardedVariable):
-    """A Keras variable of which each rank of the data group holds a flat slice.
+    """A Keras variable of which each rank of the data-parallel group holds a flat shard.
 
     Args:
-        initializer: a function of (shape, dtype) that returns the whole value; it is
-            in the memory of the host until it is cut.
+        initializer: a function of (shape, dtype) that returns the full value; it is
+            in the memory of the host until it is sharded.
         **kwargs: as `keras.Variable` has them.
     """
 
     def _initialize_with_initializer(self, initializer):
         with tf.device("CPU:0"):
-            whole = tf.convert_to_tensor(initializer(self._shape, dtype=self._dtype))
-        self._keep(whole)
+            value = tf.convert_to_tensor(initializer(self._shape, dtype=self._dtype))
+        self._make_shards(value)
         self._value = None
 
-    def _keep(self, whole):
-        """Make what this rank holds of the whole."""
-        self.shards = [keras.Variable(_copy_of_shard(whole), dtype=self._dtype, name=self.name)]
+    def _make_shards(self, value):
+        """Make what this rank holds of the full value."""
+        self.shards = [keras.Variable(_copy_of_shard(value), dtype=self._dtype, name=self.name)]
 
     @property
-    def places(self):
+    def shard_bounds(self) -> list[ShardBounds]:
         own = flat_shards.own_range(self.shards[0].shape[0], job.data_parallel_group())
-        return [(whole_bounds(self.shape), own)]
+        return [(full_bounds(self.shape), own)]
 
     def _direct_assign(self, value):
         self.shards[0].assign(_copy_of_shard(tf.constant(value)))
 
-    def numpy(self):
-        """Return the whole. All ranks of the data group have to call, as each holds a part."""
-        if self._gathered is not None:
-            return self._gathered
-        return gather(self, self.shards[0].value, f"read/{self.path}").numpy()
+    def numpy(self) -> np.ndarray:
+        """Return the full value. All ranks of the data-parallel group call together."""
+        if self._unsharded is not None:
+            return self._unsharded
+        return all_gather(self, self.shards[0].value, f"read/{self.path}").numpy()
 
 
 class MasterShardedVariable(FlatShardedVariable):
-    """A variable in slices, with a whole copy in 16 bits, which computations use.
+    """A sharded variable with a replicated copy in 16 bits, which computations use.
 
-    The slices are what an optimizer updates: the master weights of mixed precision
-    (Micikevicius et al., 2018, arXiv 1710.03740, §3.1). It takes their sum of gradients in
-    slices, and gathers what it made of them in 16 bits.
+    The shards are what an optimizer updates: the master weights of mixed precision
+    (Micikevicius et al., 2018, arXiv 1710.03740, §3.1). It takes their gradients'
+    reduce-scattered sum, and all-gathers what it made of them in 16 bits.
 
     Args:
-        initializer: as of `SlicedVariable`.
+        initializer: as of `FlatShardedVariable`.
         copy_dtype: name of the copy's type.
         **kwargs: as `keras.Variable` has them.
 
@@ -63,16 +66,16 @@ class MasterShardedVariable(FlatShardedVariable):
         copy: a `tf.Variable`.
     """
 
-    def __init__(self, initializer, *, copy_dtype, **kwargs):
+    def __init__(self, initializer: Callable, *, copy_dtype: str, **kwargs):
         self._copy_dtype = copy_dtype
         super().__init__(initializer, **kwargs)
 
-    def _keep(self, whole):
-        super()._keep(whole)
-        self.copy = tf.Variable(tf.cast(whole, self._copy_dtype), name=self.name)
+    def _make_shards(self, value):
+        super()._make_shards(value)
+        self.copy = tf.Variable(tf.cast(value, self._copy_dtype), name=self.name)
 
     @property
-    def trained_value(self):
+    def trained_value(self) -> tf.Tensor:
         return self.copy
 
     def _read(self):
@@ -84,50 +87,28 @@ class MasterShardedVariable(FlatShardedVariable):
 
 
 class FullyShardedVariable(FlatShardedVariable):
-    """A variable in slices that is gathered where it is used.
+    """A sharded variable that is unsharded where it is used.
 
-    All ranks of the data group have to read it together.
+    All ranks of the data-parallel group have to read it together.
     """
 
     unsharded_for_use = True
 
     @property
-    def trained_value(self):
+    def trained_value(self) -> tf.Tensor:
         return self.shards[0].value
 
     def _read(self):
         if current_unsharding() is not None:
-            return current_unsharding().whole(self)
+            return current_unsharding().unsharded(self)
         if not tf.executing_eagerly():
             raise RuntimeError(
-                f"{self.path} is cut over the ranks (optimizer_shard=3) and can be read by its "
-                "Trainer (fit, evaluate, predict) and by generate only"
+                f"{self.path} is sharded over the ranks (optimizer_shard=3) and can be read by "
+                "its Trainer (fit, evaluate, predict) and by generate only"
             )
-        return self._maybe_autocast(gather(self, self.shards[0].value, f"read/{self.path}"))
+        return self._maybe_autocast(all_gather(self, self.shards[0].value, f"read/{self.path}"))
 
 
-def _copy_of_shard(whole):
-    """Return this rank's slice as a copy: TensorFlow's own would keep the whole in memory."""
-    return np.array(flat_shards.own_shard(whole, job.data_parallel_group()))
-
-
-def variable_class(path, shape, dtype, trainable, constraint, compute_dtype):
-    """Return how a weight is kept under the current config.
-
-    Args:
-        path, shape, dtype, trainable, constraint: the weight's.
-        compute_dtype: name of the type that it is computed with.
-
-    Returns:
-        A function that makes the variable; None for an ordinary one.
-    """
-    config, size = get_parallel_config(), tf.as_dtype(dtype).size
-    if not config.optimizer_shard or not trainable or job.data_parallel_group().size == 1:
-        return None
-    if config.why_whole(path, shape, size, constraint is not None):
-        return None
-    if config.optimizer_shard == 3:
-        return FullyShardedVariable
-    if tf.as_dtype(compute_dtype).size < size:
-        return functools.partial(MasterShardedVariable, copy_dtype=compute_dtype)
-    return None
+def _copy_of_shard(value):
+    """Return this rank's shard as a copy: TensorFlow's own would keep the full value in memory."""
+    return np.array(flat_shards.own_shard(value, job.data_parallel_group()))

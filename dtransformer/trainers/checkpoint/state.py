@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel.sharded_variable import own_shards, places_of, whole_bounds
+from dtransformer.parallel.sharded_variable import full_bounds, own_shards, shard_bounds_of
 from dtransformer.parallel.zero.variables import MasterShardedVariable
 from dtransformer.trainers.checkpoint.boxes import Piece, pieces_of, size_of, split
 from dtransformer.trainers.checkpoint.names import names_of
@@ -144,7 +144,7 @@ def _held_of_variables(network, names):
     held = []
     for variable in network.variables:
         name, shape = NETWORK + names[id(variable)], _true_shape(variable)
-        own = zip(own_shards([variable]), places_of(variable), strict=True)
+        own = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)
         held += [_held(name, shape, shard, place) for shard, place in own]
         if isinstance(variable, MasterShardedVariable):
             held.append(dataclasses.replace(_whole(name, variable.copy), is_saved=False))
@@ -152,7 +152,7 @@ def _held_of_variables(network, names):
 
 
 def _whole(name, variable):
-    return _held(name, tuple(variable.shape), variable, (whole_bounds(variable.shape), None))
+    return _held(name, tuple(variable.shape), variable, (full_bounds(variable.shape), None))
 
 
 def _held(name, shape, variable, place):

@@ -9,9 +9,9 @@ import typing
 
 import tensorflow as tf
 
-from dtransformer.layers.dropout import dropout_seed
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads

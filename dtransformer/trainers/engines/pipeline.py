@@ -5,10 +5,10 @@ import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.layers.dropout import dropout_seed
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.dtensor.batch import num_rows
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline import dataflow, placement, schedules

@@ -1,11 +1,12 @@
-"""Logical axes: every weight has them, and wrong ones are refused."""
+"""Promise: every weight names its dimensions, one table shards them, wrong names are refused."""
 
 import pytest
 import tensorflow as tf
 
+from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.layers import Layer, Linear, RMSNorm
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.axis_rules import LOGICAL_AXES, check_axes, constrain
+from dtransformer.parallel.axis_rules import LOGICAL_AXES, check_axes, constrain, rules
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,37 @@ def test_wrong_names_are_refused(axes, rank, words):
         check_axes(axes, rank, "the weight head/kernel")
     assert "the weight head/kernel" in str(caught.value)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "fields, sharded",
+    [
+        ({}, {"batch": "data", "heads": "model", "mlp": "model", "vocab": "model"}),
+        ({"vocab_emb_dp": False}, {"vocab_rows": "model"}),
+        ({"sequence_parallel": True}, {"length": "model"}),
+        ({"parallel_rules": {"mlp": None, "states": "model"}}, {"mlp": None, "states": "model"}),
+    ],
+)
+def test_the_rules_of_a_config(fields, sharded):
+    common = {"batch": "data", "heads": "model", "mlp": "model", "vocab": "model"}
+    expected = {**dict.fromkeys(LOGICAL_AXES), **common, **sharded}
+    assert rules(TransformerOpParallelConfig(model_parallel=2, **fields)) == expected
+
+
+def test_a_row_of_the_users_adds_a_logical_axis():
+    class States(Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight((shape[-1], 6), axes=("embed", "states"), name="kernel")
+
+        def call(self, x):
+            return constrain(x @ self.kernel, ("batch", "states"))
+
+    with pytest.raises(ValueError, match="'states'.*parallel_rules="):
+        States()(tf.ones((2, 4)))
+    with parallel_config(parallel_rules={"states": "model"}):
+        layer = States()
+        assert layer(tf.ones((2, 4))).shape == (2, 6)
+    assert layer.kernel.logical_axes == ("embed", "states")
 
 
 def test_constrain_without_a_mesh_returns_the_tensor_itself():
@@ -92,12 +124,12 @@ def test_every_weight_of_a_model_names_each_of_its_dimensions(options):
         (RMSNorm(), {"gamma": ("norm",)}),
     ],
 )
-def test_how_single_layers_are_cut(layer, expected):
+def test_how_single_layers_are_sharded(layer, expected):
     layer(tf.ones((2, 4)))
     assert {v.name: v.logical_axes for v in layer.variables} == expected
 
 
-def test_how_a_block_is_cut():
+def test_how_a_block_is_sharded():
     """The table of the specification, by the names that stand for its mesh axes."""
     model = TranslationTransformer(
         11, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1, positions="learned"

@@ -1,0 +1,90 @@
+"""Embeddings of positions."""
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+
+@register
+class PositionEmbedding(Layer):
+    """Add an embedding of the position.
+
+    Reference: Vaswani et al., 2017, "Attention is all you need", §3.5, for the
+    sinusoidal kind.
+
+    Args:
+        max_length: number of positions of the learned kind; the sinusoidal kind has
+            no limit.
+        kind: `"learned"` or `"sinusoidal"`.
+        initializer: a Keras initializer, or its name, of the learned kind.
+
+    Call arguments:
+        inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
+        start: position of the first input.
+
+    Output shape:
+        [b, s, h]
+    """
+
+    pipeline_stage = 0
+
+    def __init__(self, max_length: int, kind: str = "sinusoidal", initializer="normal", **kwargs):
+        super().__init__(**kwargs)
+        if kind not in ("learned", "sinusoidal"):
+            raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {kind!r}")
+        self.max_length = check_size("max_length", max_length)
+        self.kind = kind
+        self.initializer = initializer
+
+    def build(self, input_shape):
+        if self.kind == "learned":
+            self.table = self.add_weight(
+                (self.max_length, input_shape[-1]),
+                self.initializer,
+                axes=("position", "embed"),
+                name="table",
+            )
+        self.built = True
+
+    def call(self, inputs: tf.Tensor, start: int | tf.Tensor = 0) -> tf.Tensor:
+        if self.kind == "learned" and (inputs.shape[1] or 0) > self.max_length:
+            raise ValueError(
+                f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
+                f"max_length={self.max_length}"
+            )
+        positions = start + tf.range(static_or_dynamic_shape(inputs)[1])
+        if self.kind == "learned":
+            rows = tf.gather(tf.convert_to_tensor(self.table), positions)
+        else:
+            rows = sinusoidal_positions(positions, inputs.shape[-1])
+        return inputs + tf.cast(rows, inputs.dtype)
+
+    def compute_output_shape(self, input_shape, start=0):
+        return input_shape
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "max_length": self.max_length,
+            "kind": self.kind,
+            "initializer": self.initializer,
+        }
+
+
+def sinusoidal_positions(positions: tf.Tensor, hidden_size: int) -> tf.Tensor:
+    """Return sin and cos of positions at wavelengths from 2π to 10000·2π.
+
+    Args:
+        positions: int tensor [s].
+        hidden_size: number h of features; the first half are sines, the second
+            cosines.
+
+    Returns:
+        A float32 tensor [s, h].
+    """
+    half = (hidden_size + 1) // 2
+    frequencies = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
+    angles = tf.cast(positions, "float32")[:, None] * frequencies.astype("float32")
+    return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[:, :hidden_size]

@@ -1,0 +1,202 @@
+"""Decoding one token after the other, wherever the network lies.
+
+On one device and on a mesh all of it is compiled into one function. In a pipeline the last
+stage searches, and tells the others what it chose.
+"""
+
+import typing
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.parallel import job
+from dtransformer.parallel.axis_rules import override_rules
+from dtransformer.parallel.dtensor.batch import local_value, put_replicated
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.zero.gather import unsharding
+
+
+class Search(typing.Protocol):
+    """Chooses the next token of every hypothesis; there are r = b·k of b sources.
+
+    Its state is a dict of tensors: `"last"` int32 [r], the last tokens; `"position"`, an int32
+    scalar, their position; `"beams"` int32 [r], the rows of the cache that the hypotheses
+    continue; and what it keeps besides.
+
+    Attributes:
+        num_beams: number k of hypotheses of each source.
+    """
+
+    num_beams: int
+
+    def start(self, batch_size) -> dict:
+        """Return the state at first, of b sources."""
+
+    def goes_on(self, state: dict) -> tf.Tensor:
+        """Return whether another token is wanted, a bool scalar."""
+
+    def update(self, state: dict, logits: tf.Tensor) -> dict:
+        """Return the next state, from the logits [r, V] of the tokens after the last ones."""
+
+    def result(self, state: dict) -> tf.Tensor:
+        """Return the ids that were found, an int32 tensor [b, max_length]."""
+
+
+class Decoding(typing.Protocol):
+    """What is computed for a `search`: in a pipeline each stage computes its layers of it."""
+
+    search: Search
+
+    def encode(self, source: tf.Tensor):
+        """Return the cache of source ids [b, s], nested tensors."""
+
+    def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
+        """Return what hypotheses may attend to of the source ids [b, s]: bool [r, s]."""
+
+    def empty_cache(self):
+        """Return a cache as `encode` does where another stage has all blocks."""
+
+    def next_logits(self, state: dict, cache, memory_mask: tf.Tensor) -> tuple:
+        """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
+
+
+def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
+    """Decode with TensorFlow's operations.
+
+    Args:
+        decoding: a `Decoding`.
+        source: int32 tensor [b, s].
+
+    Returns:
+        What its search's `result` is.
+    """
+    search, memory_mask = decoding.search, decoding.memory_mask(source)
+
+    def step(state, cache):
+        logits, cache = decoding.next_logits(state, cache, memory_mask)
+        return search.update(state, logits), cache
+
+    cache = decoding.encode(source)
+    state = search.start(static_or_dynamic_shape(source)[0])
+    state, _ = tf.while_loop(lambda state, _: search.goes_on(state), step, (state, cache))
+    return search.result(state)
+
+
+def compiled(network: keras.Model, make: Callable[..., Decoding]) -> Callable:
+    """Compile decoding for where this rank computes; every rank decodes all rows.
+
+    Args:
+        network: a `keras.Model`, built.
+        make: a function of max_length, an int or an int32 scalar, and a seed, int32 [2], that
+            returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
+
+    Returns:
+        A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
+        result of the search. Every rank of the job calls it.
+    """
+    if job.stage()[1] > 1:
+        return _in_stages(network, make)
+    return _on_one_device(network, make) if job.mesh() is None else _on_mesh(network, make)
+
+
+def _on_one_device(network, make):
+    """One function for all batch sizes and lengths."""
+
+    def run(source, max_length, seed):
+        with unsharding("generate", keeps=True) as weights:
+            weights.unshard_now(network.variables)
+            return decode(make(max_length, seed), source)
+
+    function = tf.function(run).get_concrete_function(
+        tf.TensorSpec([None, None], "int32"),
+        tf.TensorSpec([], "int32"),
+        tf.TensorSpec([2], "int32"),
+    )
+    return lambda source, max_length, seed: function(
+        source, tf.constant(max_length), tf.constant([seed, 0])
+    )
+
+
+def _on_mesh(network, make):
+    """A mesh knows static shapes only: a function for each; and all rows on every device."""
+    functions = {}
+
+    def run(source, max_length, seed):
+        def on_mesh(source, seed):
+            with override_rules({"batch": None}):
+                ids = decode(make(max_length, seed), source)
+            return relayout(ids, (None, None))
+
+        if max_length not in functions:
+            functions[max_length] = MeshFunction(on_mesh, network.variables)
+        seed = np.array([seed, 0], "int32")
+        return local_value(functions[max_length](put_replicated(source), put_replicated(seed)))
+
+    return run
+
+
+def _in_stages(network, make):
+    """Every token goes through all stages; the loop is Python."""
+    functions = {}  # shape of the source, max_length -> _StagedDecoding
+
+    def run(source, max_length, seed):
+        key = tuple(source.shape), max_length
+        if key not in functions:
+            functions[key] = _StagedDecoding(network, make, *key)
+        return functions[key](source, seed)
+
+    return run
+
+
+class _StagedDecoding:
+    """Decoding in a pipeline, for sources of one shape."""
+
+    def __init__(self, network, make, source_shape, max_length):
+        self._shape = source_shape
+        self._make = lambda seed=None: make(max_length, seed)
+        self._encode = ForwardPass(network, self._compute_cache, "encode")
+        self._step = ForwardPass(network, self._compute_logits, "decode")
+        self._update = tf.function(self._choose, autograph=False)
+        self._devices = self._encode.devices
+
+    def _compute_cache(self, source, _):
+        return [], self._make().encode(self._devices.numbers(source, self._shape))
+
+    def _compute_logits(self, inputs, cache):
+        decoding, numbers = self._make(), self._devices.numbers
+        rows = [self._shape[0] * decoding.search.num_beams]
+        shapes = {"last": rows, "beams": rows, "position": []}
+        state = {name: numbers(inputs[name], shape) for name, shape in shapes.items()}
+        mask = decoding.memory_mask(numbers(inputs["source"], self._shape))
+        if cache is None:  # what passes between the stages is found out: it is no cache
+            cache = decoding.empty_cache()
+        return decoding.next_logits(state, cache, mask)
+
+    def _choose(self, state, logits, seed):
+        return self._make(seed).search.update(state, logits)
+
+    def __call__(self, source, seed):
+        with override_rules({"batch": None}):
+            return self._run(source, tf.constant([seed, 0]))
+
+    def _run(self, source, seed):
+        put = self._devices.put_numbers
+        search = self._make(seed).search
+        state, source = search.start(self._shape[0]), put(source)
+        _, caches = self._encode(source)
+        goes_on = True
+        while goes_on:
+            inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
+            logits, caches = self._step({"source": source, **inputs}, caches)
+            if self._encode.is_last:
+                state = self._update(state, logits, seed)
+            numbers = [state["position"], tf.cast(search.goes_on(state), "int32")]
+            chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
+            state["last"], state["beams"] = tf.split(chosen[:-2], 2)
+            state["position"], goes_on = chosen[-2], bool(chosen[-1])
+        return from_last(search.result(state), "ids")

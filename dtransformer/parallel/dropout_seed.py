@@ -1,0 +1,30 @@
+"""The seed that dropout masks are derived from, so that they can be drawn again."""
+
+import contextlib
+
+import tensorflow as tf
+
+from dtransformer.parallel import trace
+
+
+@contextlib.contextmanager
+def dropout_seed(seed: tf.Tensor):
+    """Derive every dropout mask inside the `with` block from `seed`.
+
+    A training step opens it with a seed made of the job's seed, the step, the
+    micro-batch and the data shard; computing a block again inside it gives the same
+    masks again.
+
+    Args:
+        seed: int32 tensor [2].
+    """
+    with trace.scope(dropout_seed=seed):
+        yield
+
+
+def current_dropout_seed() -> tf.Tensor:
+    """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
+    seed = trace.current().dropout_seed
+    if seed is not None:
+        return seed
+    return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)

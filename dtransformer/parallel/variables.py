@@ -1,0 +1,90 @@
+"""How a weight is stored: the one place that chooses the class of its Keras variable.
+
+A new way to shard weights is a subclass of `ShardedVariable` and a case here; layers do not
+know of it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import job
+from dtransformer.parallel.axis_rules import Specs, mesh_axis, weight_specs
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.dtensor.layouts import axis_size
+from dtransformer.parallel.dtensor.variable import MeshVariable
+from dtransformer.parallel.zero.variables import (
+    FullyShardedVariable,
+    MasterShardedVariable,
+)
+
+
+def make_variable(
+    initializer: Callable,
+    *,
+    shape: tuple[int, ...],
+    axes: tuple,
+    path: str,
+    dtype: str,
+    compute_dtype: str,
+    trainable: bool = True,
+    has_constraint: bool = False,
+    **kwargs,
+) -> keras.Variable:
+    """Make the Keras variable of a weight, stored as the config asks for.
+
+    Args:
+        initializer: a function of (shape, dtype) that returns the full value.
+        shape: its full shape.
+        axes: the logical name, or None, of every dimension.
+        path: its path in the network.
+        dtype: name of the type that it is stored in.
+        compute_dtype: name of the type that it is computed with.
+        trainable: whether the optimizer updates it.
+        has_constraint: whether Keras projects it after every update.
+        **kwargs: other arguments of `keras.Variable`.
+
+    Raises:
+        ValueError: the rules do not fit its axes and shape; names the weight.
+    """
+    specs = weight_specs(axes, shape, path)
+    local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
+    why_not = get_parallel_config().why_whole(
+        path, local_shape, tf.as_dtype(dtype).size, has_constraint
+    )
+    may_shard = trainable and not why_not  # over the ranks that train it together
+    if job.mesh() is not None:
+        stored = _with_data_axis(specs, shape) if may_shard else specs
+        make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
+    else:
+        make = _flat_class(dtype, compute_dtype) if may_shard else keras.Variable
+    return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
+
+
+def _with_data_axis(specs: Specs, shape: tuple[int, ...]) -> Specs:
+    """Return how a weight is stored on the mesh: with `optimizer_shard=3` over the data axis, too.
+
+    The first dimension that is replicated and divisible is sharded. The sharded variable is
+    unsharded wherever it is used.
+    """
+    axis = mesh_axis("batch")
+    if get_parallel_config().optimizer_shard != 3 or axis is None or axis in specs:
+        return specs
+    for dimension, (size, spec) in enumerate(zip(shape, specs)):
+        if spec is None and size % axis_size(axis) == 0:
+            return (*specs[:dimension], axis, *specs[dimension + 1 :])
+    return specs
+
+
+def _flat_class(dtype: str, compute_dtype: str) -> Callable:
+    """Return the class of a weight without a mesh: flat shards over the data-parallel group."""
+    level = get_parallel_config().optimizer_shard
+    if not level or job.data_parallel_group().size == 1:
+        return keras.Variable
+    if level == 3:
+        return FullyShardedVariable
+    if tf.as_dtype(compute_dtype).size < tf.as_dtype(dtype).size:
+        return functools.partial(MasterShardedVariable, copy_dtype=compute_dtype)
+    return keras.Variable
