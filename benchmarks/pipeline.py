@@ -6,7 +6,7 @@
 A case is a schedule and a number of micro-batches of equal size. The blocks of a language model
 with a small vocabulary make the stages equal. `bubble` is the median over the rounds' last steps,
 from `trainer.timeline()`; `theory` is (p - 1) / (v * m + p - 1), for stages that take equally long
-and messages that take no time; `without_messages` is the schedule with the measured durations.
+and sends that take no time; `instant_sends` is the schedule with the measured durations.
 `live_bytes` is the peak of TensorFlow's allocator in a step above what stays, on the first stage.
 """
 
@@ -19,6 +19,7 @@ import time
 from workload import command_of, passing_bytes, report_of
 
 from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.pipeline.instruction import BACKWARD, FORWARD
 from dtransformer.parallel.pipeline.simulator import ideal_of
 
 
@@ -48,19 +49,15 @@ def work(args):
     from dtransformer.models import CausalLM
     from dtransformer.trainers import Trainer
 
-    pass
-    pass
-
     schedule, number = args.worker.split(":")
     number, chunks = int(number), 2 if schedule == "interleaved" else 1
-    dtransformer.init(
-        dtransformer.TransformerOpParallelConfig(
-            pipeline_stage=args.stages,
-            micro_batch_num=number,
-            pipeline_schedule=schedule,
-            pipeline_chunks=chunks,
-        )
+    config = dtransformer.TransformerOpParallelConfig(
+        pipeline_stage=args.stages,
+        micro_batch_num=number,
+        pipeline_schedule=schedule,
+        pipeline_chunks=chunks,
     )
+    dtransformer.init(config)
     model = CausalLM(
         64, hidden_size=args.hidden_size, num_layers=args.layers, max_length=args.length
     )
@@ -72,7 +69,7 @@ def work(args):
     for _ in range(3):
         step()
     live_bytes = passing_bytes(step)
-    plan = schedules.instructions(schedule, args.stages, number, chunks)
+    all_instructions = schedules.instructions(schedule, config.placement, number)
     bubbles, ideals, seconds = [], [], []
     for _ in range(args.rounds):
         start = time.perf_counter()
@@ -80,7 +77,7 @@ def work(args):
         seconds.append(time.perf_counter() - start)
         timeline = trainer.timeline()
         bubbles.append(timeline.bubble)
-        ideals.append(ideal_of(timeline, plan).bubble)
+        ideals.append(ideal_of(timeline, all_instructions).bubble)
     if args.save_timeline:
         trainer.timeline(args.save_timeline.format(case=args.worker.replace(":", "-")))
 
@@ -91,10 +88,10 @@ def work(args):
     result = {
         "bubble": statistics.median(bubbles),
         "theory": (args.stages - 1) / (chunks * number + args.stages - 1),
-        "without_messages": statistics.median(ideals),
+        "instant_sends": statistics.median(ideals),
         "bubbles": bubbles,
-        "forward_ms": [median_ms(stage, schedules.FORWARD) for stage in range(args.stages)],
-        "backward_ms": [median_ms(stage, schedules.BACKWARD) for stage in range(args.stages)],
+        "forward_ms": [median_ms(stage, FORWARD) for stage in range(args.stages)],
+        "backward_ms": [median_ms(stage, BACKWARD) for stage in range(args.stages)],
         "live_bytes": live_bytes,
         "tokens_per_second": ids[:, 1:].size / statistics.median(seconds),
     }
@@ -112,7 +109,7 @@ def main():
         case: command_of(args.stages, [__file__, *sys.argv[1:], "--worker", case])
         for case in args.cases.split(",")
     }
-    report = report_of(options, "cases", commands, "without_messages", timeout=900)
+    report = report_of(options, "cases", commands, "instant_sends", timeout=900)
     print(json.dumps(report, indent=2))
 
 

@@ -1,6 +1,6 @@
 """The base of every layer: weights with logical axes and reproducible values."""
 
-import functools
+import types
 
 import keras
 import numpy as np
@@ -10,9 +10,8 @@ from keras.src.backend.common.name_scope import current_path
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.pipeline import placement
-from dtransformer.parallel.pipeline.stage_weights import ignore_weights
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.pipeline.stage_weights import built_at_its_place
 from dtransformer.parallel.variables import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -30,28 +29,20 @@ class Layer(keras.layers.Layer):
     _own_rules = {}
     # Whether the backward pass computes the layer again: see `parallel.recompute`.
     recomputes = False
-    # The pipeline stage that has the layer, -1 for the last; None where each may compute it.
-    # Where stages have several chunks: the part of the network, see parallel/stages.py.
+    # The pipeline stage that has the layer, or the model chunk where stages have several; -1 for
+    # the last. None where each stage may compute it.
     pipeline_stage = None
-    # Other parts that have its weights, and which of its results are weights.
-    parts_with_copies = frozenset()
-    results_that_are_weights = ()
+    # Which of its results are weights: the number of the result and the attribute.
+    results_that_are_weights = types.MappingProxyType({})
+    # Other model chunks that need these weights, which `share_weights` finds out.
+    copied_to = frozenset()
 
-    def __new__(cls, *args, **kwargs):
-        layer = super().__new__(cls, *args, **kwargs)
-        build = layer.build
+    build = built_at_its_place(keras.layers.Layer.build)
 
-        @functools.wraps(build)
-        def build_here(*args, **kwargs):
-            if not placement.is_elsewhere(layer):
-                return build(*args, **kwargs)
-            with layer._open_name_scope():
-                layer._path = current_path()
-            ignore_weights(layer)
-            layer.built = True
-
-        layer.build = build_here
-        return layer
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = built_at_its_place(cls.build)
 
     def shard(self, **rules: str | None) -> "Layer":
         """Shard this layer, and the layers inside of it, by rules of its own.
@@ -84,35 +75,13 @@ class Layer(keras.layers.Layer):
         return self
 
     def __call__(self, *args, **kwargs):
-        return self.at_its_place(self._call_here, self.stand_in, *args, **kwargs)
-
-    def at_its_place(self, compute, stand_in, *args, **kwargs):
-        """Return compute(*args, **kwargs), or stand_in(...) where another stage computes it."""
-        if self.pipeline_stage is not None:
-            if placement.current_view() is not None:
-                return placement.current_view().call(self, compute, args, kwargs, stand_in)
-            placement.check_here(self)
-        return compute(*args, **kwargs)
+        return call_at_its_place(self, self._call_here, args, kwargs)
 
     def _call_here(self, *args, **kwargs):
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with override_rules(self._own_rules):
             return super().__call__(*args, **kwargs)
-
-    # What a pipeline asks of a layer that is placed on a stage.
-
-    def stand_in(self, inputs, *args, **kwargs):
-        """Return tensors of the shapes and types of `call`'s results, with any values."""
-        return tf.zeros(static_or_dynamic_shape(inputs), self.compute_dtype)
-
-    def needed_inputs(self, *args, **kwargs):
-        """Return those of `call`'s arguments that its results depend on."""
-        return args, kwargs
-
-    def copies(self):
-        """Return the results that are weights, by their numbers, where a copy of them is."""
-        return {}
 
     def add_weight(
         self,
@@ -169,13 +138,6 @@ class Layer(keras.layers.Layer):
         self._track_variable(weight)
         weight.logical_axes = axes
         return weight
-
-    def load_own_variables(self, store):
-        if not placement.is_elsewhere(self):
-            self._load_variables(store)
-
-    def _load_variables(self, store):
-        super().load_own_variables(store)
 
     def save_own_variables(self, store):
         for number, variable in enumerate(

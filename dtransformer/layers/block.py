@@ -156,7 +156,8 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     """
     config = get_parallel_config()
     layers = network_layers or offset + len(blocks)
-    if config.num_pipeline_parts > layers:
+    num_chunks = config.placement.num_chunks
+    if num_chunks > layers:
         chunks = f" · pipeline_chunks={config.pipeline_chunks}" * (config.pipeline_chunks > 1)
         raise ValueError(
             f"pipeline_stage={config.pipeline_stage}{chunks} is more than the network's {layers} "
@@ -166,11 +167,11 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
         lambda_func(
             network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
         )
-    check_stages(blocks, config.num_pipeline_parts)
+    check_stages(blocks, num_chunks)
 
 
 def spread_evenly(network, layer_id, offset, parallel_config, layers):
-    """Spread blocks evenly over the stages, or their chunks: the default `lambda_func`.
+    """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
 
     Args:
         network: the block.
@@ -180,10 +181,10 @@ def spread_evenly(network, layer_id, offset, parallel_config, layers):
         layers: number of blocks of the whole network.
     """
     number = layer_id + offset
-    stages = parallel_config.num_pipeline_parts
+    chunks = parallel_config.placement.num_chunks
     groups = parallel_config.gradient_aggregation_group
-    per_stage = max(layers // stages, 1)
-    network.pipeline_stage = min(number // per_stage, stages - 1)
+    per_chunk = max(layers // chunks, 1)
+    network.pipeline_stage = min(number // per_chunk, chunks - 1)
     network.set_comm_fusion(number // max(layers // groups, 1) + 1)
 
 

@@ -1,10 +1,12 @@
 """The Transformer's decoder: its layer and the stack."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
+from dtransformer.parallel.pipeline.call_views import call_at_its_place
 
 
 @register
@@ -86,16 +88,19 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         )
         return x if cache is None else (x, new_cache)
 
-    def stand_in(self, inputs, *args, cache=None, **kwargs):
-        outputs = super().stand_in(inputs)
-        return outputs if cache is None else (outputs, cache)
+    def compute_output_spec(self, inputs, *args, cache=None, **kwargs):
+        outputs = super().compute_output_spec(inputs)
+        if cache is None:
+            return outputs
+        return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
 
     def init_cache(self, encoder_output: tf.Tensor, max_length: int | tf.Tensor) -> dict:
         """Return the cache for decoding up to `max_length` positions of a memory.
 
         Where another stage of a pipeline has the block, it is empty.
         """
-        return self.at_its_place(self._init_cache, lambda *_: {}, encoder_output, max_length)
+        arguments = (encoder_output, max_length)
+        return call_at_its_place(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
 
     def _init_cache(self, encoder_output, max_length):
         batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]

@@ -1,10 +1,12 @@
 """The embedding of a vocabulary, and the head that gives logits."""
 
+import types
+
+import keras
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
-from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tensor_parallel.vocabulary import (
@@ -41,7 +43,7 @@ class _VocabLayer(Layer):
             del store[key]
             store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows.shape))
 
-    def _load_variables(self, store):
+    def load_own_variables(self, store):
         if not store.keys() and self._load_error is not None:
             raise self._load_error  # Keras tries a layer that failed again, where it finds nothing
         padded = {}
@@ -57,7 +59,7 @@ class _VocabLayer(Layer):
             pad = [(0, 0)] * rows.ndim
             pad[axis] = (0, variable.shape[axis] - rows.shape[axis])
             padded[key] = np.pad(rows, pad)
-        super()._load_variables(padded)
+        super().load_own_variables(padded)
         self._load_error = None
 
     def _axis_of(self, shape):
@@ -108,7 +110,7 @@ class VocabEmbedding(_VocabLayer):
     """
 
     pipeline_stage = 0
-    results_that_are_weights = (1,)
+    results_that_are_weights = types.MappingProxyType({1: "table"})
 
     def __init__(self, vocab_size: int, embedding_size: int, initializer="normal", **kwargs):
         super().__init__(**kwargs)
@@ -130,17 +132,13 @@ class VocabEmbedding(_VocabLayer):
         rows = look_up(self.table.value, tf.cast(ids, "int32"))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
-    def stand_in(self, ids):
-        rows = [*static_or_dynamic_shape(ids), self.embedding_size]
-        table = [padded_vocab_size(self.vocab_size), self.embedding_size]
-        return tf.zeros(rows, self.compute_dtype), tf.zeros(table, self.variable_dtype)
-
-    def copies(self):
-        return {1: tf.convert_to_tensor(self.table)}
-
     def compute_output_shape(self, input_shape):
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
         return (*input_shape, self.embedding_size), table_shape
+
+    def compute_output_spec(self, ids):
+        rows, table = super().compute_output_spec(ids)
+        return rows, keras.KerasTensor(table.shape, self.variable_dtype)
 
     def get_config(self):
         return {
@@ -198,6 +196,10 @@ class VocabHead(_VocabLayer):
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
         self.built = True
 
+    def __call__(self, inputs, table=None):
+        # Where it is not tied it depends on no table: a pipeline copies what is depended on.
+        return super().__call__(inputs, table) if self.tied else super().__call__(inputs)
+
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         # [b, s, h] -> [b, s, V']
         if self.tied:
@@ -207,13 +209,6 @@ class VocabHead(_VocabLayer):
         if self.use_bias:
             logits += tf.cast(self.bias, logits.dtype)
         return mask_padding(logits, self.vocab_size)
-
-    def stand_in(self, inputs, table=None):
-        shape = static_or_dynamic_shape(inputs)[:-1]
-        return tf.zeros([*shape, padded_vocab_size(self.vocab_size)], self.compute_dtype)
-
-    def needed_inputs(self, inputs, table=None):
-        return [inputs, table] if self.tied else [inputs]
 
     def compute_output_shape(self, inputs_shape, table_shape=None):
         return (*inputs_shape[:-1], padded_vocab_size(self.vocab_size))

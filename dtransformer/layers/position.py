@@ -61,7 +61,7 @@ class PositionEmbedding(Layer):
             rows = sinusoidal_positions(positions, inputs.shape[-1])
         return inputs + tf.cast(rows, inputs.dtype)
 
-    def compute_output_shape(self, input_shape, start=0):
+    def compute_output_shape(self, input_shape):
         return input_shape
 
     def get_config(self):

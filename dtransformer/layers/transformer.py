@@ -82,7 +82,7 @@ class Transformer(Layer):
             decoder_layers, name="decoder", offset=encoder_layers, **common
         )
         blocks = [*self.encoder.blocks, *self.decoder.blocks]
-        check_stages(blocks, get_parallel_config().num_pipeline_parts)
+        check_stages(blocks, get_parallel_config().placement.num_chunks)
 
     def build(self, encoder_inputs_shape, *args):
         self.encoder.build(encoder_inputs_shape)

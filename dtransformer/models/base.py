@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
-from dtransformer.parallel.pipeline import dataflow
+from dtransformer.parallel.pipeline.stage_weights import share_weights
 
 
 class TokenModel(keras.Model):
@@ -51,8 +51,8 @@ class TokenModel(keras.Model):
         x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
         return dropout(x, training=training), table
 
-    def _build_layers(self, embeddings, others):
-        """Build what takes ids, then what takes [b, s, h]."""
+    def _build_layers(self, embeddings, others, example_inputs):
+        """Build what takes ids, then what takes [b, s, h]; inputs are nested specs."""
         with keras.name_scope(self.name, caller=self):
             for embedding in embeddings:
                 if not embedding.built:  # source and target may share one
@@ -60,10 +60,7 @@ class TokenModel(keras.Model):
             for layer in others:
                 layer.build((None, None, self.arguments["hidden_size"]))
         self.built = True
-
-    def _share_tables(self, inputs):
-        """Build what other stages of a pipeline need, before weights are loaded or trained."""
-        dataflow.share_tables(self, inputs)
+        share_weights(self, example_inputs)
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}

@@ -131,8 +131,7 @@ class CausalLM(TokenModel):
     def build(self, input_shape=None):
         if not self.built:
             others = [self.positions, self.dropout, self.blocks, self.head]
-            self._build_layers([self.embedding], others)
-            self._share_tables(tf.TensorSpec([1, 1], "int32"))
+            self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         x, table = self._embed(inputs, training=training)

@@ -26,10 +26,6 @@ class Generation:
         """Return what hypotheses may attend to of source ids [b, s]: bool [r, s]."""
         return self.search.for_beams(source != self._model.pad_id)
 
-    def empty_cache(self) -> list[dict]:
-        """Return a cache as `encode` does where another stage of a pipeline has all blocks."""
-        return self._model.empty_cache()
-
     def next_logits(
         self, state: dict, cache: list[dict], memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, list[dict]]:

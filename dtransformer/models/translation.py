@@ -168,9 +168,9 @@ class TranslationTransformer(TokenModel):
             self.transformer,
             self.head,
         ]
-        self._build_layers([self.source_embedding, self.target_embedding], others)
+        embeddings = [self.source_embedding, self.target_embedding]
         ids = tf.TensorSpec([1, 1], "int32")
-        self._share_tables({"source": ids, "target": ids})
+        self._build_layers(embeddings, others, {"source": ids, "target": ids})
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         memory, memory_mask = self.encode(inputs["source"], training=training)
@@ -202,10 +202,6 @@ class TranslationTransformer(TokenModel):
     def init_cache(self, memory: tf.Tensor, max_length: int | tf.Tensor) -> list[dict]:
         """Return the decoder's cache for translations of up to `max_length` tokens."""
         return self.transformer.decoder.init_cache(memory, max_length)
-
-    def empty_cache(self) -> list[dict]:
-        """Return a cache as `init_cache` does where another stage has all blocks."""
-        return [{} for _ in self.transformer.decoder.blocks]
 
     def decode_step(
         self, tokens: tf.Tensor, position: tf.Tensor, cache: list[dict], memory_mask: tf.Tensor

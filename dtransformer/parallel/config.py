@@ -13,6 +13,7 @@ import math
 import re
 
 from dtransformer.parallel import validators
+from dtransformer.parallel.pipeline.schedules import SCHEDULES
 
 
 def _recompute(name, value):
@@ -166,9 +167,7 @@ class TransformerOpParallelConfig(validators.Checked):
     data_parallel: int | None = validators.field(None, validators.optional_count)
     model_parallel: int = validators.field(1, validators.count)
     pipeline_stage: int = validators.field(1, validators.count)
-    pipeline_schedule: str = validators.field(
-        "1f1b", validators.one_of(*validators.PIPELINE_SCHEDULES)
-    )
+    pipeline_schedule: str = validators.field("1f1b", validators.pipeline_schedule)
     pipeline_chunks: int = validators.field(1, validators.count)
     context_parallel: int = validators.field(1, validators.count)
     expert_parallel: int = validators.field(1, validators.count)
@@ -195,9 +194,10 @@ class TransformerOpParallelConfig(validators.Checked):
         return self.data_parallel
 
     @property
-    def num_pipeline_parts(self):
-        """The number of parts that the network is divided into: chunks of all stages."""
-        return self.pipeline_stage * self.pipeline_chunks
+    def placement(self):
+        """The `Placement` of the network's model chunks on the stages of the pipeline."""
+        schedule = SCHEDULES[self.pipeline_schedule]
+        return schedule.place(self.pipeline_stage, self.pipeline_chunks)
 
     @property
     def dp_mp_config(self):

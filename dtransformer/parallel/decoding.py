@@ -17,6 +17,7 @@ from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
+from dtransformer.parallel.pipeline.own_stage import has_outputs
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.zero.gather import unsharding
 
@@ -57,9 +58,6 @@ class Decoding(typing.Protocol):
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of the source ids [b, s]: bool [r, s]."""
-
-    def empty_cache(self):
-        """Return a cache as `encode` does where another stage has all blocks."""
 
     def next_logits(self, state: dict, cache, memory_mask: tf.Tensor) -> tuple:
         """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
@@ -174,7 +172,7 @@ class _StagedDecoding:
         state = {name: numbers(inputs[name], shape) for name, shape in shapes.items()}
         mask = decoding.memory_mask(numbers(inputs["source"], self._shape))
         if cache is None:  # what passes between the stages is found out: it is no cache
-            cache = decoding.empty_cache()
+            cache = self._encode.empty_state
         return decoding.next_logits(state, cache, mask)
 
     def _choose(self, state, logits, seed):
@@ -193,7 +191,7 @@ class _StagedDecoding:
         while goes_on:
             inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
             logits, caches = self._step({"source": source, **inputs}, caches)
-            if self._encode.is_last:
+            if has_outputs():
                 state = self._update(state, logits, seed)
             numbers = [state["position"], tf.cast(search.goes_on(state), "int32")]
             chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")

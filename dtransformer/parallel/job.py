@@ -21,6 +21,7 @@ from dtransformer.parallel.config import (
 from dtransformer.parallel.devices import device_type, take_devices
 from dtransformer.parallel.dtensor.cluster import free_address, start_mesh, stop_mesh
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.process_groups import Group, ProcessGroups
 from dtransformer.parallel.topology import Topology
 
@@ -38,6 +39,7 @@ class _Job:
     size: int = 1
     local_rank: int = 0
     topology: Topology = Topology()
+    placement: Placement = Placement((0,))
     hvd: object = None
     groups: ProcessGroups = dataclasses.field(default_factory=ProcessGroups)
     model_parallel_group: Group | None = None
@@ -72,7 +74,8 @@ def check_joined(config):
     """Check that the job was joined with a config.
 
     Raises:
-        RuntimeError: operations are to be cut, and `init` has made no mesh for it.
+        RuntimeError: operations are to be cut, and `init` has made no mesh for it; or the
+            network is to be divided into other model chunks.
     """
     joined = {"model_parallel": _job.topology.model, "pipeline_stage": _job.topology.stage}
     for name, number in joined.items():
@@ -81,6 +84,12 @@ def check_joined(config):
                 f"the config has {name}={getattr(config, name)}, and the job was joined with "
                 f"{number}: call dtransformer.init(config) before the network is made"
             )
+    if config.placement != _job.placement:
+        raise RuntimeError(
+            f"the config puts the model chunks on the stages {config.placement.stage_of_chunk}, and "
+            f"the job was joined with {_job.placement.stage_of_chunk}: call "
+            "dtransformer.init(config) before the network is made"
+        )
 
 
 def init(config=None, *, seed=None, local_devices=1):
@@ -142,7 +151,7 @@ def init(config=None, *, seed=None, local_devices=1):
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd)
     seed = _job.seed if seed is None else seed
-    _job = _Job(rank, size, local_rank, topology, hvd, groups, seed=seed)
+    _job = _Job(rank, size, local_rank, topology, config.placement, hvd, groups, seed=seed)
     _initialized = True
     everyone = range(size)
     _job = dataclasses.replace(
@@ -152,8 +161,9 @@ def init(config=None, *, seed=None, local_devices=1):
         data_parallel_group=_own_group([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=_own_group([topology.pipeline_group(r) for r in everyone]),
     )
-    for pair in dict.fromkeys(pair for r in everyone for pair in topology.stage_pairs(r)):
-        agreed_group(pair)
+    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
+        for pair in config.placement.stage_pairs:  # which send to each other
+            agreed_group(sorted(ranks[stage] for stage in pair))
     return topology
 
 
@@ -287,6 +297,11 @@ def pipeline_group():
 def stage():
     """Return (index, number): this rank's pipeline stage, and how many there are."""
     return _job.topology.stage_of(_job.rank), _job.topology.stage
+
+
+def placement():
+    """Return the `Placement` of the network's model chunks on the pipeline's stages."""
+    return _job.placement
 
 
 def barrier():

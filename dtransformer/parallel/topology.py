@@ -169,12 +169,6 @@ class Topology:
         first = rank % self._ranks_per_stage
         return tuple(range(first, self.num_ranks, self._ranks_per_stage))
 
-    def stage_pairs(self, rank):
-        """Return the pairs of ranks of `rank`'s pipeline group that send each other messages."""
-        group = self.pipeline_group(rank)
-        pairs = {tuple(sorted((group[i - 1], group[i]))) for i in range(len(group))}
-        return sorted(pair for pair in pairs if pair[0] != pair[1])
-
     def __str__(self):
         axes = [f"{axis} {size}" for axis, size in zip(AXES, self.shape) if size > 1]
         if self.local_devices > 1:

@@ -4,10 +4,11 @@ import dataclasses
 import difflib
 import re
 
+from dtransformer.parallel.pipeline import schedules
+
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one is outermost
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
-PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 def is_int(value):
@@ -97,6 +98,10 @@ def one_of(*allowed):
     return check
 
 
+def pipeline_schedule(name, value):
+    one_of(*schedules.SCHEDULES)(name, value)
+
+
 def axis_rules(name, value):
     if value is None:
         return
@@ -126,42 +131,6 @@ class Checked:
         field.metadata["check"](name, value)
         copies = {list: tuple, dict: dict}
         object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
-
-
-def check_schedule(name, num_stages, num_micro_batches, num_chunks=1):
-    """Check that a schedule of a pipeline can be carried out.
-
-    Args:
-        name: one of `PIPELINE_SCHEDULES`.
-        num_stages: number p of stages.
-        num_micro_batches: number m of micro-batches of a step.
-        num_chunks: number v of chunks of each stage.
-
-    Raises:
-        ValueError: there is no such schedule, there are fewer micro-batches than stages,
-            or the chunks are not what the schedule takes.
-    """
-    one_of(*PIPELINE_SCHEDULES)("pipeline_schedule", name)
-    if num_micro_batches < num_stages:
-        raise ValueError(
-            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
-            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
-        )
-    if name != "interleaved":
-        if num_chunks != 1:
-            raise ValueError(
-                f"pipeline_chunks={num_chunks} needs pipeline_schedule='interleaved', got {name!r}"
-            )
-        return
-    if num_chunks < 2:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs pipeline_chunks of 2 or more, got {num_chunks}"
-        )
-    if num_micro_batches % num_stages:
-        raise ValueError(
-            f"pipeline_schedule='interleaved' needs a multiple of pipeline_stage={num_stages} as "
-            f"micro_batch_num, got {num_micro_batches}"
-        )
 
 
 # What the config knows and this version cannot carry out, with what to set instead.
@@ -199,7 +168,7 @@ def check_supported(config):
                     f"{name}={value} does not work with pipeline_stage={config.pipeline_stage}: "
                     f"{reason}"
                 )
-        check_schedule(
+        schedules.check(
             config.pipeline_schedule,
             config.pipeline_stage,
             config.micro_batch_num,

@@ -15,7 +15,7 @@ from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
-from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.own_stage import is_here
 from dtransformer.reports import audit
 from dtransformer.tables import columns
 
@@ -148,7 +148,7 @@ def block_formula(network, stream_shapes):
     for stack in network._flatten_layers():
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
             elements = math.prod(stream_shapes[stack.name]) // data_shards
-            for block in filter(placement.is_here, stack.blocks):
+            for block in filter(is_here, stack.blocks):
                 parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
                 sums = 2.0 * parts
                 if block.recompute_config.recompute:

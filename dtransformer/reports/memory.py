@@ -16,7 +16,7 @@ from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.layouts import axis_size
-from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.own_stage import is_here
 from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
@@ -152,7 +152,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
         if isinstance(stack, BlockStack) and stack.name in streams:
             b, s, h = streams[stack.name]
             memory = next(iter(streams.values()))[1]
-            for block in filter(placement.is_here, stack.blocks):
+            for block in filter(is_here, stack.blocks):
                 is_decoder = isinstance(block, TransformerDecoderLayer)
                 lengths = [s, memory] if is_decoder else [s]
                 total += b / num_shards * _of_block(block, s, h, lengths, item, config)

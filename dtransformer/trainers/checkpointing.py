@@ -4,7 +4,7 @@ import keras
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
-from dtransformer.parallel.pipeline.stage_weights import whole_network
+from dtransformer.parallel.pipeline.stage_weights import full_network
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors
 from dtransformer.trainers.checkpoint.reader import restore
@@ -132,9 +132,9 @@ class Checkpointing(keras.Model):
         The network alone can load the file too, on any layout. Weights that are cut are
         gathered on rank 0, so that all ranks have to call.
         """
-        is_first = job.stage()[0] == 0  # `whole_network` gathers what the others have
+        is_first = job.stage()[0] == 0  # `full_network` gathers what the others have
         own = self.network.variables if is_first else []
-        with unsharded_on_chief(own), whole_network(self.network):
+        with unsharded_on_chief(own), full_network(self.network):
             if job.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
         job.barrier()

@@ -11,7 +11,7 @@ from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel import job, validators
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
-from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import check_compile_options, check_unchanged
@@ -201,7 +201,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 weights,
                 bucket_ids(self.network, weights),
                 compiles,
-                placement.copies(self.network),
+                copied_weights(self.network),
             )
 
     def get_compile_config(self):

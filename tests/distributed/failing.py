@@ -16,7 +16,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint import writer
-from dtransformer.trainers.engines.pipeline_step import Step
+from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from tests.distributed.jobs import translation_model
 
 FAIL_IN_STEP = 5
@@ -45,7 +45,7 @@ class Fail(keras.callbacks.Callback):
         elif self.how == "raise":
             raise RuntimeError("this rank has had enough")
         elif self.how == "midst":
-            Step._backward = fail
+            PipelineStep._backward = fail
 
     def on_train_batch_begin(self, batch, logs=None):
         """Save, while the last rank is killed."""
@@ -57,7 +57,7 @@ class Fail(keras.callbacks.Callback):
 
 
 def fail(step, instruction):
-    """Fail while messages to and from this rank are on their way."""
+    """Fail while sends to and from this rank are on their way."""
     raise RuntimeError("this rank has had enough")
 
 

@@ -18,9 +18,11 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.base import Layer
 from dtransformer.models import CausalLM
 from dtransformer.parallel import job
+from dtransformer.parallel.pipeline import schedules
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.engines.pipeline_step import Step
+from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from tests.distributed import jobs
+from tests.trainers.pipeline.v_schedule import V_SCHEDULE
 
 NUM_STAGES, ROWS, WIDTH, VOCAB = 2, 8, 6, 12
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # and the number of their chunks
@@ -116,7 +118,7 @@ def keras_metrics():
 
 def losses_of_sleepy_stages(num_runs):
     """Losses of runs of ten steps, without sleeps and with them, for each schedule."""
-    run, result = Step.run, {}
+    run, result = PipelineStep.run, {}
     rng = random.Random(job.rank())
 
     def sleepy(step, instruction):
@@ -130,12 +132,12 @@ def losses_of_sleepy_stages(num_runs):
         trainer.network.build()
         first = trainer.network.get_weights()
         result[schedule] = []
-        Step.run = run
+        PipelineStep.run = run
         for _ in range(1 + num_runs // 3):
             trainer.network.set_weights(first)
             result[schedule].append(losses_of_ten_steps(trainer))
-            Step.run = sleepy
-    Step.run = run
+            PipelineStep.run = sleepy
+    PipelineStep.run = run
     return result
 
 
@@ -149,6 +151,21 @@ def losses_alone():
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
     return losses_of_ten_steps(trainer)
+
+
+def v_shaped():
+    """Ten steps of a schedule of the tests' own, whose last chunk is on the first stage."""
+    start(micro_batch_num=4, pipeline_schedule="v", pipeline_chunks=2)
+    trainer = Trainer(small_model())
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
+    result = {"losses": losses_of_ten_steps(trainer)}
+    result["evaluation"] = float(trainer.evaluate(*words(1), verbose=0, return_dict=True)["loss"])
+    result["logits"] = trainer.predict(words(1)[0], verbose=0).tolist()
+    blocks = [block for block in trainer.network.blocks.blocks if block.weights]
+    result["blocks"] = [block.name for block in blocks]
+    sent = [c for c in trainer.communication_report().collectives if c.kind == "send/recv"]
+    result["sent"] = [[c.layer, c.backward] for c in sent]
+    return result
 
 
 def reports():
@@ -192,10 +209,13 @@ def errors():
     return found
 
 
-JOBS = {job.__name__: job for job in (overflow_on_one_stage, keras_metrics, reports, errors)}
+JOBS = {
+    job.__name__: job for job in (overflow_on_one_stage, keras_metrics, reports, errors, v_shaped)
+}
 
 
 def main(folder, num_runs=12):
+    schedules.SCHEDULES["v"] = V_SCHEDULE
     dtransformer.init()
     results = {name: job() for name, job in JOBS.items()}
     results["losses_of_sleepy_stages"] = losses_of_sleepy_stages(int(num_runs))

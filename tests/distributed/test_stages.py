@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.distributed import stages
 from tests.distributed.launch import launch, needs_horovod
-from tests.tolerances import PARITY_LOSS, TRAINING
+from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, TRAINING
 
 pytestmark = needs_horovod
 
@@ -52,25 +53,38 @@ def test_sleeps_before_instructions_change_nothing(ranks):
     assert ranks[0]["losses_of_sleepy_stages"] == ranks[1]["losses_of_sleepy_stages"]
 
 
-def test_the_timeline_has_all_computations_and_messages_in_order(ranks):
+def test_a_placement_of_neighbours_on_one_stage_gives_the_numbers_of_one_process(ranks):
+    expected = stages.v_shaped()
+    for rank, blocks in zip(ranks, (["block_0", "block_3"], ["block_1", "block_2"])):
+        found = rank["v_shaped"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=PARITY_LOSS)
+        assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=PARITY_LOSS)
+        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+        assert found["blocks"] == blocks
+    # Between the chunks 1 and 2, which are on one stage, nothing is sent.
+    forth, back = ["blocks/block_0", False], ["blocks/block_2", True]
+    assert sorted(ranks[0]["v_shaped"]["sent"]) == 4 * [forth] + 4 * [back]
+    forth, back = ["blocks/block_2", False], ["blocks/block_0", True]
+    assert sorted(ranks[1]["v_shaped"]["sent"]) == 4 * [back] + 4 * [forth]
+
+
+def test_the_timeline_has_all_computations_and_transfers_in_order(ranks):
     assert ranks[0]["reports"]["events"] == ranks[1]["reports"]["events"]
     assert 0 < ranks[0]["reports"]["bubble"] < 1
     events = {
         (name, stage): (start, end) for name, stage, start, end in ranks[0]["reports"]["events"]
     }
-    computations = {(f"{kind}{k}", s) for kind in "FB" for k in range(4) for s in range(2)}
-    messages = {(f"{kind}<{k}", s) for kind, s in (("a", 1), ("g", 0)) for k in range(4)}
-    assert events.keys() == computations | messages
-    for k in range(4):  # forward, message, forward, backward, message, backward
-        way = [("F", 0), ("a<", 1), ("F", 1), ("B", 1), ("g<", 0), ("B", 0)]
-        times = [events[f"{kind}{k}", stage] for kind, stage in way]
+    way = [("F{}", 0), ("a<{}.1", 1), ("F{}.1", 1), ("B{}.1", 1), ("g<{}", 0), ("B{}", 0)]
+    assert events.keys() == {(name.format(k), stage) for name, stage in way for k in range(4)}
+    for k in range(4):
+        times = [events[name.format(k), stage] for name, stage in way]
         assert all(start <= end for start, end in times)
         assert all(before[0] <= after[1] for before, after in zip(times, times[1:]))
         starts = [start for start, _ in times]
         assert starts == sorted(starts)
 
 
-def test_messages_and_activations_are_reported(ranks):
+def test_transfers_and_activations_are_reported(ranks):
     first, last = (rank["reports"] for rank in ranks)
     shape = [stages.ROWS // 4, stages.WIDTH, 16]
     num_bytes = 4 * shape[0] * shape[1] * shape[2]

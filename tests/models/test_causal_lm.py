@@ -9,7 +9,9 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel.pipeline import dataflow, placement
+from dtransformer.parallel.pipeline.call_views import ChunkView, view
+from dtransformer.parallel.pipeline.dataflow import Dataflow
+from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
 from tests.tolerances import BLOCKS, assert_all_close
@@ -395,14 +397,14 @@ def test_stages_together_are_the_network(variant, num_stages):
     with parallel_config(pipeline_stage=num_stages):
         model = small_model(variant, num_layers=3)
         model.build()
-        plan = dataflow.Dataflow.of_network(model, ids, num_stages)
+        dataflow = Dataflow.of_network(model, ids, Placement.looped(num_stages))
     expected = model(ids).numpy()
     # Nothing but the residual stream goes on; a tied table is copied.
     for stage in range(num_stages - 1):
-        assert [value.shape for value in plan.sent_after(stage)] == [(3, 8, 16)]
+        assert [value.shape for value in dataflow.sent_after(stage)] == [(3, 8, 16)]
     received = {}
     for stage in range(num_stages):
-        with placement.view(dataflow.StageView(stage, plan, received)) as view:
+        with view(ChunkView(stage, dataflow, received)) as calls:
             logits = model(ids)
-        received = view.sent
+        received = calls.sent
     np.testing.assert_array_equal(logits, expected)

@@ -1,107 +1,105 @@
-"""What passes between the stages of a pipeline, and the computation of one part.
+"""What passes between the model chunks of a pipeline.
 
-What passes are results of placed layers. Which ones `StagePlan` finds out, by running the
-network once with stand-ins for them: it is not declared.
+What passes are results of placed layers. Which ones is found out by running the network once
+with placeholder outputs for all of them: it is not declared.
 """
 
 import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.call_views import CallNames, view
+from dtransformer.parallel.pipeline.placed_layers import chunk_of
+from dtransformer.parallel.pipeline.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """A result of a placed layer that other parts need.
+class CrossStageTensor:
+    """A result of a placed layer that other model chunks need.
 
     Args:
         name: str, the same on every rank.
         shape: tuple of ints.
         dtype: name of its type.
-        first: the part that computes it.
-        last: the last part that needs it.
+        first_chunk: the chunk that computes it.
+        last_chunk: the last chunk that needs it.
     """
 
     name: str
     shape: tuple
     dtype: str
-    first: int
-    last: int
+    first_chunk: int
+    last_chunk: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """What passes from part to part, for one shape of micro-batches.
+    """What passes from chunk to chunk, for one shape of micro-batches.
 
     Args:
-        num_parts: number of parts: of stages, where each has one chunk.
-        values: tuple of `Value`s.
+        placement: the `Placement` of the chunks.
+        tensors: tuple of `CrossStageTensor`s.
+        copies: dict of the path of a layer and the chunks that need a copy of its weights,
+            besides its own.
         outputs: nested specs of what the network returns.
     """
 
-    num_parts: int
-    values: tuple
+    placement: Placement
+    tensors: tuple
+    copies: dict = dataclasses.field(default_factory=dict)
     outputs: object = None
 
-    def sent_after(self, part):
-        """Return the `Value`s that a part hands to the next one."""
-        return [value for value in self.values if value.first <= part < value.last]
+    def sent_after(self, chunk):
+        """Return the `CrossStageTensor`s that a chunk hands to the next one."""
+        return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
 
-    def received_by(self, part):
-        """Return the `Value`s that a part has from the one before."""
-        return self.sent_after(part - 1) if part else []
+    def received_by(self, chunk):
+        """Return the `CrossStageTensor`s that a chunk has from the one before."""
+        return self.sent_after(chunk - 1) if chunk else []
+
+    def copies_of(self, layer):
+        """Return the chunks, besides its own, that need a copy of a layer's weights."""
+        return self.copies.get(layer.path, frozenset())
 
     def __str__(self):
         lines = []
-        for part in range(self.num_parts - 1):
-            for value in self.sent_after(part):
-                shape = "×".join(map(str, value.shape))
-                lines.append(f"stage {part} → {part + 1}: {value.name} {shape} {value.dtype}")
+        for chunk in range(self.placement.last_chunk):
+            there = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
+            for x in self.sent_after(chunk):
+                lines.append(f"{there}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
         return "\n".join(lines)
 
     @classmethod
-    def of(cls, function, inputs, number):
-        """Return the plan of a function of placed layers.
+    def of(cls, function, inputs, placement):
+        """Return the dataflow of a function of placed layers.
 
         Args:
             function: a function of `inputs` that returns nested tensors.
             inputs: nested tensors, or specs of known shapes: a micro-batch.
-            number: number of parts.
+            placement: the `Placement`.
 
         Raises:
-            ValueError: a part needs what a later one computes.
+            ValueError: a chunk needs what a later one computes.
         """
-        return _record(function, inputs, number).plan()
+        return _Recorder.run(function, inputs, placement).dataflow()
 
     @classmethod
-    def of_network(cls, network, inputs, number):
-        """Return the plan of a network, and let stages have the tables that they share.
+    def of_network(cls, network, inputs, placement):
+        """Return the dataflow of a network's training step.
 
         Args:
             network: a `keras.Model`.
             inputs: nested tensors, or specs of known shapes: a micro-batch.
-            number: number of parts.
+            placement: the `Placement`.
 
         Raises:
-            ValueError: a part has no layers, or needs what a later one computes; or a
+            ValueError: a chunk has no layers, or needs what a later one computes; or a
                 layer with weights has no place.
         """
-        recorder = _record(lambda inputs: network(inputs, training=True), inputs, number)
-        _check_places(network, recorder, number)
-        return recorder.plan()
-
-
-def _record(function, inputs, number):
-    recorder = _Recorder(number)
-
-    def run(inputs):
-        with placement.view(recorder):
-            recorder.outputs = function(inputs)
-
-    tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
-    return recorder
+        function = lambda inputs: network(inputs, training=True)
+        recorder = _Recorder.run(function, inputs, placement)
+        _check_places(network, recorder.layers, placement)
+        return recorder.dataflow()
 
 
 def specs_of(tensors):
@@ -112,61 +110,68 @@ def specs_of(tensors):
 
 
 class _Recorder:
-    """Stands in for placed layers, and remembers what their inputs come from."""
+    """A view of calls: gives placeholder outputs, and remembers what inputs come from."""
 
-    is_last = True  # outputs are wanted
-
-    def __init__(self, num_parts):
-        self._num_parts = num_parts
-        self._names = _Names()
-        self._results = {}  # a stand-in's name -> (layer, number of the result, name, stand-in)
+    def __init__(self, placement):
+        self._placement = placement
+        self._names = CallNames()
+        self._results = {}  # a placeholder's name -> (layer, number of the result, name, tensor)
         self._needed = []  # (layer, tensors)
         self.outputs = ()
         self.layers = []
 
-    def call(self, layer, compute, args, kwargs, stand_in):
+    @classmethod
+    def run(cls, function, inputs, placement):
+        """Return a recorder of a function, run on nested tensors or specs."""
+        recorder = cls(placement)
+
+        def run(inputs):
+            with view(recorder):
+                recorder.outputs = function(inputs)
+
+        tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
+        return recorder
+
+    def call(self, layer, compute, placeholder, args, kwargs):
         self.layers.append(layer)
-        self._needed.append((layer, tf.nest.flatten(layer.needed_inputs(*args, **kwargs))))
-        results = stand_in(*args, **kwargs)
+        self._needed.append((layer, tf.nest.flatten((args, kwargs))))
+        results = placeholder(layer, args, kwargs)
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
         name = self._names.next(layer)
         for number, x in enumerate(flat):
             self._results[x.name] = (layer, number, f"{name}:{number}", x)
         return tf.nest.pack_sequence_as(results, flat)
 
-    def plan(self):
-        """Return the `StagePlan`; say of tables which parts need a copy."""
-        return Dataflow(self._num_parts, tuple(self._values()), specs_of(self.outputs))
-
-    def _values(self):
-        last_use = {}
-        last_part, outputs = self._num_parts - 1, tf.nest.flatten(self.outputs)
-        uses = [
-            (placement.chunk_of(layer, self._num_parts), layer.path, xs)
-            for layer, xs in self._needed
-        ]
-        for part, user, tensors in [*uses, (last_part, "the output", outputs)]:
+    def dataflow(self):
+        """Return the `Dataflow`."""
+        placement, copies, last_use = self._placement, {}, {}
+        uses = [(chunk_of(layer, placement), layer.path, xs) for layer, xs in self._needed]
+        outputs = placement.last_chunk, "the output", tf.nest.flatten(self.outputs)
+        for chunk, user, tensors in [*uses, outputs]:
             for key in self._origins(tensors):
-                layer, number, name, _ = self._results[key]
-                first = placement.chunk_of(layer, self._num_parts)
+                layer, number, _, _ = self._results[key]
+                first = chunk_of(layer, placement)
                 if number in layer.results_that_are_weights:
-                    if part != first:
-                        layer.parts_with_copies = {*layer.parts_with_copies, part}
+                    if chunk != first:
+                        copies[layer.path] = copies.get(layer.path, frozenset()) | {chunk}
                     continue
-                if part < first:
+                if chunk < first:
                     raise ValueError(
-                        f"{user} is on stage {part} and needs what {layer.path} computes on stage "
-                        f"{first}: stages may not go backwards along the network"
+                        f"{user} is on {placement.describe(chunk)} and needs what {layer.path} "
+                        f"computes on {placement.describe(first)}: stages may not go backwards "
+                        "along the network"
                     )
-                last_use[key] = max(last_use.get(key, 0), part)
+                last_use[key] = max(last_use.get(key, 0), chunk)
+        tensors = []
         for key, last in last_use.items():
-            layer, number, name, x = self._results[key]
-            first = placement.chunk_of(layer, self._num_parts)
+            layer, _, name, x = self._results[key]
+            first = chunk_of(layer, placement)
             if last > first:
-                yield Value(name, tuple(x.shape), x.dtype.name, first, last)
+                tensors.append(CrossStageTensor(name, tuple(x.shape), x.dtype.name, first, last))
+        return Dataflow(placement, tuple(tensors), copies, specs_of(self.outputs))
 
     def _origins(self, tensors):
-        """Return the stand-ins that tensors are computed from, without another in between."""
+        """Return the placeholders that tensors come from, without another in between."""
         found, seen, todo = {}, set(), [x for x in tensors if tf.is_tensor(x)]
         while todo:
             x = todo.pop()
@@ -180,104 +185,18 @@ class _Recorder:
         return list(found)
 
 
-class BuildView:
-    """Builds the placed layers of this rank as they are called; of others it has stand-ins."""
-
-    def call(self, layer, compute, args, kwargs, stand_in):
-        if not placement.is_elsewhere(layer):
-            with placement.view(None):
-                return compute(*args, **kwargs)
-        if not layer.built:
-            layer.build(None)  # for its path alone
-        return stand_in(*args, **kwargs)
-
-
-class StageView:
-    """Computes one part's placed layers; others give what was received, or stand-ins.
-
-    Args:
-        part: number of the part.
-        plan: the `StagePlan`.
-        received: dict of the names of `plan.received_by(part)` and their tensors.
-
-    Attributes:
-        sent: dict of the names of `plan.sent_after(part)` and their tensors.
-        is_last: whether the part has the outputs.
-    """
-
-    def __init__(self, part, plan, received):
-        self._part, self._plan = part, plan
-        self._received = received
-        self.is_last = part == plan.num_parts - 1
-        self._names = _Names()
-        self._wanted = {value.name for value in plan.sent_after(part)}
-        self.sent = {name: x for name, x in received.items() if name in self._wanted}
-
-    def call(self, layer, compute, args, kwargs, stand_in):
-        name = self._names.next(layer)
-        if placement.chunk_of(layer, self._plan.num_parts) == self._part:
-            with placement.view(None):  # what is inside of a placed layer is with it
-                results = compute(*args, **kwargs)
-            for number, x in enumerate(tf.nest.flatten(results)):
-                if f"{name}:{number}" in self._wanted:
-                    self.sent[f"{name}:{number}"] = x
-            return results
-        results = stand_in(*args, **kwargs)
-        flat = tf.nest.flatten(results)
-        copies = layer.copies() if self._part in layer.parts_with_copies else {}
-        for number in range(len(flat)):
-            if number in copies:
-                flat[number] = copies[number]
-            else:
-                flat[number] = self._received.get(f"{name}:{number}", flat[number])
-        return tf.nest.pack_sequence_as(results, flat)
-
-
-class _Names:
-    """Names of calls, the same on every rank: a layer may be called more than once."""
-
-    def __init__(self):
-        self._numbers = {}
-
-    def next(self, layer):
-        number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
-        return f"{layer.path}#{number}" if number else layer.path
-
-
-def _check_places(network, recorder, number):
-    placed = {placement.chunk_of(layer, number) for layer in recorder.layers}
-    without = [part for part in range(number) if part not in placed]
-    if without:
-        raise ValueError(
-            f"stage {without[0]} of {number} has no layer with weights: change lambda_func or "
-            "pipeline_stage"
-        )
-    inside = {id(part) for layer in recorder.layers for part in layer._flatten_layers()}
+def _check_places(network, placed, placement):
+    used = {chunk_of(layer, placement) for layer in placed}
+    for chunk in range(placement.num_chunks):
+        if chunk not in used:
+            raise ValueError(
+                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
+                "change lambda_func or pipeline_stage"
+            )
+    inside = {id(inner) for layer in placed for inner in layer._flatten_layers()}
     for layer in network._flatten_layers():
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         if own and id(layer) not in inside:
             raise ValueError(
                 f"{layer.path} has weights, but no place in the pipeline: set its pipeline_stage"
             )
-
-
-def share_tables(network, inputs):
-    """Find out which parts share tables, and build the copies that this rank has.
-
-    There are none where the network is not in a pipeline.
-
-    Args:
-        network: a `keras.Model`, built.
-        inputs: nested tensors, or specs of known shapes: a batch.
-
-    Raises:
-        ValueError: see `StagePlan.of_network`.
-    """
-    own, num_stages = job.stage()
-    if num_stages == 1:
-        return
-    Dataflow.of_network(network, inputs, placement.num_chunks())
-    for shared, layer in placement.shared_weights(network):
-        if own in shared and not layer.weights:
-            layer.built = False
-            layer.build((None, None))

@@ -4,36 +4,36 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.pipeline import dataflow, placement
+from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
+from dtransformer.parallel.pipeline.dataflow import Dataflow, specs_of
+from dtransformer.parallel.pipeline.own_stage import has_outputs, own_chunks
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
-from dtransformer.parallel.zero.gather import unsharding
 
 
 class ForwardPass:
-    """A function of a network's layers that each stage computes its parts of, in turn.
+    """A function of a network's layers whose model chunks are computed in turn.
 
     Args:
         network: a `keras.Model`, built.
         function: a function of (inputs, state) that returns outputs, nested tensors, and a
-            state: what the part that is computed keeps for the next call, nested tensors
+            state: what the chunk that is computed keeps for the next call, nested tensors
             of its placed layers. The state that it gets is None in the first call, and
             when what passes between the stages is found out.
-        name: str, of its messages.
+        name: str, of what is sent.
 
     Attributes:
         devices: where this rank's stage computes.
+        empty_state: the state of a chunk that has nothing to keep, after the first call.
     """
 
-    def __init__(self, network, function, name):
-        self._network, self._function, self._name = network, function, name
-        self.devices, self._messages = stage_devices(), PeerToPeer()
-        self._plans, self._functions = {}, {}
+    empty_state = None
 
-    @property
-    def is_last(self):
-        """Whether this rank has the outputs."""
-        return placement.num_chunks() - 1 in placement.own_chunks()
+    def __init__(self, network, function, name):
+        self._function, self._name = function, name
+        self.devices, self._peers = stage_devices(), PeerToPeer()
+        self._functions = ChunkFunctions(network, self._compute, self.devices, name)
+        self._dataflows = {}
 
     def __call__(self, inputs, states=None):
         """Compute on every rank of the pipeline.
@@ -43,73 +43,81 @@ class ForwardPass:
             states: what the last call has returned of them; None at first.
 
         Returns:
-            The outputs, right on the last stage only, see `from_last`; and the states.
+            The outputs on the stage that has them, zeros like them elsewhere, see
+            `from_last`; and the states.
         """
-        plan, new_states, leaving = self._plan(inputs), {}, []
-        for part in placement.own_chunks():
-            state = None if states is None else states[part]
-            function = self._compiled(part, plan, state)
-            received = self._receive(plan, part)
-            outputs, sent, new_states[part] = function(function.weights(), received, inputs, state)
-            if part < plan.num_parts - 1:
-                values = plan.sent_after(part)
-                parts = self.devices.to_message(values, [sent[value.name] for value in values])
-                leaving.append(
-                    self._messages.send(parts, placement.stage_after(part), self._at(part))
-                )
-        for message in leaving:
-            message.result()
-        return self.devices.result(outputs), new_states
+        dataflow, new_states, leaving = self._dataflow(inputs), {}, []
+        placement = dataflow.placement
+        for chunk in own_chunks():
+            if not chunk:
+                passing = {}
+            elif not placement.is_local(chunk - 1):
+                passing = self._receive(dataflow, chunk)
+            state = None if states is None else states[chunk]
+            function = self._functions.of(chunk, dataflow, state is None)
+            passing, (outputs, new_states[chunk]) = function(
+                function.weights(), passing, inputs, state
+            )
+            if chunk != placement.last_chunk and not placement.is_local(chunk):
+                leaving.append(self._send(dataflow, chunk, passing))
+        for sent in leaving:
+            sent.result()
+        if has_outputs():
+            return self.devices.local(outputs), new_states
+        return zeros_like(dataflow.outputs), new_states
 
-    def _plan(self, inputs):
-        key = tuple(tf.nest.flatten(dataflow.specs_of(inputs)))
-        if key not in self._plans:
-            outputs = lambda inputs: self._function(inputs, None)[0]
-            self._plans[key] = dataflow.Dataflow.of(outputs, inputs, placement.num_chunks())
-        return self._plans[key]
+    def _compute(self, chunk, inputs, state):
+        outputs, state = self._function(inputs, state)
+        is_last = chunk == job.placement().last_chunk
+        return self.devices.replicate(outputs) if is_last else None, state
 
-    def _at(self, part):
-        """Return the name of the message after a part."""
-        return f"{self._name}_after_{part}"
+    def _dataflow(self, inputs):
+        key = tuple(tf.nest.flatten(specs_of(inputs)))
+        if key not in self._dataflows:
+            self._dataflows[key] = Dataflow.of(self._outputs, inputs, job.placement())
+        return self._dataflows[key]
 
-    def _receive(self, plan, part):
-        if not part:
-            return {}
-        values = plan.received_by(part)
-        specs = self.devices.message_specs(values)
-        name, peer = self._at(part - 1), placement.stage_before(part)
-        parts = self._messages.receive(specs, peer, name).result()
-        tensors = self.devices.from_message(values, parts)
-        return {value.name: x for value, x in zip(values, tensors)}
+    def _outputs(self, inputs):
+        outputs, self.empty_state = self._function(inputs, None)
+        return outputs
 
-    def _compiled(self, part, plan, state):
-        key = part, self.devices.shapes(plan), state is None
-        if key not in self._functions:
-            devices, values = self.devices, {v.name: v for v in plan.sent_after(part)}
+    def _name_after(self, chunk):
+        return f"{self._name}_after_{chunk}"
 
-            def compute(received, inputs, state):
-                with unsharding(self._name):
-                    with placement.view(dataflow.StageView(part, plan, received)) as view:
-                        outputs, state = self._function(inputs, state)
-                sent = {name: devices.pin(values[name], x) for name, x in view.sent.items()}
-                return devices.pin_whole(outputs), sent, state
+    def _send(self, dataflow, chunk, passing):
+        crossing = dataflow.sent_after(chunk)
+        shards = self.devices.shards(crossing, [passing[tensor.name] for tensor in crossing])
+        peer = dataflow.placement.stage_after(chunk)
+        return self._peers.send(shards, peer, self._name_after(chunk))
 
-            self._functions[key] = devices.compile(compute, self._network, part)
-        return self._functions[key]
+    def _receive(self, dataflow, chunk):
+        crossing, peer = dataflow.received_by(chunk), dataflow.placement.stage_before(chunk)
+        specs = self.devices.shard_specs(crossing)
+        shards = self._peers.receive(specs, peer, self._name_after(chunk - 1)).result()
+        tensors = self.devices.from_shards(crossing, shards)
+        return {tensor.name: x for tensor, x in zip(crossing, tensors)}
+
+
+def zeros_like(specs):
+    """Return zeros of the shapes and types of nested specs; None stays None."""
+    return tf.nest.map_structure(
+        lambda spec: None if spec is None else tf.zeros(spec.shape, spec.dtype), specs
+    )
 
 
 def from_last(tensors, name):
-    """Return the last stage's nested tensors on every stage of the pipeline.
+    """Return nested tensors of the stage with the network's outputs on every stage.
 
     Args:
         tensors: nested tensors, of the same shapes on every stage.
         name: str, the same on every stage.
     """
-    group = job.pipeline_group()
+    group, placement = job.pipeline_group(), job.placement()
     if group.size == 1:
         return tensors
+    root = group.ranks[placement.stage_of(placement.last_chunk)]
     flat = [
-        flat_shards.carried(x, "broadcast", group, f"{name}_{number}", root_rank=group.ranks[-1])
+        flat_shards.carried(x, "broadcast", group, f"{name}_{number}", root_rank=root)
         for number, x in enumerate(tf.nest.flatten(tensors))
     ]
     return tf.nest.pack_sequence_as(tensors, flat)

@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: they travel while the stages compute."""
+"""Send and receive between the stages of a pipeline, while the stages compute."""
 
 import concurrent.futures
 import threading
@@ -13,12 +13,12 @@ from dtransformer.parallel.collectives import flat_shards
 class PeerToPeer:
     """Sends and receives lists of tensors.
 
-    Horovod has no send and receive: a message is a broadcast between two ranks, which are
-    paired by its name. Each waits in a thread of its own, so that no order of sends and
-    receives can stop the job; nor can one keep a rank that fails from ending.
+    Horovod has no send and receive: a broadcast between two ranks serves, which pairs them by its
+    name. Each waits in a thread of its own, so that no order of sends and receives can stop
+    the job; nor can one keep a rank that fails from ending.
 
     Attributes:
-        ended: dict of the name of a message and when it had left or come, in seconds.
+        ended: dict of the name of a send or a receive and when it was done, in seconds.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class PeerToPeer:
         Args:
             tensors: list of tensors.
             peer: number of the stage that receives them.
-            name: str, the same there, and no other message's that is under way.
+            name: str, the same there, and no other send's that is under way.
         """
         return self._start(tensors, peer, True, name)
 
@@ -81,8 +81,8 @@ def _broadcast(tensors, peer, sends, name):
     results = list(tensors)
     for dtype, numbers in by_type.items():
         flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
-        message = f"{name}_{dtype.name}"
-        flat = flat_shards.carried(flat, "broadcast", pair, message, root_rank=root)
+        full_name = f"{name}_{dtype.name}"
+        flat = flat_shards.carried(flat, "broadcast", pair, full_name, root_rank=root)
         sizes = [tf.size(tensors[i]) for i in numbers]
         for i, part in zip(numbers, tf.split(flat, sizes, num=len(sizes))):
             results[i] = tf.reshape(part, tf.shape(tensors[i]))

@@ -1,128 +1,125 @@
-"""Pipeline stages: which layers a rank has.
+"""Which stage of a pipeline has which model chunk, as data.
 
-A layer with a `pipeline_stage` is placed: its stage alone has its weights and computes it.
-Others have no weights, and every stage that needs their results computes them.
-
-Stages may have several chunks of the network. Its parts are then counted instead: part q
-of v·p is a chunk of stage q mod p, and a `pipeline_stage` is the number of a part.
+The layers of a network are divided into model chunks that follow each other; a stage has one of
+them, or several. Schedules, the simulator and the executor ask a `Placement` who is before and
+after a chunk, and nothing else knows how chunks are laid out.
 """
 
-import contextlib
-
-from dtransformer.parallel import job, trace
-from dtransformer.parallel.config import get_parallel_config
+import dataclasses
 
 
-@contextlib.contextmanager
-def view(of):
-    """Let placed layers inside the `with` block be called through `of`."""
-    with trace.scope(stage_view=of):
-        yield of
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The stage of each model chunk, in the order of the network.
 
+    Two chunks that follow each other may be on one stage: what passes between them stays there.
 
-def current_view():
-    """Return what placed layers are called through; None where all are on this rank."""
-    return trace.current().stage_view
-
-
-def num_chunks():
-    """Return the number v·p of the parts that the network is divided into."""
-    return job.stage()[1] * get_parallel_config().pipeline_chunks
-
-
-def own_chunks():
-    """Return the numbers of the parts that this rank's stage has."""
-    own, num_stages = job.stage()
-    return range(own, num_chunks(), num_stages)
-
-
-def stage_after(part):
-    """Return the stage that has the part after one."""
-    return (part + 1) % job.stage()[1]
-
-
-def stage_before(part):
-    """Return the stage that has the part before one."""
-    return (part - 1) % job.stage()[1]
-
-
-def chunk_of(layer, number):
-    """Return which of a number of parts a placed layer is in; -1 means the last one."""
-    return layer.pipeline_stage % number if layer.pipeline_stage < 0 else layer.pipeline_stage
-
-
-def stages_of(layer):
-    """Return the stages that have a placed layer's weights, its own first."""
-    _, num_stages = job.stage()
-    parts = [chunk_of(layer, num_chunks()), *sorted(layer.parts_with_copies)]
-    return list(dict.fromkeys(part % num_stages for part in parts))
-
-
-def is_elsewhere(layer):
-    """Return whether other stages than this rank's have the layer's weights."""
-    own, num_stages = job.stage()
-    if num_stages == 1 or layer.pipeline_stage is None:
-        return False
-    return own not in stages_of(layer)
-
-
-def is_here(layer):
-    """Return whether this rank has the layer's weights."""
-    return not is_elsewhere(layer)
-
-
-def check_here(layer):
-    """Check that a placed layer that is called has its weights on this rank.
+    Args:
+        stage_of_chunk: tuple of the number of each chunk's stage.
 
     Raises:
-        RuntimeError: another stage has them.
+        ValueError: a stage has no chunk.
+
+    Example:
+
+    >>> placement = Placement((0, 1, 1, 0))
+    >>> placement.chunks_of(0), placement.stage_after(0), placement.is_local(1)
+    ((0, 3), 1, True)
     """
-    if is_elsewhere(layer):
-        raise RuntimeError(
-            f"{layer.path} is on stage {stages_of(layer)[0]} of the pipeline, this rank on stage "
-            f"{job.stage()[0]}: call fit, evaluate or predict of a Trainer, which go through "
-            "all stages"
-        )
 
+    stage_of_chunk: tuple[int, ...]
 
-def placed_layers(network):
-    """Return the layers of a network that have a place, without those inside of them."""
-    found, inside = [], set()
-    for layer in network._flatten_layers():  # the outer ones come first
-        if getattr(layer, "pipeline_stage", None) is not None and id(layer) not in inside:
-            found.append(layer)
-            inside.update(id(one) for one in layer._flatten_layers())
-    return found
+    def __post_init__(self):
+        stages = set(self.stage_of_chunk)
+        if stages != set(range(len(stages))):
+            raise ValueError(
+                f"each stage from 0 on needs a model chunk, got the stages {self.stage_of_chunk}"
+            )
 
+    @classmethod
+    def looped(cls, num_stages, chunks_per_stage=1):
+        """Return the placement that goes through all stages, again and again.
 
-def weights_of(network, part):
-    """Return the trained weights that a part of the network computes with."""
-    number = num_chunks()
-    return [
-        weight
-        for layer in placed_layers(network)
-        if part == chunk_of(layer, number) or part in layer.parts_with_copies
-        for weight in layer.trainable_variables
-    ]
+        Args:
+            num_stages: number p of stages.
+            chunks_per_stage: number v of chunks of each stage; 1 is a pipeline as it is best
+                known, a chunk a stage.
 
+        Example:
 
-def losses_of(network, part):
-    """Return the losses that layers of a part have added, those of regularizers included."""
-    number = num_chunks()
-    layers = [layer for layer in placed_layers(network) if part == chunk_of(layer, number)]
-    return [loss for layer in layers for loss in layer.losses]
+        >>> Placement.looped(3), Placement.looped(2, 2)
+        (Placement(stage_of_chunk=(0, 1, 2)), Placement(stage_of_chunk=(0, 1, 0, 1)))
+        """
+        return cls(tuple(range(num_stages)) * chunks_per_stage)
 
+    @classmethod
+    def v_shaped(cls, num_stages, chunks_per_stage=2):
+        """Return the placement that goes through all stages, and back.
 
-def shared_weights(network):
-    """Return (stages, layer) of each layer whose weights several stages have."""
-    layers = [layer for layer in placed_layers(network) if layer.parts_with_copies]
-    return [(stages_of(layer), layer) for layer in layers if len(stages_of(layer)) > 1]
+        The first stage then has the network's first and last layers. Reference: Qi et al., 2024,
+        "Pipeline parallelism with controllable memory", arXiv 2405.15362.
 
+        Example:
 
-def copies(network):
-    """Return the weights of this rank that are copies of another stage's."""
-    own, num_stages = job.stage()
-    if num_stages == 1:
-        return []
-    shared = [layer for stages, layer in shared_weights(network) if own in stages[1:]]
-    return [weight for layer in shared for weight in layer.trainable_variables]
+        >>> Placement.v_shaped(3)
+        Placement(stage_of_chunk=(0, 1, 2, 2, 1, 0))
+        """
+        there = tuple(range(num_stages))
+        ways = [there[:: -1 if number % 2 else 1] for number in range(chunks_per_stage)]
+        return cls(tuple(stage for way in ways for stage in way))
+
+    @property
+    def num_stages(self):
+        """The number of stages."""
+        return len(set(self.stage_of_chunk))
+
+    @property
+    def num_chunks(self):
+        """The number of model chunks of the network."""
+        return len(self.stage_of_chunk)
+
+    @property
+    def last_chunk(self):
+        """The number of the chunk that has the network's outputs, and the loss."""
+        return self.num_chunks - 1
+
+    def stage_of(self, chunk):
+        """Return the stage that has a chunk."""
+        return self.stage_of_chunk[chunk]
+
+    def chunks_of(self, stage):
+        """Return the numbers of a stage's chunks, in the order of the network."""
+        return tuple(c for c, other in enumerate(self.stage_of_chunk) if other == stage)
+
+    def local_index(self, chunk):
+        """Return the number of a chunk among those of its stage, from 0."""
+        return self.chunks_of(self.stage_of(chunk)).index(chunk)
+
+    def stage_before(self, chunk):
+        """Return the stage that has the chunk before one; None before the first."""
+        return self.stage_of(chunk - 1) if chunk else None
+
+    def stage_after(self, chunk):
+        """Return the stage that has the chunk after one; None after the last."""
+        return None if chunk == self.last_chunk else self.stage_of(chunk + 1)
+
+    def is_local(self, chunk):
+        """Return whether what a chunk gives the next one stays on its stage."""
+        return self.stage_after(chunk) == self.stage_of(chunk)
+
+    @property
+    def stage_pairs(self):
+        """The pairs of stages, the lower first, that send each other something."""
+        pairs = zip(self.stage_of_chunk, self.stage_of_chunk[1:])
+        return sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]})
+
+    def describe(self, chunk):
+        """Return what a chunk is called in errors.
+
+        Example:
+
+        >>> Placement.looped(2).describe(1), Placement.looped(2, 2).describe(3)
+        ('stage 1', 'model chunk 3 (stage 1)')
+        """
+        stage = f"stage {self.stage_of(chunk)}"
+        return stage if self.num_chunks == self.num_stages else f"model chunk {chunk} ({stage})"

@@ -1,126 +1,89 @@
-"""Pipeline schedules: what each stage does, in which order, as lists of instructions.
+"""Pipeline schedules: what each stage does, in which order.
 
-A schedule is a function that gives the order of a stage's computations. `instructions`
-adds the messages that these need. Stages with several chunks hold parts of the network
-that do not follow each other: chunk c of stage r is part c·p + r of v·p.
+A schedule is a function that gives the order of a stage's computations, and a row of `SCHEDULES`.
 
 References: GPipe, Huang et al., 2018, arXiv 1811.06965; 1F1B, Narayanan et al., 2019,
 "PipeDream", and Narayanan et al., 2020, arXiv 2006.09503; interleaved 1F1B, Narayanan et
 al., 2021, arXiv 2104.04473, §2.2.
 """
 
+import collections.abc
 import dataclasses
 
-from dtransformer.parallel import validators
-
-FORWARD, BACKWARD = "forward", "backward"
-SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
-SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
-REDUCE, UPDATE = "reduce", "update"
-COMPUTATIONS = (FORWARD, BACKWARD)
-
-_LETTERS = {
-    FORWARD: "F",
-    BACKWARD: "B",
-    SEND_ACTIVATIONS: "a>",
-    RECEIVE_ACTIVATIONS: "a<",
-    SEND_GRADIENTS: "g>",
-    RECEIVE_GRADIENTS: "g<",
-    REDUCE: "reduce",
-    UPDATE: "update",
-}
+from dtransformer.parallel.pipeline.instruction import (
+    BACKWARD,
+    FORWARD,
+    Instruction,
+    with_transfers,
+)
+from dtransformer.parallel.pipeline.placement import Placement
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One thing that a stage does.
-
-    Sends go on by themselves. A receive says that a message may come from now on: the
-    computation that needs it waits for it.
-
-    Args:
-        kind: one of this module's constants.
-        micro_batch: number of the micro-batch; None for the whole step's.
-        chunk: number of the part of the network among those of the stage.
-        peer: the stage at the other end of a message; None elsewhere.
-    """
-
-    kind: str
-    micro_batch: int | None = None
-    chunk: int = 0
-    peer: int | None = None
-
-    def __str__(self):
-        number = "" if self.micro_batch is None else str(self.micro_batch)
-        chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{_LETTERS[self.kind]}{number}{chunk}"
-
-
-def gpipe(stage, num_stages, num_micro_batches, num_chunks=1):
+def gpipe(stage, placement, num_micro_batches):
     """All forward passes, then all backward passes: m micro-batches are alive at once.
 
     Args:
         stage: number r of the stage, from 0.
-        num_stages: number p of stages.
+        placement: the `Placement`, with one chunk a stage.
         num_micro_batches: number m of micro-batches of a step.
-        num_chunks: must be 1.
 
     Returns:
         A list of `Instruction`s that are computations only.
 
     Example:
 
-    >>> print(*gpipe(0, num_stages=2, num_micro_batches=3))
+    >>> print(*gpipe(0, Placement.looped(2), num_micro_batches=3))
     F0 F1 F2 B0 B1 B2
     """
+    (chunk,) = placement.chunks_of(stage)
     numbers = range(num_micro_batches)
-    return [Instruction(kind, k) for kind in (FORWARD, BACKWARD) for k in numbers]
+    return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in numbers]
 
 
-def one_forward_one_backward(stage, num_stages, num_micro_batches, num_chunks=1):
+def one_forward_one_backward(stage, placement, num_micro_batches):
     """A backward pass as soon as it can be: min(p − r, m) micro-batches are alive at once.
 
     Arguments and result are those of `gpipe`.
 
     Example:
 
-    >>> print(*one_forward_one_backward(0, num_stages=2, num_micro_batches=3))
+    >>> print(*one_forward_one_backward(0, Placement.looped(2), num_micro_batches=3))
     F0 F1 B0 F2 B1 B2
     """
-    ahead = min(num_stages - stage - 1, num_micro_batches)
+    (chunk,) = placement.chunks_of(stage)
     numbers = range(num_micro_batches)
-    return _alternate(
-        ahead,
-        [Instruction(FORWARD, k) for k in numbers],
-        [Instruction(BACKWARD, k) for k in numbers],
+    return alternate(
+        min(placement.num_stages - stage - 1, num_micro_batches),
+        [Instruction(FORWARD, k, chunk) for k in numbers],
+        [Instruction(BACKWARD, k, chunk) for k in numbers],
     )
 
 
-def interleaved(stage, num_stages, num_micro_batches, num_chunks):
+def interleaved(stage, placement, num_micro_batches):
     """1F1B with v chunks a stage: p micro-batches go through a chunk, then through the next.
 
-    Arguments and result are those of `gpipe`; m is a multiple of p.
+    Arguments and result are those of `gpipe`, with a looped placement; m is a multiple of p.
 
     Example:
 
-    >>> print(*interleaved(1, num_stages=2, num_micro_batches=2, num_chunks=2))
-    F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1
+    >>> print(*interleaved(1, Placement.looped(2, 2), num_micro_batches=2))
+    F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
-    total, turn = num_micro_batches * num_chunks, num_stages * num_chunks
+    num_stages, chunks = placement.num_stages, placement.chunks_of(stage)
+    total, turn = num_micro_batches * len(chunks), num_stages * len(chunks)
 
-    def place(number):
-        """Return the micro-batch and the chunk of the number-th forward pass."""
-        group, within = divmod(number, turn)
-        return group * num_stages + within % num_stages, within // num_stages
+    def passes(kind, chunks):
+        """Return the passes in the order of a kind, whose chunks come one after the other."""
+        for number in range(total):
+            group, within = divmod(number, turn)
+            k = group * num_stages + within % num_stages
+            yield Instruction(kind, k, chunks[within // num_stages])
 
-    forwards = [Instruction(FORWARD, *place(i)) for i in range(total)]
-    last = num_chunks - 1
-    backwards = [Instruction(BACKWARD, f.micro_batch, last - f.chunk) for f in forwards]
-    ahead = min(2 * (num_stages - stage - 1) + last * num_stages, total)
-    return _alternate(ahead, forwards, backwards)
+    ahead = min(2 * (num_stages - stage - 1) + (len(chunks) - 1) * num_stages, total)
+    return alternate(ahead, [*passes(FORWARD, chunks)], [*passes(BACKWARD, chunks[::-1])])
 
 
-def _alternate(ahead, forwards, backwards):
+def alternate(ahead, forwards, backwards):
     """Return so many forward passes, then one of each in turn, then what is left."""
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
@@ -128,85 +91,99 @@ def _alternate(ahead, forwards, backwards):
     return order + backwards[len(forwards) - ahead :]
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A row of `SCHEDULES`: all that there is to a schedule.
+
+    Args:
+        order: a function as `gpipe`.
+        place: a function of the number of stages and of the chunks of each that returns the
+            `Placement`.
+        min_chunks, max_chunks: how many chunks a stage may have; None for as many as one likes.
+        full_turns: whether the number of micro-batches has to be a multiple of the stages'.
+    """
+
+    order: collections.abc.Callable
+    place: collections.abc.Callable = Placement.looped
+    min_chunks: int = 1
+    max_chunks: int | None = 1
+    full_turns: bool = False
+
+    def allows(self, chunks_per_stage):
+        """Return whether stages may have so many chunks."""
+        most = chunks_per_stage if self.max_chunks is None else self.max_chunks
+        return self.min_chunks <= chunks_per_stage <= most
 
 
-def instructions(name, num_stages, num_micro_batches, num_chunks=1):
+# The names that `pipeline_schedule` can have in the config.
+SCHEDULES = {
+    "1f1b": Schedule(one_forward_one_backward),
+    "gpipe": Schedule(gpipe),
+    "interleaved": Schedule(interleaved, min_chunks=2, max_chunks=None, full_turns=True),
+}
+
+
+def check(name, num_stages, num_micro_batches, chunks_per_stage=1):
+    """Check that a schedule can be carried out.
+
+    Args:
+        name: one of `SCHEDULES`.
+        num_stages: number p of stages.
+        num_micro_batches: number m of micro-batches of a step.
+        chunks_per_stage: number v of chunks of each stage.
+
+    Raises:
+        ValueError: there is no such schedule, there are fewer micro-batches than stages,
+            or the chunks are not what the schedule takes.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"pipeline_schedule must be one of {', '.join(SCHEDULES)}; got {name!r}")
+    schedule = SCHEDULES[name]
+    if num_micro_batches < num_stages:
+        raise ValueError(
+            f"micro_batch_num={num_micro_batches} is less than pipeline_stage={num_stages}: some "
+            f"stages would never work at the same time; set micro_batch_num={num_stages} or more"
+        )
+    if chunks_per_stage < schedule.min_chunks:
+        raise ValueError(
+            f"pipeline_schedule={name!r} needs pipeline_chunks of {schedule.min_chunks} or more, "
+            f"got {chunks_per_stage}"
+        )
+    if not schedule.allows(chunks_per_stage):
+        others = [repr(other) for other, row in SCHEDULES.items() if row.allows(chunks_per_stage)]
+        raise ValueError(
+            f"pipeline_chunks={chunks_per_stage} needs pipeline_schedule={' or '.join(others)}, "
+            f"got {name!r}"
+        )
+    if schedule.full_turns and num_micro_batches % num_stages:
+        raise ValueError(
+            f"pipeline_schedule={name!r} needs a multiple of pipeline_stage={num_stages} as "
+            f"micro_batch_num, got {num_micro_batches}"
+        )
+
+
+def instructions(name, placement, num_micro_batches):
     """Return what every stage does in a step.
 
     A stage says that it is ready to receive what its next computation needs before it
-    starts the current one, so that messages travel meanwhile.
+    starts the current one, so that sends go on meanwhile.
 
     Args:
-        name: `"gpipe"`, `"1f1b"` or `"interleaved"`.
-        num_stages: number p of stages.
-        num_micro_batches: number m of micro-batches of a step.
-        num_chunks: number v of chunks of each stage.
+        name: one of `SCHEDULES`.
+        placement: the `Placement`.
+        num_micro_batches: number m of micro-batches of a step; see `check`.
 
     Returns:
         A list with the list of `Instruction`s of each stage.
 
-    Raises:
-        ValueError: see `check_schedule`.
-
     Example:
 
-    >>> for stage in instructions("1f1b", num_stages=2, num_micro_batches=2):
+    >>> for stage in instructions("1f1b", Placement.looped(2), num_micro_batches=2):
     ...     print(*stage)
-    F0 a>0 g<0 F1 a>1 g<1 B0 B1 reduce update
-    a<0 F0 a<1 B0 g>0 F1 B1 g>1 reduce update
+    F0 a>0 g<0 F1 a>1 g<1 B0 B1
+    a<0.1 F0.1 a<1.1 B0.1 g>0.1 F1.1 B1.1 g>1.1
     """
-    validators.check_schedule(name, num_stages, num_micro_batches, num_chunks)
     return [
-        _with_messages(
-            SCHEDULES[name](stage, num_stages, num_micro_batches, num_chunks),
-            stage,
-            num_stages,
-            num_chunks,
-        )
-        for stage in range(num_stages)
+        with_transfers(SCHEDULES[name].order(stage, placement, num_micro_batches), placement)
+        for stage in range(placement.num_stages)
     ]
-
-
-def _with_messages(computations, stage, num_stages, num_chunks):
-    """Add the messages, the reduction of the gradients and the update."""
-    received = [_receive(one, stage, num_stages, num_chunks) for one in computations]
-    result = received[0][:]
-    for one, nexts in zip(computations, [*received[1:], []]):
-        result += [*nexts, one, *_send(one, stage, num_stages, num_chunks)]
-    return [*result, Instruction(REDUCE), Instruction(UPDATE)]
-
-
-def _receive(computation, stage, num_stages, num_chunks):
-    """Return what a computation needs from another stage: a list of at most one."""
-    k, chunk = computation.micro_batch, computation.chunk
-    if computation.kind == FORWARD:
-        if stage == chunk == 0:
-            return []
-        return [Instruction(RECEIVE_ACTIVATIONS, k, chunk, (stage - 1) % num_stages)]
-    if (stage, chunk) == (num_stages - 1, num_chunks - 1):
-        return []
-    return [Instruction(RECEIVE_GRADIENTS, k, chunk, (stage + 1) % num_stages)]
-
-
-def _send(computation, stage, num_stages, num_chunks):
-    """Return the message of what a computation gives: a list of at most one."""
-    k, chunk = computation.micro_batch, computation.chunk
-    if computation.kind == FORWARD:
-        if (stage, chunk) == (num_stages - 1, num_chunks - 1):
-            return []
-        return [Instruction(SEND_ACTIVATIONS, k, chunk, (stage + 1) % num_stages)]
-    if stage == chunk == 0:
-        return []
-    return [Instruction(SEND_GRADIENTS, k, chunk, (stage - 1) % num_stages)]
-
-
-def receiver(instruction, stage, num_stages):
-    """Return the stage and the instruction that a send is received by."""
-    if instruction.kind == SEND_ACTIVATIONS:
-        chunk = instruction.chunk + (stage == num_stages - 1)
-        return instruction.peer, Instruction(
-            RECEIVE_ACTIVATIONS, instruction.micro_batch, chunk, stage
-        )
-    chunk = instruction.chunk - (stage == 0)
-    return instruction.peer, Instruction(RECEIVE_GRADIENTS, instruction.micro_batch, chunk, stage)

@@ -1,7 +1,7 @@
-"""Where a pipeline stage computes: on this rank's device, or on its island's mesh.
+"""Where a pipeline stage computes: on this rank's device, or on its mesh.
 
-Both compile functions of a part of the network, and turn what passes between stages into
-tensors that messages carry.
+Both compile functions of a model chunk, and know which shards of what passes between stages
+this rank holds, sends and receives.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from dtransformer.parallel.dtensor.batch import (
 from dtransformer.parallel.dtensor.function import MeshFunction, wait
 from dtransformer.parallel.dtensor.layouts import relayout, replicate
 from dtransformer.parallel.dtensor.variable import LocalShards, specs_of, unpacked
-from dtransformer.parallel.pipeline import placement
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.parallel.sharded_variable import trained_value
 
@@ -35,16 +34,16 @@ def stage_devices():
 class OneDevice:
     """The rank's only device: tensors are what they are."""
 
-    def compile(self, function, network, part):
-        """Return the function, compiled, of a part's weights and other arguments.
+    def compile(self, function, trained):
+        """Return a function, compiled, of weights that are trained and of other arguments.
 
         Its first argument is what `weights()` of it returns: what gradients are taken of.
         """
-        return _Function(function, placement.weights_of(network, part))
+        return _Function(function, trained)
 
-    def shapes(self, plan):
-        """Return what of a `StagePlan` a function is compiled for: names, as shapes may vary."""
-        return tuple((value.name, value.first, value.last) for value in plan.values)
+    def cache_key(self, dataflow):
+        """Return what of a `Dataflow` a function is compiled for: names, as shapes may vary."""
+        return tuple((x.name, x.first_chunk, x.last_chunk) for x in dataflow.tensors)
 
     def check(self, batch):
         """Check nested tensors of a batch that is about to be computed."""
@@ -53,8 +52,8 @@ class OneDevice:
         """Return a batch as compiled functions take it."""
         return inputs, labels, sample_weight
 
-    def put_rows(self, batch):
-        """Return nested tensors of rows as compiled functions take them."""
+    def put_sharded(self, batch):
+        """Return the nested inputs of a batch as compiled functions take them."""
         return batch
 
     def put_numbers(self, numbers):
@@ -69,33 +68,33 @@ class OneDevice:
         """Return what `put_numbers` was given, inside of a compiled function."""
         return put
 
-    def pin(self, value, x):
-        """Lay a tensor out as messages of a `Value` have it, inside of a compiled function."""
+    def relayout(self, tensor, x):
+        """Lay `x` out as a `CrossStageTensor` passes, inside of a compiled function."""
         return x
 
-    def pin_whole(self, tensors):
-        """Lay nested results out as `result` takes them, inside of a compiled function."""
-        return tensors
+    def replicate(self, results):
+        """Lay nested results out as `local` takes them, inside of a compiled function."""
+        return results
 
-    def message_specs(self, values):
-        """Return (shape, dtype) of each tensor of the message of a list of `Value`s."""
-        return [(value.shape, value.dtype) for value in values]
+    def shard_specs(self, tensors):
+        """Return (shape, dtype) of each of this rank's shards of `CrossStageTensor`s."""
+        return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    def to_message(self, values, tensors):
-        """Return the tensors of the message of a list of `Value`s."""
-        return tensors
+    def shards(self, tensors, values):
+        """Return this rank's shards of the values of a list of `CrossStageTensor`s."""
+        return values
 
-    def from_message(self, values, parts):
-        """Return the tensors that the message of a list of `Value`s stands for."""
-        return parts
+    def from_shards(self, tensors, shards):
+        """Return the values of a list of `CrossStageTensor`s, from this rank's shards."""
+        return shards
 
-    def shards_of(self, weight, gradient):
-        """Return this rank's part of a gradient, in the order of the weight's shards."""
+    def gradient_shards(self, weight, gradient):
+        """Return this rank's shards of a gradient, in the order of the weight's."""
         return [tf.convert_to_tensor(gradient)]
 
-    def result(self, tensors):
+    def local(self, results):
         """Return nested results, which every device has, as tensors of this rank; None is None."""
-        return tensors
+        return results
 
     def wait(self, results):
         """Wait until nested results are computed."""
@@ -103,14 +102,24 @@ class OneDevice:
 
 
 class _Function:
-    is_new, compiled = False, ()  # as a MeshFunction's
+    """A compiled function that reads its weights by itself.
+
+    Attributes:
+        trained: list of the Keras variables that gradients are taken of.
+        is_new: whether it was compiled since this was last set to False; on a mesh alone.
+        compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
+    """
+
+    is_new, compiled = False, ()
 
     def __init__(self, function, trained):
         self.trained = trained
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
+        # TensorFlow would count the traces of all chunks as those of one function.
+        self._function._omit_frequent_tracing_warning = True
 
     def weights(self):
-        """Return what gradients are taken of: sources of the weights."""
+        """Return what gradients are taken of."""
         return [trained_value(weight) for weight in self.trained]
 
     def __call__(self, weights, *args):
@@ -125,13 +134,13 @@ def _wait_for_gpus():
 
 
 class Mesh(OneDevice):
-    """The island's mesh: a rank sends, and adds up, the slices that its own devices hold."""
+    """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
 
-    def compile(self, function, network, part):
-        return _FunctionOnMesh(function, placement.weights_of(network, part))
+    def compile(self, function, trained):
+        return _FunctionOnMesh(function, trained)
 
-    def shapes(self, plan):
-        return plan.values, repr(plan.outputs)
+    def cache_key(self, dataflow):
+        return dataflow.tensors, repr(dataflow.outputs)
 
     def check(self, batch):
         check_mesh_batch(batch)
@@ -139,7 +148,7 @@ class Mesh(OneDevice):
     def put_batch(self, inputs, labels, sample_weight):
         return put_batch(inputs, labels, sample_weight)
 
-    def put_rows(self, batch):
+    def put_sharded(self, batch):
         return put_sharded(batch)
 
     def put_numbers(self, numbers):
@@ -151,44 +160,44 @@ class Mesh(OneDevice):
     def numbers(self, put, shape):
         return tf.reshape(put[: tf.TensorShape(shape).num_elements()], shape)
 
-    def pin(self, value, x):
-        return relayout(x, self._specs(value))  # the gradient is laid out alike
+    def relayout(self, tensor, x):
+        return relayout(x, self._specs(tensor))  # the gradient is laid out alike
 
-    def pin_whole(self, tensors):
-        return replicate(tensors)
+    def replicate(self, results):
+        return replicate(results)
 
-    def message_specs(self, values):
-        return [(shape, value.dtype) for value in values for shape in self._slices(value).shapes]
+    def shard_specs(self, tensors):
+        return [(shape, x.dtype) for x in tensors for shape in self._held(x).shapes]
 
-    def to_message(self, values, tensors):
-        pairs = zip(values, tensors, strict=True)
-        return [part for value, x in pairs for part in self._slices(value).unpack(x)]
+    def shards(self, tensors, values):
+        pairs = zip(tensors, values, strict=True)
+        return [shard for tensor, x in pairs for shard in self._held(tensor).unpack(x)]
 
-    def from_message(self, values, parts):
-        parts, all_slices = iter(parts), [self._slices(value) for value in values]
-        return [slices.pack([next(parts) for _ in slices.distinct]) for slices in all_slices]
+    def from_shards(self, tensors, shards):
+        shards, all_held = iter(shards), [self._held(tensor) for tensor in tensors]
+        return [held.pack([next(shards) for _ in held.distinct]) for held in all_held]
 
-    def shards_of(self, weight, gradient):
+    def gradient_shards(self, weight, gradient):
         return unpacked(weight, gradient)
 
-    def result(self, tensors):
-        return tf.nest.map_structure(lambda x: None if x is None else local_value(x), tensors)
+    def local(self, results):
+        return tf.nest.map_structure(lambda x: None if x is None else local_value(x), results)
 
     def wait(self, results):
         wait(results)
 
     @staticmethod
-    def _specs(value):
-        """Rows are cut as those of a batch, the second dimension as a sequence."""
-        axes = ("batch", "length", *[None] * len(value.shape))[: len(value.shape)]
-        return activation_specs(axes, value.shape)
+    def _specs(tensor):
+        """Rows are sharded as those of a batch, the second dimension as a sequence."""
+        axes = ("batch", "length", *[None] * len(tensor.shape))[: len(tensor.shape)]
+        return activation_specs(axes, tensor.shape)
 
-    def _slices(self, value):
-        return LocalShards(value.shape, self._specs(value))
+    def _held(self, tensor):
+        return LocalShards(tensor.shape, self._specs(tensor))
 
 
 class _FunctionOnMesh(MeshFunction):
-    """A function on the mesh whose gradients are taken outside of it."""
+    """A function on the mesh whose gradients are taken outside of it; called as `_Function`."""
 
     is_new = False
 
@@ -207,7 +216,7 @@ class _FunctionOnMesh(MeshFunction):
 
     def _trace(self, weights, args):
         self.is_new = True
-        # The gradient of a pinned weight is laid out alike.
+        # The gradient of a weight is laid out as the weight is here.
         weights = [relayout(w, specs_of(v)) for w, v in zip(weights, self.trained)]
         return super()._trace(weights, args)
 

@@ -1,24 +1,77 @@
-"""Saving and loading the weights of a network whose layers are spread over stages."""
+"""The weights of layers that are spread over stages: built, shared, saved and loaded."""
 
 import contextlib
+import functools
 
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import broadcast_arrays
-from dtransformer.parallel.pipeline import placement
+from dtransformer.parallel.pipeline.dataflow import Dataflow
+from dtransformer.parallel.pipeline.own_stage import is_elsewhere, is_here, shared_layers
+from dtransformer.parallel.pipeline.placed_layers import placed_layers, stages_of
+
+
+def built_at_its_place(build):
+    """Return a layer's method `build`, which makes no weights where other stages have them."""
+
+    @functools.wraps(build)
+    def build_here(layer, *args, **kwargs):
+        if is_elsewhere(layer):
+            _ignore_files(layer)
+        else:
+            build(layer, *args, **kwargs)
+
+    return build_here
+
+
+def share_weights(network, inputs):
+    """Find out which stages share weights, and build the copies that this rank has.
+
+    Args:
+        network: a `keras.Model`, built.
+        inputs: nested tensors, or specs of known shapes: a batch.
+
+    Returns:
+        The `Dataflow` of the batch; None where there is no pipeline.
+
+    Raises:
+        ValueError: see `Dataflow.of_network`.
+    """
+    if job.stage()[1] == 1:
+        return None
+    dataflow = Dataflow.of_network(network, inputs, job.placement())
+    for layer in placed_layers(network):
+        layer.copied_to = dataflow.copies_of(layer)
+    for _, layer in shared_layers(network):
+        if is_here(layer) and not layer.weights:
+            _read_files(layer)
+            layer._tracker.unlock()  # Keras takes a layer without weights for complete
+            layer.build((None, None))
+    return dataflow
+
+
+def _ignore_files(layer):
+    """Let a layer of another stage, and those inside, pass by what files hold of them."""
+    for inner in layer._flatten_layers():
+        object.__setattr__(inner, "load_own_variables", lambda store: None)
+
+
+def _read_files(layer):
+    """Undo `_ignore_files`."""
+    for inner in layer._flatten_layers():
+        vars(inner).pop("load_own_variables", None)
 
 
 @contextlib.contextmanager
-def whole_network(network):
+def full_network(network):
     """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
 
     All ranks have to come here. What other stages have comes to rank 0's memory, one layer
     after the other.
     """
     lent = []
-    own, num_stages = job.stage()
     try:
-        for layer in placement.placed_layers(network) if num_stages > 1 else []:
-            owner = placement.stages_of(layer)[0]
+        for layer in placed_layers(network) if job.stage()[1] > 1 else []:
+            owner = stages_of(layer, job.placement())[0]
             if owner:  # rank 0 has the first stage's
                 for inner in layer._flatten_layers():
                     values = _from_stage(inner, owner)
@@ -36,8 +89,7 @@ def _from_stage(layer, owner):
     values, group = {}, job.pipeline_group()
     if job.stage()[0] == owner:
         layer.save_own_variables(values)
-    name = f"saved_{layer.path}"
-    return broadcast_arrays(values, group.ranks[owner], group, name)
+    return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
 
 def _lend(layer, values):
@@ -46,9 +98,3 @@ def _lend(layer, values):
             store[name] = value
 
     object.__setattr__(layer, "save_own_variables", save)
-
-
-def ignore_weights(layer):
-    """Let the layers inside of one that another stage has pass by what files hold of them."""
-    for inner in layer._flatten_layers(include_self=False):
-        object.__setattr__(inner, "load_own_variables", lambda store: None)

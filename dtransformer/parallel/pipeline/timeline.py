@@ -4,11 +4,12 @@ import dataclasses
 import json
 import pathlib
 
-from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.pipeline.instruction import BACKWARD, COMPUTATIONS, FORWARD, Instruction
+from dtransformer.parallel.pipeline.placement import Placement
 
 # Of a stage's first chunk, and of the others.
-_COLORS = {schedules.FORWARD: ("#4c78a8", "#7aa6d1"), schedules.BACKWARD: ("#f58518", "#f9b06a")}
-_MESSAGE = "#54a24b"
+_COLORS = {FORWARD: ("#4c78a8", "#7aa6d1"), BACKWARD: ("#f58518", "#f9b06a")}
+_TRANSFER = "#54a24b"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Event:
     Args:
         stage: number of the stage.
         instruction: the `Instruction`.
-        start, end: when. A message is its receiver's.
+        start, end: when. What is sent is its receiver's.
     """
 
     stage: int
-    instruction: schedules.Instruction
+    instruction: Instruction
     start: float
     end: float
 
@@ -34,7 +35,7 @@ class Event:
     def from_json(cls, value):
         """Return the event that `to_json` returned a value of."""
         stage, instruction, start, end = value
-        return cls(stage, schedules.Instruction(**instruction), start, end)
+        return cls(stage, Instruction(**instruction), start, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,47 +44,45 @@ class Timeline:
 
     Args:
         events: tuple of `Event`s, in the order of their starts.
-        num_stages: number of stages.
+        placement: the `Placement` of the chunks on the stages.
     """
 
     events: tuple
-    num_stages: int
+    placement: Placement
+
+    @property
+    def num_stages(self):
+        """The number of stages."""
+        return self.placement.num_stages
 
     def of_stage(self, stage):
         """Return the computations of a stage, in order."""
-        return [
-            e
-            for e in self.events
-            if e.stage == stage and e.instruction.kind in schedules.COMPUTATIONS
-        ]
+        return [event for event in self._computations() if event.stage == stage]
+
+    def _computations(self):
+        return [e for e in self.events if e.instruction.kind in COMPUTATIONS]
 
     @property
     def span(self):
         """The time from the first computation's start to the last one's end."""
-        events = [e for stage in range(self.num_stages) for e in self.of_stage(stage)]
+        events = self._computations()
         return max(e.end for e in events) - min(e.start for e in events)
 
     @property
     def bubble(self):
-        """The part of the span, in [0, 1), that a stage spends without computing; their mean."""
-        busy = sum(
-            e.end - e.start for stage in range(self.num_stages) for e in self.of_stage(stage)
-        )
+        """The share of the span, in [0, 1), that a stage spends without computing; their mean."""
+        busy = sum(e.end - e.start for e in self._computations())
         return 1 - busy / (self.num_stages * self.span)
-
-    def most_alive(self, stage):
-        """Return the largest number of forward passes that wait for their backward pass.
-
-        That many micro-batches' activations, of one chunk each, a stage keeps at once.
-        """
-        return most_alive([e.instruction for e in self.of_stage(stage)])
 
 
 def most_alive(instructions):
-    """Return the largest number of forward passes that wait for their backward pass."""
+    """Return the largest number of forward passes that wait for their backward pass.
+
+    That many micro-batches' activations, of one model chunk each, a stage keeps at once.
+    """
     alive = most = 0
     for instruction in instructions:
-        alive += {schedules.FORWARD: 1, schedules.BACKWARD: -1}.get(instruction.kind, 0)
+        alive += {FORWARD: 1, BACKWARD: -1}.get(instruction.kind, 0)
         most = max(most, alive)
     return most
 
@@ -96,7 +95,7 @@ def write(timeline, ideal, path):
 
     Args:
         timeline: the measured `Timeline`, in seconds.
-        ideal: the `Timeline` of the same computations without messages.
+        ideal: the `Timeline` of the same computations if sends took no time.
         path: where; it ends with .json or .png.
 
     Raises:
@@ -144,13 +143,17 @@ def plot(timeline, ideal):
         raise ImportError("pictures need matplotlib: pip install 'dtransformer[plot]'") from error
     figure = Figure(figsize=(12, 1.6 + 0.9 * timeline.num_stages), layout="constrained")
     above, below = figure.subplots(2, sharex=True)
-    for axes, shown, title in ((above, timeline, "measured"), (below, ideal, "without messages")):
+    for axes, shown, title in (
+        (above, timeline, "measured"),
+        (below, ideal, "if sends took no time"),
+    ):
         begin = min(event.start for event in shown.events)
         for event in shown.events:
-            kind, is_later = event.instruction.kind, event.instruction.chunk > 0
+            kind = event.instruction.kind
+            is_later = shown.placement.local_index(event.instruction.chunk) > 0
             start, length = (event.start - begin) * 1e3, (event.end - event.start) * 1e3
-            if kind not in schedules.COMPUTATIONS:  # a line below what its receiver does
-                axes.barh(event.stage + 0.47, length, 0.08, left=start, color=_MESSAGE)
+            if kind not in COMPUTATIONS:  # a line below what its receiver does
+                axes.barh(event.stage + 0.47, length, 0.08, left=start, color=_TRANSFER)
                 continue
             color = _COLORS[kind][is_later]
             axes.barh(event.stage, length, left=start, color=color, edgecolor="white")
@@ -162,9 +165,9 @@ def plot(timeline, ideal):
         axes.spines[["top", "right"]].set_visible(False)
     below.set_xlabel("milliseconds")
     colors = {kind: color for kind, (color, _) in _COLORS.items()}
-    if any(event.instruction.chunk for event in timeline.events):
+    if timeline.placement.num_chunks > timeline.num_stages:
         colors.update({f"{kind}, later chunk": color for kind, (_, color) in _COLORS.items()})
-    colors["message to the stage"] = _MESSAGE
+    colors["sent to the stage"] = _TRANSFER
     patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(colors), frameon=False)
     return figure

@@ -7,22 +7,22 @@ import time
 import tensorflow as tf
 
 from dtransformer.parallel.dtensor.function import new_functions
-from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.pipeline.instruction import COMPUTATIONS
 from dtransformer.parallel.pipeline.timeline import Event
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.engines.accumulation import seed_of
 
-# Most that a stage on CPUs waits until a message has left. The threads that send it share the
+# Most that a stage on CPUs waits until what it sends has left. The threads that send it share the
 # cores with its next computation, beside which they need three times as long. With one chunk a
 # stage the receiver waits for it; with more it has other work, and so has this one.
 _SECONDS_TO_LEAVE = 0.01
 
 
-class Step:
+class PipelineStep:
     """A training step of this rank's stage.
 
     Args:
-        plane: the `PipelinePlane`.
+        engine: the `PipelineEngine`.
         batches: list of the micro-batches, each (inputs, labels, sample_weight) as compiled
             functions take them.
         num_rows: number of rows of each, those that were added for the mesh not counted.
@@ -30,25 +30,26 @@ class Step:
         seed: int32 tensor [2].
 
     Attributes:
-        plan: the `StagePlan` of a micro-batch.
-        sums: dict of what the last stage's logs are made of.
+        dataflow: the `Dataflow` of a micro-batch.
+        sums: dict of what the logs are made of, on the stage that has the loss.
         events: list of the `Event`s of computations.
-        sent: dict of the names of messages and when they were sent.
-        received: dict of the names of messages and the `Event` of their coming.
+        sent: dict of the names of sends and when they began.
+        received: dict of the names of receives and their `Event`s.
         compiled: names of the functions that were compiled, if any were.
     """
 
-    def __init__(self, plane, batches, num_rows, count, loss_scale, seed):
-        self._plane, self._devices = plane, plane.devices
+    def __init__(self, engine, batches, num_rows, count, loss_scale, seed):
+        self._engine, self._devices = engine, engine.devices
         self._batches, self._num_rows = batches, num_rows
         self._count, self._loss_scale, self._seed = count, loss_scale, seed
-        self.plan = plane.plan(batches[0][0])
-        self._weights = {}  # part -> what gradients are taken of
-        self._tapes = {}  # (part, micro-batch) -> what its backward pass needs
-        self._arriving = {}  # name of a message -> future
+        self.dataflow = engine.dataflow(batches[0][0])
+        self._last_chunk = self.dataflow.placement.last_chunk
+        self._weights = {}  # chunk -> what gradients are taken of
+        self._tapes = {}  # (chunk, micro-batch) -> what its backward pass needs
+        self._arriving = {}  # name of a receive -> future
         self._leaving = []
-        self._results = {}  # name of a message -> tensors
-        self._gradients = {}  # id of a weight -> list of what this rank has of it
+        self._handed = {}  # name of what passes a border -> tensors, until they are taken
+        self._gradients = {}  # id of a weight -> list of this rank's shards
         self._outputs = []
         self.sums, self.events, self.compiled = {}, [], []
         self.sent, self.received = {}, {}
@@ -57,18 +58,18 @@ class Step:
         """Carry an instruction out."""
         self._started = time.time()
         getattr(self, f"_{instruction.kind}")(instruction)
-        if instruction.kind in schedules.COMPUTATIONS:
-            event = Event(self._plane.stage, instruction, self._started, time.time())
+        if instruction.kind in COMPUTATIONS:
+            event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
 
     def finish(self):
         """Wait until everything has left."""
-        for message in self._leaving:
-            message.result()
+        for sent in self._leaving:
+            sent.result()
         for name, event in self.received.items():
-            end = self._plane.messages.ended[name]
+            end = self._engine.peers.ended[name]
             self.received[name] = dataclasses.replace(event, end=end)
-        functions = [self._plane.function(part, self.plan) for part in self._weights]
+        functions = [self._engine.function(chunk, self.dataflow) for chunk in self._weights]
         if any(function.is_new for function in functions):
             self.compiled = [name for function in functions for name in function.compiled]
             self.compiled += new_functions()  # those of gradients
@@ -76,8 +77,8 @@ class Step:
                 function.is_new = False
 
     def all_gradients(self):
-        """Return a list of what this rank has of each weight's gradient."""
-        weights = self._plane.network.trainable_variables
+        """Return for each weight the list of this rank's shards of its gradient."""
+        weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
         grads.check_used(weights, gradients)
         return gradients
@@ -86,105 +87,108 @@ class Step:
         """Return the outputs of all micro-batches; None where they are not wanted, or not here."""
         if not self._outputs:
             return None
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *self._outputs)
+        return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *self._outputs)
 
-    # Messages: what passes the border after a part, forwards or backwards.
-
-    def _activations_after(self, part, k):
-        return f"activations_{k}_after_{part}"
-
-    def _gradients_after(self, part, k):
-        return f"gradients_{k}_after_{part}"
+    # What passes the border after a chunk, forwards or backwards: by send and receive, or from
+    # hand to hand where both chunks are on this stage.
 
     def _receive_activations(self, one):
-        border = self._plane.part_of(one) - 1
-        self._receive(one, border, self._activations_after(border, one.micro_batch))
+        self._receive(one, one.chunk - 1, _activations(one.micro_batch, one.chunk - 1))
 
     def _receive_gradients(self, one):
-        border = self._plane.part_of(one)
-        self._receive(one, border, self._gradients_after(border, one.micro_batch))
+        self._receive(one, one.chunk, _gradients(one.micro_batch, one.chunk))
 
     def _receive(self, one, border, name):
-        specs = self._devices.message_specs(self.plan.sent_after(border))
-        self._arriving[name] = self._plane.messages.receive(specs, one.peer, name)
-        self.received[name] = Event(self._plane.stage, one, time.time(), None)
+        specs = self._devices.shard_specs(self.dataflow.sent_after(border))
+        self._arriving[name] = self._engine.peers.receive(specs, one.peer, name)
+        self.received[name] = Event(self._engine.stage, one, time.time(), None)
 
     def _send_activations(self, one):
-        self._send(one, self._activations_after(self._plane.part_of(one), one.micro_batch))
+        self._send(one, one.chunk, _activations(one.micro_batch, one.chunk))
 
     def _send_gradients(self, one):
-        self._send(one, self._gradients_after(self._plane.part_of(one) - 1, one.micro_batch))
+        self._send(one, one.chunk - 1, _gradients(one.micro_batch, one.chunk - 1))
 
-    def _send(self, one, name):
+    def _send(self, one, border, name):
+        crossing = self.dataflow.sent_after(border)
+        shards = self._devices.shards(crossing, self._handed.pop(name))
         self.sent[name] = time.time()
-        self._leaving.append(self._plane.messages.send(self._results.pop(name), one.peer, name))
-        if self._plane.waits_for_messages:
+        self._leaving.append(self._engine.peers.send(shards, one.peer, name))
+        if self._engine.waits_for_sends:
             concurrent.futures.wait(self._leaving[-1:], _SECONDS_TO_LEAVE)
 
-    def _arrived(self, border, name):
-        """Wait for a message; return the `Value`s that pass a border and their tensors."""
-        parts = self._arriving.pop(name).result()
+    def _take(self, border, name):
+        """Return the tensors that pass a border, in the order of `dataflow.sent_after(border)`."""
+        if name in self._handed:
+            return self._handed.pop(name)
+        shards = self._arriving.pop(name).result()
         self._started = time.time()  # what comes before is waiting
-        values = self.plan.sent_after(border)
-        return values, self._devices.from_message(values, parts)
+        return self._devices.from_shards(self.dataflow.sent_after(border), shards)
 
     # Computations.
 
     def _forward(self, one):
-        k, plane, part = one.micro_batch, self._plane, self._plane.part_of(one)
-        values, received = [], []
-        if part:
-            values, received = self._arrived(part - 1, self._activations_after(part - 1, k))
-        seed = self._devices.put_numbers(seed_of(self._seed, k, plane.number))
-        function = plane.function(part, self.plan)
-        if part not in self._weights:
-            self._weights[part] = function.weights()
-        weights = self._weights[part]
+        k, chunk, devices = one.micro_batch, one.chunk, self._devices
+        received = self._take(chunk - 1, _activations(k, chunk - 1)) if chunk else []
+        seed = devices.put_numbers(seed_of(self._seed, k, len(self._batches)))
+        function = self._engine.function(chunk, self.dataflow)
+        if chunk not in self._weights:
+            self._weights[chunk] = function.weights()
+        weights = self._weights[chunk]
+        names = [tensor.name for tensor in self.dataflow.received_by(chunk)]
         with tf.GradientTape() as tape:
             tape.watch([*weights, *received])
-            by_name = {value.name: x for value, x in zip(values, received)}
-            sent, loss, sums, outputs = function(
-                weights, by_name, *self._batches[k], self._count, self._loss_scale, seed
+            sent, (loss, sums, outputs) = function(
+                weights,
+                dict(zip(names, received, strict=True)),
+                *self._batches[k],
+                *(self._count, self._loss_scale, seed),
             )
-        values = self.plan.sent_after(part)
-        sent = [sent[value.name] for value in values]
-        self._tapes[part, k] = tape, sent, loss, received
-        self._results[self._activations_after(part, k)] = self._devices.to_message(values, sent)
+        sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
+        self._tapes[chunk, k] = tape, sent, loss, received
+        if chunk != self._last_chunk:
+            self._handed[_activations(k, chunk)] = sent
         for name, x in sums.items():
-            self.sums[name] = self._devices.result(x) + self.sums.get(name, 0.0)
+            self.sums[name] = devices.local(x) + self.sums.get(name, 0.0)
         if outputs is not None:
-            outputs = self._devices.result(outputs)
+            outputs = devices.local(outputs)
             self._outputs.append(tf.nest.map_structure(lambda x: x[: self._num_rows], outputs))
 
     def _backward(self, one):
-        k, plane, part = one.micro_batch, self._plane, self._plane.part_of(one)
+        k, chunk = one.micro_batch, one.chunk
         upstream = []
-        if part != plane.last_part:
-            _, upstream = self._arrived(part, self._gradients_after(part, k))
-        tape, sent, loss, received = self._tapes.pop((part, k))
-        weights = self._weights[part]
+        if chunk != self._last_chunk:
+            upstream = self._take(chunk, _gradients(k, chunk))
+        tape, sent, loss, received = self._tapes.pop((chunk, k))
+        weights = self._weights[chunk]
         found = tape.gradient(
             [*sent, loss], [*weights, *received], [*upstream, self._devices.put_one()]
         )
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
-        values = self.plan.received_by(part)
-        self._results[self._gradients_after(part - 1, k)] = self._devices.to_message(
-            values, [tf.zeros_like(x) if g is None else g for x, g in zip(received, passed)]
-        )
-        self._add_up(plane.function(part, self.plan).trained, gradients)
+        if chunk:
+            self._handed[_gradients(k, chunk - 1)] = [
+                tf.zeros_like(x) if gradient is None else gradient
+                for x, gradient in zip(received, passed, strict=True)
+            ]
+        self._add_up(self._engine.function(chunk, self.dataflow).trained, gradients)
 
     def _add_up(self, weights, gradients):
         new = {
-            id(weight): self._devices.shards_of(weight, gradient)
+            id(weight): self._devices.gradient_shards(weight, gradient)
             for weight, gradient in zip(weights, gradients)
             if gradient is not None
         }
         known = [key for key in new if key in self._gradients]
-        totals = self._plane.add(*([own[key] for key in known] for own in (self._gradients, new)))
+        totals = self._engine.add(*([own[key] for key in known] for own in (self._gradients, new)))
         self._gradients.update({**new, **dict(zip(known, totals))})
 
-    def _reduce(self, one):
-        """The update plane does it, with all gradients."""
 
-    _update = _reduce
+def _activations(k, border):
+    """Return the name of a micro-batch's activations that pass the border after a chunk."""
+    return f"activations_{k}_after_{border}"
+
+
+def _gradients(k, border):
+    """Return the name of a micro-batch's gradients that pass the border after a chunk."""
+    return f"gradients_{k}_after_{border}"

@@ -1,0 +1,107 @@
+"""What a call of a placed layer does, while a network is built or one model chunk computed.
+
+Inside of `with view(...)` placed layers are called through a view: it computes those that are
+its own, and gives placeholder outputs, or what was received, for those of other stages.
+"""
+
+import contextlib
+
+import tensorflow as tf
+
+from dtransformer.parallel import trace
+from dtransformer.parallel.pipeline.own_stage import check_here, is_here
+from dtransformer.parallel.pipeline.placed_layers import chunk_of
+from dtransformer.parallel.pipeline.placeholders import check_output, placeholder_outputs
+
+
+@contextlib.contextmanager
+def view(of):
+    """Let placed layers inside the `with` block be called through `of`."""
+    with trace.scope(stage_view=of):
+        yield of
+
+
+def call_at_its_place(layer, compute, args, kwargs, placeholder=placeholder_outputs):
+    """Return compute(*args, **kwargs), or what there is of it where another stage computes it.
+
+    Args:
+        layer: the layer.
+        compute: a method of it.
+        args, kwargs: the method's arguments.
+        placeholder: a function of (layer, args, kwargs) that returns placeholder outputs.
+
+    Raises:
+        RuntimeError: another stage has the layer, and no view is there to stand for it.
+    """
+    if layer.pipeline_stage is None:
+        return compute(*args, **kwargs)
+    current = trace.current().stage_view
+    if current is not None:
+        return current.call(layer, compute, placeholder, args, kwargs)
+    check_here(layer)
+    return compute(*args, **kwargs)
+
+
+class BuildView:
+    """Builds the placed layers of this rank as they are called."""
+
+    def call(self, layer, compute, placeholder, args, kwargs):
+        if is_here(layer):
+            with view(None):
+                return compute(*args, **kwargs)
+        if not layer.built:
+            layer.build(None)  # for its path alone
+        return placeholder(layer, args, kwargs)
+
+
+class ChunkView:
+    """Computes one chunk's placed layers; others give what was received, or placeholders.
+
+    Args:
+        chunk: number of the model chunk.
+        dataflow: the `Dataflow`.
+        received: dict of the names of `dataflow.received_by(chunk)` and their tensors.
+
+    Attributes:
+        sent: dict of the names of `dataflow.sent_after(chunk)` and their tensors.
+    """
+
+    def __init__(self, chunk, dataflow, received):
+        self._chunk, self._dataflow, self._received = chunk, dataflow, received
+        self._names = CallNames()
+        self._wanted = {tensor.name for tensor in dataflow.sent_after(chunk)}
+        self.sent = {name: x for name, x in received.items() if name in self._wanted}
+
+    def call(self, layer, compute, placeholder, args, kwargs):
+        name = self._names.next(layer)
+        if chunk_of(layer, self._dataflow.placement) == self._chunk:
+            with view(None):  # what is inside of a placed layer is with it
+                results = compute(*args, **kwargs)
+            self._keep_sent(layer, name, results, args, kwargs)
+            return results
+        results = placeholder(layer, args, kwargs)
+        flat = tf.nest.flatten(results)
+        for number, x in enumerate(flat):
+            flat[number] = self._received.get(f"{name}:{number}", x)
+        if self._chunk in self._dataflow.copies_of(layer):
+            for number, weight in layer.results_that_are_weights.items():
+                flat[number] = tf.convert_to_tensor(getattr(layer, weight))
+        return tf.nest.pack_sequence_as(results, flat)
+
+    def _keep_sent(self, layer, name, results, args, kwargs):
+        for number, x in enumerate(tf.nest.flatten(results)):
+            if f"{name}:{number}" in self._wanted:
+                check_output(layer, number, x, args, kwargs)
+                self.sent[f"{name}:{number}"] = x
+
+
+class CallNames:
+    """Names of calls, the same on every rank: a layer may be called more than once."""
+
+    def __init__(self):
+        self._numbers = {}
+
+    def next(self, layer):
+        """Return the name of a layer's next call."""
+        number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
+        return f"{layer.path}#{number}" if number else layer.path

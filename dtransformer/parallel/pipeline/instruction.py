@@ -1,0 +1,102 @@
+"""Instructions: what a stage of a pipeline does for a micro-batch, and which need each other.
+
+Who sends to whom follows from the placement of the model chunks alone, whatever the schedule.
+"""
+
+import dataclasses
+
+FORWARD, BACKWARD = "forward", "backward"
+SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
+SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
+COMPUTATIONS = (FORWARD, BACKWARD)
+SENDS = (SEND_ACTIVATIONS, SEND_GRADIENTS)
+RECEIVES = (RECEIVE_ACTIVATIONS, RECEIVE_GRADIENTS)
+
+_LETTERS = {
+    FORWARD: "F",
+    BACKWARD: "B",
+    SEND_ACTIVATIONS: "a>",
+    RECEIVE_ACTIVATIONS: "a<",
+    SEND_GRADIENTS: "g>",
+    RECEIVE_GRADIENTS: "g<",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One thing that a stage does for one micro-batch.
+
+    Sends go on by themselves. A receive says that something may come from now on: the
+    computation that needs it waits for it.
+
+    Args:
+        kind: one of this module's constants.
+        micro_batch: number of the micro-batch.
+        chunk: number of the model chunk that computes, gives or takes; see `Placement`.
+        peer: the stage at the other end of a send or a receive; None elsewhere.
+    """
+
+    kind: str
+    micro_batch: int
+    chunk: int = 0
+    peer: int | None = None
+
+    def __str__(self):
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{_LETTERS[self.kind]}{self.micro_batch}{chunk}"
+
+
+def with_transfers(computations, placement):
+    """Return the computations of a stage with the sends and receives that they need.
+
+    A stage says that it is ready to receive what its next computation needs before it
+    starts the current one, so that sends go on meanwhile.
+    """
+    inputs = [input_of(one, placement) for one in computations]
+    received = [[i] if i and i.kind not in COMPUTATIONS else [] for i in inputs]
+    result = received[0][:]
+    for one, nexts in zip(computations, [*received[1:], []]):
+        result += [*nexts, one, *send_of(one, placement)]
+    return result
+
+
+def input_of(computation, placement):
+    """Return the instruction of the same stage that gives a computation what it computes with.
+
+    That is a receive, or the computation of a chunk before or after that is on the same stage:
+    for the backward pass of the last chunk its own forward pass. None for the network's inputs.
+    """
+    k, chunk = computation.micro_batch, computation.chunk
+    if computation.kind == FORWARD:
+        kind, receive, neighbour = FORWARD, RECEIVE_ACTIVATIONS, chunk - 1
+        peer = placement.stage_before(chunk)
+        if peer is None:
+            return None
+    else:
+        kind, receive, neighbour = BACKWARD, RECEIVE_GRADIENTS, chunk + 1
+        peer = placement.stage_after(chunk)
+        if peer is None:
+            return Instruction(FORWARD, k, chunk)
+    if peer == placement.stage_of(chunk):
+        return Instruction(kind, k, neighbour)
+    return Instruction(receive, k, chunk, peer)
+
+
+def send_of(computation, placement):
+    """Return the send of what a computation gives to another stage: a list of at most one."""
+    k, chunk = computation.micro_batch, computation.chunk
+    if computation.kind == FORWARD:
+        kind, peer = SEND_ACTIVATIONS, placement.stage_after(chunk)
+    else:
+        kind, peer = SEND_GRADIENTS, placement.stage_before(chunk)
+    if peer is None or peer == placement.stage_of(chunk):
+        return []
+    return [Instruction(kind, k, chunk, peer)]
+
+
+def receive_of(send, placement):
+    """Return the instruction of the stage `send.peer` that receives a send."""
+    sender = placement.stage_of(send.chunk)
+    if send.kind == SEND_ACTIVATIONS:
+        return Instruction(RECEIVE_ACTIVATIONS, send.micro_batch, send.chunk + 1, sender)
+    return Instruction(RECEIVE_GRADIENTS, send.micro_batch, send.chunk - 1, sender)

@@ -1,0 +1,74 @@
+"""Placeholder outputs: what layers of another stage give while a computation is traced.
+
+They have the shapes and types of the layer's results, from its `compute_output_spec`, and any
+values: nothing that a stage computes for others depends on them.
+"""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+
+def output_specs(layer, args, kwargs):
+    """Return nested `keras.KerasTensor`s like the results of layer(*args, **kwargs).
+
+    They come from the layer's `compute_output_spec`, which by Keras' rules asks its
+    `compute_output_shape`. A layer that has neither gives what its first input is, in its
+    compute type: it cannot be traced, as its weights are elsewhere.
+    """
+    first = _first_tensor(args, kwargs)
+    if first is None or _has_shape_rule(type(layer)):
+        return layer.compute_output_spec(*args, **kwargs)
+    return keras.KerasTensor(tuple(first.shape), layer.compute_dtype)
+
+
+def placeholder_outputs(layer, args, kwargs):
+    """Return nested tensors like the results of layer(*args, **kwargs).
+
+    Dimensions that are not known while tracing are those of the first input.
+    """
+    specs = output_specs(layer, args, kwargs)
+    first = _first_tensor(args, kwargs)
+    dims = [] if first is None else static_or_dynamic_shape(first)
+
+    def zeros(spec):
+        known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
+        return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
+
+    return tf.nest.map_structure(zeros, specs)
+
+
+def check_output(layer, number, x, args, kwargs):
+    """Check that a result of a layer is what other stages take it for.
+
+    Args:
+        layer: the layer, called with args and kwargs.
+        number: number of the result among the flattened results.
+        x: the result, a tensor.
+
+    Raises:
+        ValueError: its shape or type is not what the layer's shape rule tells.
+    """
+    specs = dict(enumerate(tf.nest.flatten(output_specs(layer, args, kwargs))))
+    spec = specs.get(number)
+    if spec is None or not x.shape.is_compatible_with(spec.shape) or x.dtype != spec.dtype:
+        told = "there is none" if spec is None else f"{spec.dtype} {tuple(spec.shape)}"
+        raise ValueError(
+            f"result {number} of {layer.path} is {x.dtype.name} {tuple(x.shape)}, but by its shape "
+            f"rule {told}: other pipeline stages go by the rule; give the layer a "
+            "compute_output_shape, or a compute_output_spec where results are not of its compute "
+            "type"
+        )
+
+
+def _has_shape_rule(kind):
+    base = keras.layers.Layer
+    return (
+        kind.compute_output_shape is not base.compute_output_shape
+        or kind.compute_output_spec is not base.compute_output_spec
+    )
+
+
+def _first_tensor(args, kwargs):
+    return next((x for x in tf.nest.flatten((args, kwargs)) if tf.is_tensor(x)), None)

@@ -1,0 +1,41 @@
+"""Gradients of weights that several stages have are added up."""
+
+from dtransformer.parallel import job
+from dtransformer.parallel.pipeline.own_stage import shared_layers
+
+
+class SharedGradients:
+    """The weights of this rank's stage that other stages have too.
+
+    Every rank of the job makes one at the same time.
+
+    Args:
+        network: a `keras.Model`, whose shared weights are built.
+    """
+
+    def __init__(self, network):
+        numbers = {id(w): i for i, w in enumerate(network.trainable_variables)}
+        pipelines = dict.fromkeys(job.topology().pipeline_group(r) for r in range(job.size()))
+        self._shared = []  # number and path of the weight, and the group that has it
+        for stages, layer in shared_layers(network):
+            for ranks in pipelines:
+                group = job.agreed_group(sorted(ranks[stage] for stage in stages))
+                if group.index is not None:
+                    weights = layer.trainable_variables
+                    self._shared += [(numbers[id(w)], w.path, group) for w in weights]
+
+    def add_up(self, gradients):
+        """Return the gradients, those of shared weights summed over the stages.
+
+        Args:
+            gradients: for each trained weight a list of tensors, its gradient's shards.
+        """
+        hvd, gradients = job.horovod(), list(gradients)
+        for i, path, group in self._shared:
+            gradients[i] = [
+                hvd.allreduce(
+                    shard, op=hvd.Sum, name=f"copies_{path}_{n}", process_set=group.process_set
+                )
+                for n, shard in enumerate(gradients[i])
+            ]
+        return gradients
