@@ -67,7 +67,7 @@ def work(args):
         print(json.dumps(report))
         return
     trainer.network.build()
-    trainer._start_optimizer()
+    trainer.training_state()
     built = time.perf_counter()
     made = peak_bytes() - empty
     tensor_bytes = passing_bytes(lambda: trainer.restore(path))

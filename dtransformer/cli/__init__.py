@@ -1,12 +1,13 @@
 """The command line: dtransformer prepare | train | translate | evaluate | checkpoint | doctor.
 
-What a user can mend is told in one line, with exit code 2. Imports that take long
-come after the arguments are parsed.
+An error that the user can correct is printed in one line, with exit code 2. Imports that take
+long come after the arguments are parsed.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from dtransformer.errors import InputError
 from dtransformer.version import __version__
@@ -144,8 +145,12 @@ def _run(arguments):
     return 0
 
 
-def main(argv=None):
-    """Run the command line; return the exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    Args:
+        argv: the arguments; None for those of the process.
+    """
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments) or 0

@@ -2,17 +2,26 @@
 
 import dataclasses
 import json
+import os
 import time
 
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
-from dtransformer.trainers.checkpoint import Checkpoint, export, files
+from dtransformer.trainers.checkpoint import Checkpoint, export, folders
 
 
-def inspect(path, as_json=False):
-    """Print what a checkpoint holds."""
-    checkpoint = Checkpoint(files.open_or_latest(path)[0])
+def inspect(path: str | os.PathLike, as_json: bool = False) -> None:
+    """Print what a checkpoint holds.
+
+    Args:
+        path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
+        as_json: whether to print its manifest as JSON.
+
+    Raises:
+        InputError: there is no checkpoint, or its manifest is damaged.
+    """
+    checkpoint = Checkpoint(folders.checkpoints_of(path)[0])
     manifest = checkpoint.manifest
     if as_json:
         print(json.dumps({"path": str(checkpoint.path), **manifest}, indent=1))
@@ -25,7 +34,7 @@ def inspect(path, as_json=False):
         for name, value in manifest["parallel"].items()
         if value not in (default.get(name), 1)
     ]
-    sizes = [row["bytes"] for row in manifest["files"].values()]
+    sizes = [file["bytes"] for file in manifest["files"].values()]
     rows = [("tensor", "shape", "type")]
     rows += [
         (name, "×".join(map(str, shape)) or "scalar", dtype)
@@ -35,37 +44,42 @@ def inspect(path, as_json=False):
     if position is not None:
         print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
     ranks = f"{manifest['ranks']} rank{'s' * (manifest['ranks'] > 1)}"
-    print(f"Saved by {ranks}: {', '.join(parallel) or 'nothing divided'}")
+    print(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}")
     print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
     print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
     print("\n".join(columns(rows)))
 
 
-def verify(path):
+def verify(path: str | os.PathLike) -> None:
     """Compare all files of the checkpoints of a path with their checksums; print what is wrong.
 
+    Args:
+        path: a checkpoint's folder, or a folder of checkpoints.
+
     Raises:
-        InputError: a checkpoint is damaged.
+        InputError: there is no checkpoint, or one is damaged.
     """
     damaged = 0
-    for folder in files.open_or_latest(path):
+    for folder in folders.checkpoints_of(path):
         try:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
         except InputError as error:
             problems = [str(error)]
         print(
-            f"{folder}: {'; '.join(problems) or f'{len(checkpoint.file_names())} files are whole'}"
+            f"{folder}: {'; '.join(problems) or f'{len(checkpoint.file_names())} files are intact'}"
         )
         damaged += bool(problems)
     if damaged:
         raise InputError(
-            f"{path}: {damaged} damaged; restoring takes the newest that is whole, and replaces parts "
+            f"{path}: {damaged} damaged; restoring takes the newest intact one, and replaces files "
             "that have a replica"
         )
 
 
-def export_weights(path, out, with_optimizer=False):
-    """Write the weights of a checkpoint to a file for one process."""
+def export_weights(
+    path: str | os.PathLike, out: str | os.PathLike, with_optimizer: bool = False
+) -> None:
+    """Write the weights of a checkpoint to a file for one process; see `checkpoint.export`."""
     number = export(path, out, with_optimizer=with_optimizer)
     print(f"{out}: {number} tensors")

@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import os
 import pathlib
 import types
 import typing
+from collections.abc import Iterable
 
 import yaml
 
@@ -24,9 +26,9 @@ class DataOptions:
     dev_source: str | None = None
     dev_target: str | None = None
     max_length: int = 128  # tokens of a sentence; longer pairs are left out of training
-    max_ratio: float | None = None  # so many times more words of one side: left out too
-    distinct: bool = False  # whether pairs that stood before are left out too
-    batch_tokens: int | None = 4096  # tokens of a global batch, padding counted
+    max_ratio: float | None = None  # pairs with more times the words on one side: left out too
+    distinct: bool = False  # whether repeated pairs are left out too
+    batch_tokens: int | None = 4096  # tokens of one side of a global batch, padding included
     batch_size: int | None = None  # or sentences of a global batch
     num_buckets: int = 8
     shuffle: bool = True
@@ -79,9 +81,9 @@ class TrainingOptions:
     steps_per_execution: int = 1
     local_devices: int = 1  # of each rank
     seed: int = 0
-    checkpoint_steps: int = 0  # a checkpoint after so many steps; 0 for one an epoch
-    checkpoint_minutes: float = 0  # or after so much time
-    keep_checkpoints: int = 2  # the newest ones, and the best by val_loss
+    checkpoint_steps: int = 0  # steps between checkpoints; 0 for one checkpoint an epoch
+    checkpoint_minutes: float = 0  # or the time between them
+    keep_checkpoints: int = 2  # the newest ones; the best by val_loss is kept in addition
     bleu_sentences: int = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
 
@@ -97,7 +99,7 @@ class SearchOptions:
 
 @dataclasses.dataclass
 class RunConfig:
-    """Everything about a run, as its folder keeps it in config.yaml."""
+    """All options of a run, as its folder keeps them in config.yaml."""
 
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     tokenizer: TokenizerOptions = dataclasses.field(default_factory=TokenizerOptions)
@@ -144,18 +146,15 @@ _CHOICES = {
 }
 
 
-def load_config(path=None, settings=()):
-    """Read a config file, and replace what `--set` gives.
+def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
+    """Read a config file, and replace the values that `--set` gives.
 
     Args:
         path: a YAML file; None for the defaults.
-        settings: list of "section.key=value".
-
-    Returns:
-        A `RunConfig`.
+        settings: texts "section.key=value".
 
     Raises:
-        InputError: the file is missing or no YAML, a key is unknown (names the
+        InputError: the file is missing or not YAML, a key is unknown (says the
             nearest known one), or a value is wrong.
     """
     config = RunConfig()
@@ -169,14 +168,14 @@ def load_config(path=None, settings=()):
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise InputError(
-                f"--set {setting}: the value is no YAML ({_first_line(error)})"
+                f"--set {setting}: the value is not YAML ({_first_line(error)})"
             ) from None
         _set(config, key.strip(), value, "--set")
     return config
 
 
-def save_config(config, path):
-    """Write a `RunConfig` as YAML."""
+def save_config(config: RunConfig, path: str | os.PathLike) -> None:
+    """Write the options of a run as YAML."""
     sections = {
         section.name: dataclasses.asdict(getattr(config, section.name))
         for section in dataclasses.fields(config)
@@ -194,7 +193,7 @@ def _read_yaml(path):
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: the config file is no YAML ({_first_line(error)})") from None
+        raise InputError(f"{path}: the config file is not YAML ({_first_line(error)})") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -255,9 +254,7 @@ def _convert(key, value, kind):
     if value is None and type(None) in kinds:
         return None
     kind = kinds[0]
-    expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[
-        kind
-    ]
+    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
     if kind is float and not isinstance(value, bool):
         try:
             value = float(value)  # YAML takes 1e-3, without a dot, for a text

@@ -1,11 +1,12 @@
 """A run's folder: config.yaml, tokenizer/, model.weights.h5, metrics.jsonl, checkpoints/."""
 
 import inspect
+import os
 import pathlib
 
 import keras
 
-from dtransformer.cli.config import load_config
+from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.models import TranslationTransformer
@@ -18,8 +19,12 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 
 
-def make_model(config, tokenizer):
-    """Return the `TranslationTransformer` of a `RunConfig`, built."""
+def make_model(config: RunConfig, tokenizer: SubwordTokenizer) -> TranslationTransformer:
+    """Return the model of a run, built.
+
+    Raises:
+        InputError: the options do not make a model.
+    """
     options = dict(vars(config.model))
     try:
         model = TranslationTransformer(
@@ -38,14 +43,16 @@ def make_model(config, tokenizer):
     return model
 
 
-def load_run(folder):
+def load_run(
+    folder: str | os.PathLike,
+) -> tuple[RunConfig, TranslationTransformer, SubwordTokenizer]:
     """Read a run's folder.
 
     Returns:
-        Its `RunConfig`, model with weights, and tokenizer.
+        Its config, its model with weights, and its tokenizer.
 
     Raises:
-        InputError: the folder or a part of it is missing or damaged.
+        InputError: the folder or a file in it is missing or damaged.
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
@@ -53,8 +60,8 @@ def load_run(folder):
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         if not (folder / name).exists():
             raise InputError(
-                f"{folder}: this run folder has no {name}; its training has not got that far: "
-                "train again, or name another run"
+                f"{folder}: this run folder has no {name}, as its training did not get that far: "
+                "train again, or give another run"
             )
     config = load_config(folder / CONFIG)
     config.training.precision = "float32"  # for translating; weights are float32 anyway
@@ -70,8 +77,15 @@ def load_run(folder):
     return config, model, tokenizer
 
 
-def optimizer_class(name):
-    """Return the Keras optimizer of a name; an InputError says what there is."""
+def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
+    """Return the class of a Keras optimizer.
+
+    Args:
+        name: its name, such as `"adamw"`.
+
+    Raises:
+        InputError: Keras has none of that name.
+    """
     try:
         return type(keras.optimizers.get(name))
     except (TypeError, ValueError):
@@ -81,8 +95,13 @@ def optimizer_class(name):
         ) from None
 
 
-def make_optimizer(config, total_steps):
-    """Return the Keras optimizer of a `RunConfig`, with its schedule."""
+def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a run, with its schedule.
+
+    Args:
+        config: the run's config.
+        total_steps: number of steps of the training, at which some schedules end.
+    """
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}

@@ -1,10 +1,12 @@
 """`dtransformer train`: from a config file to a run folder."""
 
 import importlib.util
+import os
 import pathlib
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 
 import keras
 
@@ -22,18 +24,18 @@ from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
-from dtransformer.trainers.checkpoint.callback import best_of
-from dtransformer.trainers.checkpoint.files import saved_steps
+from dtransformer.trainers.checkpoint.folders import saved_steps
+from dtransformer.trainers.checkpoint.retention import best_of
 
 
 class TimeLimit(keras.callbacks.Callback):
-    """Stop training, on all ranks at the same step, when a time has passed.
+    """Stops training when a time has passed, on all ranks at the same step.
 
     Args:
-        minutes: training time, from the first step on.
+        minutes: the time, from the first step on.
     """
 
-    def __init__(self, minutes):
+    def __init__(self, minutes: float):
         super().__init__()
         self.seconds = minutes * 60
 
@@ -50,7 +52,7 @@ class TimeLimit(keras.callbacks.Callback):
 
 
 class _ConfigFile:
-    """A `RunConfig` as checkpoints take it."""
+    """A `RunConfig` as an asset of checkpoints."""
 
     def __init__(self, config):
         self._config = config
@@ -59,18 +61,24 @@ class _ConfigFile:
         save_config(self._config, path)
 
 
-def train(config_path, settings=(), run_folder=None, overwrite=False, resume=False):
+def train(
+    config_path: str | os.PathLike,
+    settings: Iterable[str] = (),
+    run_folder: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> pathlib.Path:
     """Train as a config file says, and write a run folder.
 
     Args:
         config_path: a YAML file.
-        settings: list of "section.key=value" that replace values of the file.
+        settings: texts "section.key=value" that replace values of the file.
         run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
-        overwrite: whether a run folder with weights may be replaced.
-        resume: whether to go on from the run's newest checkpoint; it begins where there is none.
+        overwrite: whether a run that is there may be replaced.
+        resume: whether to go on from the run's newest checkpoint; without one, training begins.
 
     Returns:
-        The path of the run folder.
+        The run folder.
 
     Raises:
         InputError: something in the config or the data is wrong.
@@ -140,12 +148,12 @@ def _read(config, source_key, target_key):
         return None
     for key, path in ((source_key, source), (target_key, target)):
         if path is None:
-            raise InputError(f"data.{key} is not given: name a file, one sentence a line")
+            raise InputError(f"data.{key} is not given: give a file with one sentence a line")
     return read_pairs(source, target)
 
 
 def _clean(config, pairs):
-    """Leave out pairs that training is better without; tell how many."""
+    """Leave out pairs that training is better without; print how many."""
     options = config.data
     *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
     if job.is_chief():
@@ -253,6 +261,6 @@ def _callbacks(config, folder, model, tokenizer, dev_pairs, resumes):
 
 
 def _best_loss(folder):
-    """Return the best loss of the checkpoints that there are, so that it is still to be beaten."""
+    """Return the best loss of the saved checkpoints, which later epochs have to improve on."""
     best = best_of([path for _, path in saved_steps(folder / runs.CHECKPOINTS)], "val_loss")
     return None if best is None else Checkpoint(best).manifest["metrics"]["val_loss"]

@@ -1,17 +1,31 @@
-"""`dtransformer translate` and `dtransformer evaluate`: what a run folder is for."""
+"""`dtransformer translate` and `dtransformer evaluate`: translating with the model of a run."""
 
 import json
+import os
 import sys
+from typing import BinaryIO, TextIO
 
 from dtransformer.cli import runs
-from dtransformer.datasets.sgm import decode_lines
 from dtransformer.datasets.text import read_lines
+from dtransformer.datasets.text_files import decode_lines
 from dtransformer.errors import InputError
 from dtransformer.models.translator import Translator
 
 
-def make_translator(run_folder, beam_size=None, length_penalty=None):
-    """Return a `Translator` for a run folder; warns of sentences that are cut off."""
+def make_translator(
+    run_folder: str | os.PathLike,
+    beam_size: int | None = None,
+    length_penalty: float | None = None,
+) -> Translator:
+    """Return a translator with the model of a run; it warns of sentences that are too long.
+
+    Args:
+        run_folder: the run's folder.
+        beam_size, length_penalty: as in `Translator`; None for the run's own.
+
+    Raises:
+        InputError: the run folder is not usable.
+    """
     config, model, tokenizer = runs.load_run(run_folder)
 
     def warn(number, length, limit):
@@ -33,18 +47,30 @@ def make_translator(run_folder, beam_size=None, length_penalty=None):
     )
 
 
-def translate(run_folder, source, destination, beam_size=None, length_penalty=None):
+def translate(
+    run_folder: str | os.PathLike,
+    source: BinaryIO,
+    destination: TextIO,
+    beam_size: int | None = None,
+    length_penalty: float | None = None,
+) -> None:
     """Translate the lines of a binary stream to a text stream.
 
     Raises:
-        InputError: the run folder is not usable, or a line is no UTF-8.
+        InputError: the run folder is not usable, or a line is not UTF-8.
     """
     translator = make_translator(run_folder, beam_size, length_penalty)
     for translation in translator(decode_lines(source.read(), "standard input")):
         print(translation, file=destination)
 
 
-def evaluate(run_folder, source_path, reference_path, as_json=False, beam_size=None):
+def evaluate(
+    run_folder: str | os.PathLike,
+    source_path: str | os.PathLike,
+    reference_path: str | os.PathLike,
+    as_json: bool = False,
+    beam_size: int | None = None,
+) -> None:
     """Translate a file and print its sacreBLEU score with the signature.
 
     Raises:
@@ -59,7 +85,7 @@ def evaluate(run_folder, source_path, reference_path, as_json=False, beam_size=N
             "they have to pair up line by line"
         )
     if not source:
-        raise InputError(f"{source_path}: there is no sentence in it")
+        raise InputError(f"{source_path} holds no sentence: give a file with one sentence a line")
     metric = BLEU()
     translations = make_translator(run_folder, beam_size)(source)
     score = metric.corpus_score(translations, [references])

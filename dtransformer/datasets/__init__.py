@@ -1,10 +1,12 @@
 """Sentence pairs, from files to batches.
 
-`sgm` and `text` read files, `wmt14` prepares the sample's, `embedded` generates a corpus,
-`tokenizer` turns text into ids, `batching` ids into batches, `synthetic` makes random ones.
+Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the sample's,
+`embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`), `wmt14_examples`.
+Batches: `batching` (on `batch_plan` and `padding`), `synthetic`.
 """
 
-from dtransformer.datasets.batching import TranslationBatches, plan_batches
+from dtransformer.datasets.batch_plan import plan_batches
+from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs, write_sgm
 from dtransformer.datasets.synthetic import random_translation_batches
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv

@@ -1,46 +1,56 @@
 """WMT's SGM files: one `<seg id="…">text</seg>` a line, grouped in documents.
 
-The files look like XML and are not: an ampersand stands bare, nothing is escaped, and
+The files look like XML and are not: ampersands are not escaped, nothing is, and
 segment ids restart in every document. They are therefore read line by line.
-
-The helpers at the end turn bytes into lines and text into files for every reader and
-writer of this package.
 """
 
-import os
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
+from dtransformer.datasets.text_files import (
+    WHITE_SPACE,
+    FilePath,
+    decode_lines,
+    read_bytes,
+    write_text_atomically,
+)
 from dtransformer.errors import InputError
 
 _SEGMENT = "<seg id"
 _SEGMENT_END = "</seg>"
-_WHITE_SPACE = " \t\v\f\r\n"  # what is stripped; a no-break space is text
 
 
-def write_sgm(path, segments, language, set_id, kind="refset", segments_per_document=20):
-    """Writes sentences as an SGM file in WMT14's form.
+def write_sgm(
+    path: FilePath,
+    segments: Iterable[str],
+    language: str,
+    set_id: str,
+    kind: str = "refset",
+    segments_per_document: int = 20,
+) -> None:
+    """Write sentences as an SGM file in WMT14's form.
 
-    The file appears whole or not at all. Nothing is escaped, as in WMT's own files.
+    The file is complete or not there. Nothing is escaped, as in WMT's own files.
 
     Args:
-        path: The file to write. Folders above it are made where they are missing.
-        segments: Sentences, an iterable of strings without line breaks.
-        language: Language of the text, such as `"fr"`.
-        set_id: Name of the set, such as `"newstest2014"`.
+        path: the file to write. Folders above it are made where they are missing.
+        segments: sentences without line breaks.
+        language: language of the text, such as `"fr"`.
+        set_id: name of the set, such as `"newstest2014"`.
         kind: `"refset"` (a reference translation) or `"srcset"` (a source text).
-        segments_per_document: How many sentences a document holds; ids restart in each.
+        segments_per_document: number of sentences of a document; ids restart in each.
 
     Raises:
-        InputError: A segment that the form cannot hold, an unknown kind, a place that
+        InputError: a segment cannot stand in an SGM file, the kind is unknown, or the file
             cannot be written.
 
     Example:
-        >>> write_sgm("data/train.fr.sgm", ["Bonjour .", "Salut !"], "fr", "train")
+
+    >>> write_sgm("data/train.fr.sgm", ["Bonjour .", "Salut !"], "fr", "train")
     """
     if kind not in ("refset", "srcset"):
-        raise InputError(f'kind={kind!r} is unknown: use "refset" or "srcset".')
+        raise InputError(f'kind={kind!r} is unknown: use "refset" or "srcset"')
     if segments_per_document < 1:
-        raise InputError(f"segments_per_document={segments_per_document} must be at least 1.")
+        raise InputError(f"segments_per_document={segments_per_document} must be at least 1")
     if kind == "refset":
         lines = [f'<refset trglang="{language}" setid="{set_id}" srclang="any">']
         system = 'sysid="ref" '
@@ -52,7 +62,7 @@ def write_sgm(path, segments, language, set_id, kind="refset", segments_per_docu
         if "\n" in segment or "\r" in segment or _SEGMENT_END in segment:
             raise InputError(
                 f"segment {count} for {path} is {_shorten(segment)}: a line break or "
-                f"{_SEGMENT_END} cannot stand in an SGM segment; replace it by a space."
+                f"{_SEGMENT_END} cannot stand in an SGM segment; replace it by a space"
             )
         position = (count - 1) % segments_per_document
         if position == 0:
@@ -62,39 +72,39 @@ def write_sgm(path, segments, language, set_id, kind="refset", segments_per_docu
             lines.append(
                 f'<doc {system}docid="{set_id}-{document}" genre="{set_id}" origlang="{language}">'
             )
-        lines.append(f'<seg id="{position + 1}">{segment.strip(_WHITE_SPACE)}</seg>')
+        lines.append(f'<seg id="{position + 1}">{segment.strip(WHITE_SPACE)}</seg>')
     if count:
         lines.append("</doc>")
     lines.append(f"</{kind}>")
     write_text_atomically(path, "".join(line + "\n" for line in lines))
 
 
-def read_sgm(path):
-    """Reads the segments of an SGM file.
+def read_sgm(path: FilePath) -> list[str]:
+    """Read the segments of an SGM file.
 
-    A line counts where it begins with `<seg id`; its text lies between the first `>`
+    A line is a segment where it begins with `<seg id`; its text lies between the first `>`
     and `</seg>`. White space around the text is dropped, no-break spaces stay.
 
     Args:
-        path: The file, UTF-8.
+        path: the file, UTF-8.
 
     Returns:
-        The segments in the order of the file, a list of strings.
+        The segments in the order of the file.
 
     Raises:
-        InputError: A missing file, bytes that are not UTF-8, or a segment without its
-            end, each with the line.
+        InputError: the file is missing or not UTF-8, or a segment lacks its end; says the line.
 
     Example:
-        >>> write_sgm("two.en.sgm", ["Good morning.", "Good night."], "en", "greetings")
-        >>> read_sgm("two.en.sgm")
-        ['Good morning.', 'Good night.']
+
+    >>> write_sgm("two.en.sgm", ["Good morning.", "Good night."], "en", "greetings")
+    >>> read_sgm("two.en.sgm")
+    ['Good morning.', 'Good night.']
     """
     return parse_sgm(decode_lines(read_bytes(path), path), path)
 
 
-def parse_sgm(lines, path):
-    """Returns the segments in the lines of an SGM file; `path` is for messages only."""
+def parse_sgm(lines: Iterable[str], path: FilePath) -> list[str]:
+    """Return the segments in the lines of an SGM file; `path` is for messages only."""
     segments = []
     for number, line in enumerate(lines, start=1):
         if line.startswith(_SEGMENT):
@@ -102,10 +112,10 @@ def parse_sgm(lines, path):
     return segments
 
 
-def read_sgm_pairs(source, target):
-    """Reads two SGM files that translate each other line by line.
+def read_sgm_pairs(source: FilePath, target: FilePath) -> list[tuple[str, str]]:
+    """Read two SGM files that translate each other line by line.
 
-    Line n of one file belongs to line n of the other, so both must hold a segment with
+    Line n of one file belongs to line n of the other, so both must have a segment with
     the same id there, or neither a segment.
 
     Args:
@@ -113,23 +123,26 @@ def read_sgm_pairs(source, target):
         target: SGM file of the target language.
 
     Returns:
-        A list of `(source, target)` pairs of strings.
+        The pairs `(source, target)`.
 
     Raises:
-        InputError: Files that do not match, with the first bad line of both; and what
+        InputError: the files do not match, with the first line of both that does not; and what
             `read_sgm` raises.
 
     Example:
-        >>> write_sgm("one.en.sgm", ["Good morning."], "en", "greetings")
-        >>> write_sgm("one.fr.sgm", ["Bonjour."], "fr", "greetings")
-        >>> read_sgm_pairs("one.en.sgm", "one.fr.sgm")
-        [('Good morning.', 'Bonjour.')]
+
+    >>> write_sgm("one.en.sgm", ["Good morning."], "en", "greetings")
+    >>> write_sgm("one.fr.sgm", ["Bonjour."], "fr", "greetings")
+    >>> read_sgm_pairs("one.en.sgm", "one.fr.sgm")
+    [('Good morning.', 'Bonjour.')]
     """
     source_lines = decode_lines(read_bytes(source), source)
     return pair_sgm(source_lines, decode_lines(read_bytes(target), target), source, target)
 
 
-def pair_sgm(source_lines, target_lines, source, target):
+def pair_sgm(
+    source_lines: Sequence[str], target_lines: Sequence[str], source: FilePath, target: FilePath
+) -> list[tuple[str, str]]:
     """As `read_sgm_pairs`, from lines; `source` and `target` name them in messages."""
     source_lines = _without_blank_end(source_lines)
     target_lines = _without_blank_end(target_lines)
@@ -140,14 +153,14 @@ def pair_sgm(source_lines, target_lines, source, target):
             raise InputError(
                 f"{source} and {target} do not match at line {number}: {shorter} ends before it "
                 f"({len(source_lines)} and {len(target_lines)} lines). Use two files of the same "
-                f"set in which line n translates line n."
+                "set in which line n translates line n"
             )
         source_line, target_line = source_lines[number - 1], target_lines[number - 1]
         if _segment_tag(source_line) != _segment_tag(target_line):
             raise InputError(
                 f"{source} and {target} do not match at line {number}: "
                 f"{_shorten(source_line)} stands against {_shorten(target_line)}. Use two files "
-                f"of the same set in which line n translates line n."
+                "of the same set in which line n translates line n"
             )
         if source_line.startswith(_SEGMENT):
             pairs.append(
@@ -166,9 +179,9 @@ def _segment_text(line, number, path):
         missing = "> of its tag" if begin < 0 else _SEGMENT_END
         raise InputError(
             f"{path}, line {number}: a segment without {missing}: {_shorten(line)}. A segment "
-            f"begins and ends on one line; mend the line or fetch the file again."
+            "begins and ends on one line; correct the line or fetch the file again"
         )
-    return line[begin + 1 : end].strip(_WHITE_SPACE)
+    return line[begin + 1 : end].strip(WHITE_SPACE)
 
 
 def _segment_tag(line):
@@ -178,96 +191,10 @@ def _segment_tag(line):
 
 def _without_blank_end(lines):
     end = len(lines)
-    while end and not lines[end - 1].strip(_WHITE_SPACE):
+    while end and not lines[end - 1].strip(WHITE_SPACE):
         end -= 1
     return lines[:end]
 
 
 def _shorten(text, limit=60):
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
-
-
-# Bytes and files -----------------------------------------------------------------------
-
-
-def read_bytes(path):
-    """Returns a file's bytes, or raises InputError saying why they cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise InputError(
-            f"{path} does not exist (looked from {os.getcwd()}): check the path, or write the "
-            f"file first."
-        ) from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder: name a file in it.") from None
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror}. Check the file and its permissions."
-        ) from None
-
-
-def decode_lines(data, path):
-    """Splits UTF-8 bytes into lines at `\\n` and `\\r\\n` only.
-
-    `str.splitlines` would also cut at U+0085, U+2028 and others that stand inside
-    sentences, and line n would no longer translate line n.
-
-    Args:
-        data: The bytes of a text file; a byte order mark is dropped.
-        path: Where they come from, for messages.
-
-    Returns:
-        The lines without their ends, a list of strings.
-
-    Raises:
-        InputError: Bytes that are not UTF-8, with the line and the byte.
-    """
-    data = data.removeprefix(b"\xef\xbb\xbf")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
-        raise InputError(
-            f"{path}, line {number}: byte 0x{data[error.start]:02x} at column {column} is not "
-            f"UTF-8 ({error.reason}). Convert the file, for instance with iconv -f latin1 -t utf-8."
-        ) from None
-    lines = text.split("\n")
-    if lines[-1] == "":  # what follows the last line end is no line
-        lines.pop()
-    return [line[:-1] if line.endswith("\r") else line for line in lines]
-
-
-def write_text_atomically(path, text):
-    """Writes text as UTF-8, line ends as they are; see `write_bytes_atomically`."""
-    write_bytes_atomically(path, text.encode("utf-8"))
-
-
-def write_bytes_atomically(path, data):
-    """Writes a file so that it is seen whole or not at all.
-
-    Args:
-        path: The file to write. Folders above it are made where they are missing.
-        data: What to write.
-
-    Raises:
-        InputError: The place cannot be written.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}. Choose another place or mend the "
-            f"permissions or the space there."
-        ) from None

@@ -7,52 +7,53 @@ from dtransformer.errors import InputError
 
 
 def random_translation_batches(
-    num_batches,
-    batch_size,
-    source_length,
-    target_length,
-    vocab_size,
-    seed=0,
-    start_id=2,
-    end_id=3,
-):
-    """Makes batches of random ids, all of one shape and without padding.
+    num_batches: int,
+    batch_size: int,
+    source_length: int,
+    target_length: int,
+    vocab_size: int,
+    seed: int = 0,
+    start_id: int = 2,
+    end_id: int = 3,
+) -> tf.data.Dataset:
+    """Make batches of random ids, all of one shape and without padding.
 
     Ids of text lie above the special ones, `end_id + 1` to `vocab_size - 1`. The batches
     are made once and kept, so that reading them costs nothing that a benchmark would see.
 
     Args:
-        num_batches: Number of batches.
-        batch_size: Sentences of a batch.
-        source_length: Tokens of a source sentence.
-        target_length: Tokens of a target sentence, the start or end token counted.
-        vocab_size: Size of the vocabulary.
-        seed: Of the ids.
-        start_id: Id that begins each target.
-        end_id: Id that ends each row of labels.
+        num_batches: number of batches.
+        batch_size: number of sentences of a batch.
+        source_length: number of tokens of a source sentence.
+        target_length: number of tokens of a target sentence, the start or end token included.
+        vocab_size: size of the vocabulary.
+        seed: what the ids depend on.
+        start_id: id that begins each target.
+        end_id: id that ends each row of labels.
 
     Returns:
         A finite `tf.data.Dataset` of `({"source": int32 [b, s], "target": int32 [b, t]},
         labels int32 [b, t])`.
 
     Raises:
-        InputError: Nothing lies between the special ids and `vocab_size`, or a size is
+        InputError: no id lies between the special ids and `vocab_size`, or a size is
             less than 1.
 
     Example:
-        >>> dataset = random_translation_batches(2, 4, 7, 5, vocab_size=100)
-        >>> [labels.shape.as_list() for _, labels in dataset]
-        [[4, 5], [4, 5]]
+
+    >>> dataset = random_translation_batches(2, 4, 7, 5, vocab_size=100)
+    >>> [labels.shape.as_list() for _, labels in dataset]
+    [[4, 5], [4, 5]]
     """
     sizes = (num_batches, batch_size, source_length, target_length)
     if min(sizes) < 1:
         raise InputError(
             f"num_batches, batch_size, source_length, target_length = {sizes}: each has to be at "
-            "least 1."
+            "least 1"
         )
     first = max(start_id, end_id) + 1
     if vocab_size <= first:
-        raise InputError(f"vocab_size={vocab_size} has to be more than {first}.")
+        raise InputError(f"vocab_size={vocab_size} has to be more than {first}")
     rng = np.random.default_rng(seed)
 
     def ids(length):

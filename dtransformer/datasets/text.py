@@ -3,46 +3,46 @@
 import gzip
 import re
 import zlib
+from collections.abc import Sequence
 
-from dtransformer.datasets.sgm import decode_lines, pair_sgm, parse_sgm, read_bytes
+from dtransformer.datasets.sgm import pair_sgm, parse_sgm
+from dtransformer.datasets.text_files import WHITE_SPACE, FilePath, decode_lines, read_bytes
 from dtransformer.errors import InputError
 
-# A no-break space is text: it may stand between French words and punctuation.
-_WHITE_SPACE = " \t\v\f\r\n"
-_WHITE_SPACE_RUN = re.compile(f"[{_WHITE_SPACE}]+")
+_WHITE_SPACE_RUN = re.compile(f"[{WHITE_SPACE}]+")
 
 
-def read_lines(path):
-    """Reads sentences, one a line.
+def read_lines(path: FilePath) -> list[str]:
+    """Read sentences, one a line.
 
     Args:
-        path: A file of UTF-8 text, or of SGM where its name ends in `.sgm`; unpacked
+        path: a file of UTF-8 text, or of SGM where its name ends in `.sgm`; unpacked
             first where it ends in `.gz`.
 
     Returns:
-        A list of strings, without white space at the ends.
+        The sentences, without white space at the ends.
 
     Raises:
-        InputError: The file is missing, damaged or not UTF-8; names the line.
+        InputError: the file is missing, damaged or not UTF-8; names the line.
     """
     lines = _decoded_lines(path)
     if _is_sgm(path):
         return parse_sgm(lines, path)
-    return [line.strip(_WHITE_SPACE) for line in lines]
+    return [line.strip(WHITE_SPACE) for line in lines]
 
 
-def read_pairs(source, target):
-    """Reads two files that translate each other line by line.
+def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]]:
+    """Read two files that translate each other line by line.
 
     Args:
-        source: File of the source sentences, as `read_lines` takes it.
-        target: File of their translations.
+        source: the file of the source sentences, as `read_lines` takes it.
+        target: the file of their translations.
 
     Returns:
-        Two lists of strings of one length.
+        The sentences and their translations, two lists of one length.
 
     Raises:
-        InputError: The files differ in length or are empty, and what `read_lines`
+        InputError: the files differ in length or are empty; and what `read_lines`
             raises.
     """
     if _is_sgm(source) and _is_sgm(target):  # names the first line that does not match
@@ -53,25 +53,25 @@ def read_pairs(source, target):
     if len(lines[0]) != len(lines[1]):
         raise InputError(
             f"{source} has {len(lines[0])} sentences and {target} has {len(lines[1])}: line n of "
-            "one has to translate line n of the other."
+            "one has to translate line n of the other"
         )
     if not any(lines[0]) or not any(lines[1]):
         empty = target if any(lines[0]) else source
-        raise InputError(f"{empty} holds no sentence: name a file with one sentence a line.")
+        raise InputError(f"{empty} holds no sentence: give a file with one sentence a line")
     return lines
 
 
-def read_tsv(path):
-    """Reads pairs from a file with `source TAB target` on each line.
+def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
+    """Read pairs from a file with `source TAB target` on each line.
 
     Args:
-        path: A file of UTF-8 text; unpacked first where its name ends in `.gz`.
+        path: a file of UTF-8 text; unpacked first where its name ends in `.gz`.
 
     Returns:
-        Two lists of strings of one length.
+        The sources and the targets, two lists of one length.
 
     Raises:
-        InputError: A line has no tab, or more than one; names it.
+        InputError: a line has no tab, or more than one; names it.
     """
     sources, targets = [], []
     for number, line in enumerate(_decoded_lines(path), start=1):
@@ -79,43 +79,50 @@ def read_tsv(path):
         if len(columns) != 2:
             raise InputError(
                 f"{path}, line {number}: expected 'source TAB target', found {len(columns) - 1} "
-                "tabs: mend the line."
+                "tabs: correct the line"
             )
-        sources.append(columns[0].strip(_WHITE_SPACE))
-        targets.append(columns[1].strip(_WHITE_SPACE))
+        sources.append(columns[0].strip(WHITE_SPACE))
+        targets.append(columns[1].strip(WHITE_SPACE))
     if not sources:
-        raise InputError(f"{path} holds no sentence pair: expected 'source TAB target' lines.")
+        raise InputError(f"{path} holds no sentence pair: expected 'source TAB target' lines")
     return sources, targets
 
 
-def clean_pairs(sources, targets, max_words=None, max_ratio=None, distinct=False):
-    """Leaves out pairs that training is better without.
+def clean_pairs(
+    sources: Sequence[str],
+    targets: Sequence[str],
+    max_words: int | None = None,
+    max_ratio: float | None = None,
+    distinct: bool = False,
+) -> tuple[list[str], list[str], dict[str, int]]:
+    """Leave out pairs that training is better without.
 
     Runs of white space become one space first; no-break spaces stay.
 
     Args:
-        sources: List of strings.
-        targets: List of strings, their translations.
-        max_words: The most words of a side; None for any number.
-        max_ratio: How many times more words one side may have; None for any. Sides
+        sources: sentences.
+        targets: their translations.
+        max_words: the most words of a side; None for any number.
+        max_ratio: how many times more words one side may have; None for any. Sides
             that differ by three words or fewer always pass.
-        distinct: Whether a pair that stood before is left out.
+        distinct: whether a pair that came before is left out.
 
     Returns:
-        The sources and the targets that are kept, and a dict that counts the pairs
+        The sources and the targets that are kept, and the number of pairs that were
         `kept` and left out because `empty`, `too_long`, `uneven` or `repeated`.
 
     Raises:
-        InputError: The lists differ in length.
+        InputError: the lists differ in length.
 
     Example:
-        >>> clean_pairs(["One  two.", ""], ["Un deux.", "Trois."])[:2]
-        (['One two.'], ['Un deux.'])
+
+    >>> clean_pairs(["One  two.", ""], ["Un deux.", "Trois."])[:2]
+    (['One two.'], ['Un deux.'])
     """
     if len(sources) != len(targets):
         raise InputError(
             f"{len(sources)} sources and {len(targets)} targets cannot be pairs: give lists of "
-            "one length."
+            "one length"
         )
     kept, seen = [], set()
     counts = dict.fromkeys(("kept", "empty", "too_long", "uneven", "repeated"), 0)
@@ -149,7 +156,7 @@ def _decoded_lines(path):
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(
-                f"{path} is no complete gzip file ({error}): copy or pack it again."
+                f"{path} is not a complete gzip file ({error}): copy or pack it again"
             ) from None
     return decode_lines(data, path)
 

@@ -1,14 +1,16 @@
 """Callbacks for `fit`: step times, losses, a metrics file, sacreBLEU.
 
-Numbers are written by rank 0 alone. A callback that adds to the logs (`StepTimer`,
-`SacreBleu`) must be listed before those that read it, such as `MetricsFile`,
-`keras.callbacks.EarlyStopping` and `keras.callbacks.ModelCheckpoint`.
+Only rank 0 prints and writes. A callback that adds to the logs (`StepTimer`, `SacreBleu`) must be
+listed before those that read them, such as `MetricsFile`, `keras.callbacks.EarlyStopping` and
+`keras.callbacks.ModelCheckpoint`.
 """
 
 import json
 import math
+import os
 import pathlib
 import time
+from collections.abc import Callable, Iterable
 
 import keras
 from sacrebleu.metrics import BLEU
@@ -20,7 +22,7 @@ from dtransformer.parallel import job
 class _StepCallback(keras.callbacks.Callback):
     """Counts the steps of a `fit`, several at a time under `steps_per_execution`."""
 
-    def __init__(self, every=1):
+    def __init__(self, every: int = 1):
         super().__init__()
         self.every = check_positive("every", every)
 
@@ -33,11 +35,11 @@ class _StepCallback(keras.callbacks.Callback):
         self._steps_before = self._steps_done
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self._steps_in_epoch is None:  # an epoch that is resumed begins in its midst
+        if self._steps_in_epoch is None:  # a resumed epoch begins in its middle
             self._steps_in_epoch = batch
 
     def _advance(self, batch):
-        """Counts up to `batch`; returns the new steps and whether `every` was passed."""
+        """Count up to `batch`; return the number of new steps and whether `every` was passed."""
         new = batch + 1 - (self._steps_in_epoch or 0)
         due = (self._steps_done + new) // self.every > self._steps_done // self.every
         self._steps_in_epoch = batch + 1
@@ -46,13 +48,12 @@ class _StepCallback(keras.callbacks.Callback):
 
 
 class StepTimer(_StepCallback):
-    """Prints, at the end of every epoch, the milliseconds a step takes.
+    """Prints, at the end of every epoch, how many milliseconds a step takes.
 
-    A step's time runs from its begin to its end and holds the wait for its data
-    and the transfer of its logs; what other callbacks and validation take is not
-    in it. The very first step of a `fit` compiles: it is printed for itself and
-    left out of the mean, unless it is alone in its epoch. The mean is added to the
-    epoch's logs as `step_ms`.
+    A step's time runs from its beginning to its end. It includes the wait for its data and the
+    transfer of its logs, but not what other callbacks and validation take. The very first step
+    of a `fit` compiles: it is printed separately and left out of the mean, unless it is alone in
+    its epoch. The mean is added to the epoch's logs as `step_ms`.
 
     Example:
 
@@ -93,7 +94,7 @@ class StepTimer(_StepCallback):
         line = f"epoch: {epoch + 1}, step time: {mean:.3f} ms mean, {self._last:.3f} ms last"
         if not self._steps_before:
             line += f", {self._first:.3f} ms first (compiles)"
-        _say(line)
+        _print(line)
         if logs is not None:
             logs["step_ms"] = mean
 
@@ -101,12 +102,12 @@ class StepTimer(_StepCallback):
 class LossMonitor(_StepCallback):
     """Prints the loss of a step after every `every` steps.
 
-    It is the log `step_loss` that `Trainer` has; with another model `loss`, which
-    Keras' own training step makes the mean since the epoch's begin.
+    It is the log `step_loss` that `Trainer` has; with another model `loss`, which is the mean
+    since the epoch began.
 
     Args:
-        every: Integer, at least 1. Under `steps_per_execution` the line comes
-            after the call that passed it.
+        every: number of steps, at least 1. Under `steps_per_execution` the line comes after the
+            call that passed it.
 
     Example:
 
@@ -120,26 +121,25 @@ class LossMonitor(_StepCallback):
         _, due = self._advance(batch)
         if due and logs and "loss" in logs:
             loss = float(logs.get("step_loss", logs["loss"]))
-            _say(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
+            _print(f"epoch: {self._epoch} step: {batch + 1}, loss is {loss:.4f}")
 
 
 class MetricsFile(_StepCallback):
     """Appends the logs to a file of JSON lines, one object a line.
 
-    An object has `kind` ("step" or "epoch"), `epoch` (from 1), `step` (updates done
-    by the optimizer since it was made, so that a resumed run goes on counting),
-    `time` (seconds since 1970) and the logs as floats. JSON has no NaN: `"NaN"`,
-    `"Infinity"` and `"-Infinity"` stand in, which Python's `float` reads. A log
-    that has one of the four names comes as `logs.<name>`.
+    An object has `kind` ("step" or "epoch"), `epoch` (from 1), `step` (the optimizer's steps
+    since it was made, so that a resumed run goes on counting), `time` (seconds since 1970) and
+    the logs as floats. JSON has no NaN: the texts `"NaN"`, `"Infinity"` and `"-Infinity"`,
+    which Python's `float` reads, are written instead. A log that has one of the four names is
+    written as `logs.<name>`.
 
-    Every line is flushed once it is written. A run that is resumed appends; a last
-    line that a kill cut short is removed first. Steps that a resumed run does
-    again are in the file twice, and the later line counts.
+    Every line is flushed once it is written. A run that is resumed appends; a last line that a
+    kill left incomplete is removed first. Steps that a resumed run repeats are in the file
+    twice, and the later line is the valid one.
 
     Args:
-        path: Path of the file; missing folders are made.
-        every: Integer, at least 1, the steps between two step lines. Epochs always
-            get a line.
+        path: the file; missing folders are made.
+        every: number of steps between two step lines, at least 1. Epochs always get a line.
 
     Example:
 
@@ -149,7 +149,7 @@ class MetricsFile(_StepCallback):
     ```
     """
 
-    def __init__(self, path, every=1):
+    def __init__(self, path: str | os.PathLike, every: int = 1):
         super().__init__(every)
         self.path = pathlib.Path(path)
         self._file = None
@@ -159,7 +159,7 @@ class MetricsFile(_StepCallback):
         self._close()
         if job.is_chief():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_unfinished_line(self.path)
+            _remove_incomplete_line(self.path)
             self._file = open(self.path, "a", encoding="utf-8")
 
     def on_train_batch_end(self, batch, logs=None):
@@ -179,7 +179,7 @@ class MetricsFile(_StepCallback):
         record = {
             "kind": kind,
             "epoch": self._epoch,
-            "step": self._updates_done(),
+            "step": self._optimizer_steps(),
             "time": time.time(),
         }
         reserved = tuple(record)
@@ -188,7 +188,7 @@ class MetricsFile(_StepCallback):
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
-    def _updates_done(self):
+    def _optimizer_steps(self):
         optimizer = getattr(self.model, "optimizer", None)
         return self._steps_done if optimizer is None else int(optimizer.iterations)
 
@@ -202,23 +202,26 @@ class SacreBleu(keras.callbacks.Callback):
     """Translates a development set at the end of epochs and logs `val_bleu`.
 
     The score is sacreBLEU's corpus BLEU with its default settings, on detokenized
-    text. `translate` runs on every rank, as it may hold collectives, and every
+    text. `translate` runs on every rank, as it may contain collectives, and every
     rank's logs get the score, so that callbacks which stop or save by it decide
-    alike; rank 0 alone prints it.
+    alike; only rank 0 prints it.
 
     Reference: Post, 2018, "A Call for Clarity in Reporting BLEU Scores".
 
     Args:
-        source_sentences: List of strings.
-        references: List of strings, the translation of each source sentence; or a
-            list of such lists, where there are several translations of each.
-        translate: Function of a list of strings that returns as many, translated.
-        every: Integer, at least 1: the epochs 1 * every, 2 * every … are scored.
+        source_sentences: the sentences to translate.
+        references: the translation of each source sentence; or a list of such lists, where
+            there are several translations of each.
+        translate: a function of a list of strings that returns as many, translated.
+        every: number of epochs, at least 1: the epochs 1 * every, 2 * every … are scored.
             The logs of others have no `val_bleu`.
 
     Attributes:
-        score: Float from 0 to 100, the last score, or None.
-        signature: String, sacreBLEU's description of how it was computed, or None.
+        score: the last score, a float from 0 to 100, or None.
+        signature: sacreBLEU's description of how it was computed, or None.
+
+    Raises:
+        InputError: the numbers of sentences and references differ, or `translate` is no function.
 
     Example:
 
@@ -233,7 +236,13 @@ class SacreBleu(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self, source_sentences, references, translate, every=1):
+    def __init__(
+        self,
+        source_sentences: Iterable[str],
+        references: Iterable[str] | Iterable[Iterable[str]],
+        translate: Callable[[list[str]], Iterable[str]],
+        every: int = 1,
+    ):
         super().__init__()
         self.source_sentences = list(source_sentences)
         references = list(references)
@@ -250,8 +259,8 @@ class SacreBleu(keras.callbacks.Callback):
             raise InputError(f"translate must be a function, received {translate!r}")
         self.translate = translate
         self.every = check_positive("every", every)
-        self.score = None
-        self.signature = None
+        self.score: float | None = None
+        self.signature: str | None = None
 
     def on_epoch_end(self, epoch, logs=None):
         if (epoch + 1) % self.every:
@@ -259,7 +268,7 @@ class SacreBleu(keras.callbacks.Callback):
         translations = list(self.translate(list(self.source_sentences)))
         if len(translations) != len(self.source_sentences):
             raise ValueError(
-                f"translate must return one string a sentence: it was given "
+                "translate must return one string a sentence: it was given "
                 f"{len(self.source_sentences)} and returned {len(translations)}"
             )
         metric = BLEU()
@@ -267,16 +276,20 @@ class SacreBleu(keras.callbacks.Callback):
         self.signature = str(metric.get_signature())
         if logs is not None:
             logs["val_bleu"] = self.score
-        _say(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
+        _print(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
 
 
-def _say(line):
+def _print(line):
     if job.is_chief():
         print(line, flush=True)
 
 
-def check_positive(name, value):
-    """Return an integer of at least 1; an InputError says what came instead."""
+def check_positive(name: str, value: int) -> int:
+    """Return an option that has to be an integer of at least 1.
+
+    Raises:
+        InputError: it is something else; `name` is the option's.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name} must be an integer, at least 1, received {value!r}")
     return value
@@ -294,7 +307,7 @@ def _json_value(value):
     return value
 
 
-def _drop_unfinished_line(path):
+def _remove_incomplete_line(path):
     if not path.exists():
         return
     with open(path, "r+b") as file:

@@ -1,4 +1,7 @@
-"""What a trainer keeps: checkpoints of the whole run, and files of weights."""
+"""How a trainer saves and restores: checkpoints of the full run, and files of weights."""
+
+import os
+from collections.abc import Callable, Mapping
 
 import keras
 
@@ -7,44 +10,59 @@ from dtransformer.parallel import job
 from dtransformer.parallel.pipeline.stage_weights import full_network
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors
-from dtransformer.trainers.checkpoint.reader import restore
+from dtransformer.trainers.checkpoint.reader import Restored, restore
+from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
 
 
 class Checkpointing(keras.Model):
-    """Saves and restores as a trainer does.
+    """The methods of a trainer that save and restore.
 
-    A subclass has the `network`, and `_start_optimizer()`, which makes its step.
+    A subclass has the `network`, and `training_state`.
     """
 
     _writer = None
     _data_position = None  # of the last fit
     _restored_position = None
 
-    def save(self, path, overwrite=True, *, wait=True, replicas=False, assets=None, **kwargs):
-        """Save a checkpoint of the whole run, which any layout can restore.
+    def training_state(self) -> TrainingState:
+        """Return what checkpoints save and restore; network and optimizer are built for it."""
+        raise NotImplementedError
 
-        It holds weights, the optimizer's states, the scale of the loss, the step, the
-        position in the data, seeds, the Keras configs of network and optimizer and the
-        parallel config. All ranks have to call; each writes a share, to a folder that all
-        hosts see. The checkpoint is at its path once it is complete, not before. It is
-        TensorFlow's own format: `tf.train.load_checkpoint(path).get_tensor(name)` reads any
-        tensor whole.
+    def save(
+        self,
+        path: str | os.PathLike,
+        overwrite: bool = True,
+        *,
+        wait: bool = True,
+        replicas: bool = False,
+        assets: Mapping | None = None,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs,
+    ) -> None:
+        """Save a checkpoint of the full run, which any layout can restore.
+
+        It holds the weights, the optimizer's states, the loss scale, the step, the position in
+        the data, the seed, the Keras configs of network and optimizer, and the parallel config.
+        All ranks have to call; each writes its share, to a folder that all hosts see. The
+        checkpoint appears at its path once it is complete. It is in TensorFlow's own format:
+        `tf.train.load_checkpoint(path).get_tensor(name)` reads any full tensor.
 
         Args:
-            path: folder of the checkpoint. With the ending `.keras` the model is saved as
-                Keras does, with `**kwargs`.
-            overwrite: whether a checkpoint there is replaced.
+            path: the checkpoint's folder. A path that ends with `.keras` is a file to which Keras
+                saves the model, with `**kwargs`.
+            overwrite: whether it may replace a checkpoint.
             wait: whether to return once it is saved. Otherwise training may go on while it
-                is written; `wait_until_saved`, or the next save, tells of errors.
-            replicas: whether parts that several ranks have are written twice, by different
-                ranks, so that a part that is lost can be replaced.
-            assets: dict of names of files or folders to add, and objects whose `save(path)`
-                writes them, such as a tokenizer.
+                is written, and `wait_until_saved`, or the next save, raises its errors.
+            replicas: whether shards that several ranks hold are written twice, by different
+                ranks, so that a lost file can be replaced.
+            assets: names of files or folders to add, and objects whose `save(path)` writes them,
+                such as a tokenizer.
+            metrics: names of logs and their values, which the checkpoint's manifest keeps.
 
         Raises:
-            ValueError: the network is not built, or the trainer not compiled.
-            InputError: it cannot be written; the state of training is as before.
+            ValueError: the network cannot be built yet, or the trainer is not compiled.
+            InputError: it cannot be written; training can go on.
 
         Example:
 
@@ -53,18 +71,16 @@ class Checkpointing(keras.Model):
         if str(path).endswith(".keras"):
             super().save(path, overwrite=overwrite, **kwargs)
             return
-        self._start_state("save")
-        info = {"position": self._position(), "metrics": {}}
-        self._save(path, info, overwrite=overwrite, replicas=replicas, assets=assets)
+        self._check_compiled("save")
+        if self._writer is None:
+            self._writer = CheckpointWriter()
+        info = {"position": self._position(), "metrics": dict(metrics or {})}
+        options = {"overwrite": overwrite, "replicas": replicas, "assets": assets}
+        self._writer.start(path, self.training_state(), info, **options)
         if wait:
             self.wait_until_saved()
 
-    def _save(self, path, info, **options):
-        if self._writer is None:
-            self._writer = CheckpointWriter(self)
-        self._writer.start(path, info, **options)
-
-    def wait_until_saved(self):
+    def wait_until_saved(self) -> None:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
@@ -73,28 +89,37 @@ class Checkpointing(keras.Model):
         if self._writer is not None:
             self._writer.finish()
 
-    def restore(self, path, *, strict=True, weights_only=False):
+    def restore(
+        self,
+        path: str | os.PathLike,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        check: Callable[[Restored], None] | None = None,
+    ) -> Restored:
         """Restore a checkpoint, whatever layout has saved it; all ranks have to call.
 
-        Each rank reads the slices that it needs. All files are compared with their checksums
-        first; nothing is changed where one is damaged or does not fit.
+        Each rank reads only the shards that it holds. All files are compared with their checksums
+        first, and nothing is changed where one is damaged or does not fit.
 
         Args:
-            path: a checkpoint's folder; or a folder of checkpoints, of which the newest is
-                taken that is not damaged.
+            path: a checkpoint's folder; or a folder of checkpoints, of which the newest intact one
+                is taken.
             strict: whether it is an error if network or optimizer has a tensor that the
                 checkpoint lacks, the reverse, or one of another shape. With False what fits
                 is restored, and the rest stays as it is.
-            weights_only: whether the network's weights are restored alone, to train on with
+            weights_only: whether only the network's weights are restored, to train on with
                 another optimizer.
+            check: a function of what is about to be restored. It is called before anything is
+                changed, and stops it with an error of its own.
 
         Returns:
             A `dtransformer.trainers.checkpoint.reader.Restored`: `step`, `position`,
-            `manifest`, and what did not fit. To go on in the midst of an epoch, use
+            `manifest`, and what did not fit. To go on in the middle of an epoch, use
             `fit(resume=path)`.
 
         Raises:
-            ValueError: the network is not built, or the trainer not compiled.
+            ValueError: the network cannot be built yet, or the trainer is not compiled.
             InputError: there is no checkpoint, it is damaged, or it does not fit.
 
         Example:
@@ -102,16 +127,22 @@ class Checkpointing(keras.Model):
         >>> trainer.restore("runs/wmt14/last").step  # doctest: +SKIP
         1200
         """
-        return self._restore(path, strict=strict, weights_only=weights_only)
-
-    def _restore(self, path, **options):
         self.wait_until_saved()
-        self._start_state("restore")
-        restored = restore(self, path, **options)
+        self._check_compiled("restore")
+        seed = job.seed()
+        restored = restore(self.training_state(), path, strict, weights_only, check)
+        if job.seed() != seed:
+            self.train_function = None  # traced with the other seed
         self._data_position = None
-        if not options.get("weights_only"):
+        if not weights_only:
             self._restored_position = restored.position
         return restored
+
+    def _check_compiled(self, method):
+        if not self.compiled:
+            raise ValueError(
+                f"call compile before {method}: a checkpoint holds the optimizer's state, too"
+            )
 
     def _position(self):
         """Return where training stands in its data, as checkpoints keep it; None if unknown."""
@@ -119,42 +150,38 @@ class Checkpointing(keras.Model):
             return self._restored_position
         return self._data_position.value()
 
-    def _start_state(self, purpose):
-        """Build network and optimizer, so that there is a state."""
-        self._assert_compile_called(purpose)
-        if not self.network.built:
-            self.network.build()
-        self._start_optimizer()
-
-    def save_weights(self, filepath, overwrite=True, **kwargs):
+    def save_weights(self, filepath: str | os.PathLike, overwrite: bool = True, **kwargs) -> None:
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.
 
-        The network alone can load the file too, on any layout. Weights that are cut are
-        gathered on rank 0, so that all ranks have to call.
+        The network alone can load the file too, on any layout. Sharded weights are gathered on
+        rank 0, so that all ranks have to call.
         """
-        is_first = job.stage()[0] == 0  # `full_network` gathers what the others have
+        is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
         with unsharded_on_chief(own), full_network(self.network):
             if job.is_chief():
                 self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
         job.barrier()
 
-    def load_weights(self, filepath, **kwargs):
+    def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
         """Load weights on every rank; as `keras.Model.load_weights`.
 
         Args:
-            filepath: a file of Keras', `.weights.h5`, or of `dtransformer checkpoint export`,
+            filepath: a file of Keras, `.weights.h5`, or of `dtransformer checkpoint export`,
                 `.safetensors`.
-            **kwargs: as Keras'.
+            **kwargs: as in Keras.
 
         Raises:
             InputError: a `.safetensors` file does not hold the network's weights.
         """
         if not self.network.built:
             self.network.build()
-        if is_safetensors(filepath):
-            if kwargs:
-                raise InputError(f"{filepath}: a .safetensors file takes no {', '.join(kwargs)}")
-            load_safetensors(self.network, filepath)
-        else:
+        if not is_safetensors(filepath):
             self.network.load_weights(filepath, **kwargs)
+            return
+        if kwargs:
+            raise InputError(
+                f"{filepath}: a .safetensors file is loaded without options, received "
+                f"{', '.join(kwargs)}"
+            )
+        load_safetensors(self.network, filepath)

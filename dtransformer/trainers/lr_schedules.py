@@ -1,8 +1,8 @@
 """Learning-rate schedules with warm-up: functions of the step.
 
-`step` counts finished updates, as `optimizer.iterations` does: it is 0 for the
+`step` is the number of updates done, `optimizer.iterations`: it is 0 for the
 first update. Every schedule warms up as `peak * (step + 1) / warmup_steps`, so
-that the first update already moves and the last one of the warm-up, step
+that the first update already has a rate above 0 and the last one of the warm-up, step
 `warmup_steps - 1`, has the peak. `warmup_steps=0` starts at the peak.
 """
 
@@ -20,7 +20,7 @@ from dtransformer.errors import InputError
 class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """What the schedules share: two arguments and the linear rise."""
 
-    def __init__(self, peak_learning_rate, warmup_steps):
+    def __init__(self, peak_learning_rate: float, warmup_steps: int):
         super().__init__()
         self.peak_learning_rate = _rate("peak_learning_rate", peak_learning_rate)
         if self.peak_learning_rate == 0.0:
@@ -30,7 +30,7 @@ class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self.warmup_steps = _count("warmup_steps", warmup_steps)
 
     def _warmup(self, step):
-        """The share of the peak: up to 1 at step `warmup_steps - 1`, then 1."""
+        """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
     def get_config(self):
@@ -43,7 +43,13 @@ class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
 class _WarmupDecay(_WarmupSchedule):
     """A warm-up followed by a decay that ends at `total_steps`."""
 
-    def __init__(self, peak_learning_rate, warmup_steps, total_steps, final_learning_rate=0.0):
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        warmup_steps: int,
+        total_steps: int,
+        final_learning_rate: float = 0.0,
+    ):
         super().__init__(peak_learning_rate, warmup_steps)
         self.total_steps = _count("total_steps", total_steps)
         self.final_learning_rate = _rate("final_learning_rate", final_learning_rate)
@@ -60,14 +66,14 @@ class _WarmupDecay(_WarmupSchedule):
             )
 
     def _progress(self, step):
-        """The share of the decay that is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
+        """Return how much of the decay is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         return ops.clip(done, 0.0, 1.0)
 
-    def _between(self, share):
-        """The rate at `share` of the way from the final rate up to the peak."""
+    def _between(self, factor):
+        """Return the final rate where `factor` is 0, the peak where it is 1."""
         span = self.peak_learning_rate - self.final_learning_rate
-        return self.final_learning_rate + span * share
+        return self.final_learning_rate + span * factor
 
     def get_config(self):
         return {
@@ -93,11 +99,11 @@ class WarmupInverseSquareRoot(_WarmupSchedule):
     Reference: Vaswani et al., 2017, "Attention Is All You Need", section 5.3.
 
     Args:
-        peak_learning_rate: Float greater than 0, the highest rate.
-        warmup_steps: Integer, at least 0, the updates up to the peak.
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
 
     Call arguments:
-        step: Integer or integer tensor, the number of updates done.
+        step: integer or integer tensor, the number of updates done.
 
     Returns:
         A float32 tensor of the shape of `step`.
@@ -110,14 +116,14 @@ class WarmupInverseSquareRoot(_WarmupSchedule):
     """
 
     @classmethod
-    def from_model_size(cls, hidden_size, warmup_steps):
-        """The schedule as the paper writes it: h^-0.5 * min(n^-0.5, n * w^-1.5).
+    def from_model_size(cls, hidden_size: int, warmup_steps: int) -> "WarmupInverseSquareRoot":
+        """Make the schedule as the paper writes it: h^-0.5 * min(n^-0.5, n * w^-1.5).
 
         The paper's base model has h = 512 and w = 4000, a peak of 0.0007.
 
         Args:
-            hidden_size: Integer, at least 1, the model's width h.
-            warmup_steps: Integer, at least 0.
+            hidden_size: the model's width h, at least 1.
+            warmup_steps: number of updates up to the peak, at least 0.
 
         Example:
 
@@ -154,14 +160,14 @@ class WarmupLinear(_WarmupDecay):
     - step T and later: the final rate.
 
     Args:
-        peak_learning_rate: Float greater than 0, the highest rate.
-        warmup_steps: Integer, at least 0, the updates up to the peak.
-        total_steps: Integer greater than `warmup_steps`, the updates of the
-            whole training, warm-up included.
-        final_learning_rate: Float from 0 to the peak.
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
+        total_steps: number of updates of the training, warm-up included; greater than
+            `warmup_steps`.
+        final_learning_rate: the lowest rate, from 0 to the peak.
 
     Call arguments:
-        step: Integer or integer tensor, the number of updates done.
+        step: integer or integer tensor, the number of updates done.
 
     Returns:
         A float32 tensor of the shape of `step`.
@@ -197,14 +203,14 @@ class WarmupCosine(_WarmupDecay):
     with Warm Restarts", equation 5, without restarts.
 
     Args:
-        peak_learning_rate: Float greater than 0, the highest rate.
-        warmup_steps: Integer, at least 0, the updates up to the peak.
-        total_steps: Integer greater than `warmup_steps`, the updates of the
-            whole training, warm-up included.
-        final_learning_rate: Float from 0 to the peak.
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
+        total_steps: number of updates of the training, warm-up included; greater than
+            `warmup_steps`.
+        final_learning_rate: the lowest rate, from 0 to the peak.
 
     Call arguments:
-        step: Integer or integer tensor, the number of updates done.
+        step: integer or integer tensor, the number of updates done.
 
     Returns:
         A float32 tensor of the shape of `step`.
@@ -218,8 +224,8 @@ class WarmupCosine(_WarmupDecay):
 
     def __call__(self, step):
         step = _as_float(step)
-        share = 0.5 * (1.0 + ops.cos(math.pi * self._progress(step)))
-        return self._warmup(step) * self._between(share)
+        factor = 0.5 * (1.0 + ops.cos(math.pi * self._progress(step)))
+        return self._warmup(step) * self._between(factor)
 
 
 @keras.saving.register_keras_serializable(package="dtransformer")
@@ -232,11 +238,11 @@ class WarmupConstant(_WarmupSchedule):
     - step `warmup_steps - 1` and later: the peak.
 
     Args:
-        peak_learning_rate: Float greater than 0, the highest rate.
-        warmup_steps: Integer, at least 0, the updates up to the peak.
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
 
     Call arguments:
-        step: Integer or integer tensor, the number of updates done.
+        step: integer or integer tensor, the number of updates done.
 
     Returns:
         A float32 tensor of the shape of `step`.
@@ -260,19 +266,15 @@ SCHEDULES = {
 }
 
 
-def get(name, **kwargs):
-    """Builds a schedule from the name and the arguments that a config file holds.
+def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
+    """Make a schedule from the name and the arguments that a config file holds.
 
     Args:
         name: `"constant"`, `"cosine"`, `"inverse_sqrt"` or `"linear"`.
-        **kwargs: The arguments of that schedule.
-
-    Returns:
-        A `keras.optimizers.schedules.LearningRateSchedule`.
+        **kwargs: the arguments of that schedule.
 
     Raises:
-        InputError: (a `ValueError`) for an unknown name or a wrong, missing or
-            unknown argument, with what exists.
+        InputError: the name or an argument is unknown, missing or wrong; says what there is.
 
     Example:
 

@@ -1,28 +1,28 @@
-"""Going on where a checkpoint's run stood, in the midst of an epoch too."""
+"""Where `fit` begins: at the beginning, or where a checkpoint's run stood, even within an epoch."""
 
 import contextlib
 import dataclasses
-import itertools
 import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
-from dtransformer.trainers.checkpoint import files
+from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.resume_data import resumed_data
 
 
 @dataclasses.dataclass
 class ResumeState:
-    """Where `fit` begins.
+    """Where `fit` begins, and what the first epoch needs when it does not begin at its first batch.
 
     Args:
-        data: as Keras takes them; its first epoch begins with `batch`.
+        data: data as Keras takes them; the first epoch begins with the batch number `batch`.
         epoch, batch: what comes first.
         num_batches: number of batches of an epoch; None where `batch` is 0.
         restored: what was restored; None where nothing was.
@@ -33,31 +33,39 @@ class ResumeState:
     batch: int = 0
     num_batches: int | None = None
     restored: Restored | None = None
-    _steps_left: int | None = None  # of the first epoch
-    _quiet: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _calls_left: int | None = None  # of the train function in the first epoch
+    _no_warnings: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @classmethod
-    def of(cls, trainer, x, data, resume, callbacks, steps_per_epoch=None):
+    def of(
+        cls,
+        trainer: keras.Model,
+        x: object,
+        data: object,
+        resume: bool | str | Path,
+        callbacks: Sequence[keras.callbacks.Callback],
+        steps_per_epoch: int | None = None,
+    ) -> "ResumeState":
         """Restore what `fit` is to go on from, and return where it begins.
 
         Args:
             trainer: the `Trainer`.
-            x: what `fit` is given, `data` as Keras takes it.
-            resume, steps_per_epoch: as `fit`'s.
-            callbacks: list of Keras callbacks.
+            x: what `fit` is given.
+            data: `x` as Keras takes it.
+            resume, callbacks, steps_per_epoch: as in `Trainer.fit`.
 
         Raises:
             InputError: see `Trainer.fit`.
         """
         found = []
 
-        def check(restored):
-            found.append(cls._at(trainer, x, data, restored, steps_per_epoch))
+        def check(restored):  # before anything is changed
+            found.append(cls._after(restored, trainer, x, data, steps_per_epoch))
 
         return found[0] if _restore(trainer, resume, callbacks, check) else cls(data)
 
     @classmethod
-    def _at(cls, trainer, x, data, restored, steps_per_epoch):
+    def _after(cls, restored, trainer, x, data, steps_per_epoch):
         """Return where a run goes on from a checkpoint."""
         position = restored.position
         if position is None:
@@ -73,48 +81,50 @@ class ResumeState:
                     f"{type(x).__name__}, which has epochs of its own: leave it out"
                 )
             x.restore(position)
-            rest, num_batches = data, int(data.cardinality())
+            remaining, num_batches = data, int(data.cardinality())
         elif not batch and not steps_per_epoch:
             return cls(data, epoch, restored=restored)
         else:
-            rest, num_batches = begun_at(data, position, steps_per_epoch)
-        too_many = batch - num_batches
-        if too_many >= trainer.steps_per_execution:
+            remaining, num_batches = resumed_data(data, position, steps_per_epoch)
+        surplus = batch - num_batches
+        if surplus >= trainer.steps_per_execution:
             raise InputError(
                 f"{restored.path}: the run stood at batch {batch}, and an epoch of the data has "
                 f"{num_batches}: resume with the data and batch size that it began with"
             )
-        if too_many >= 0:  # data that did not know their number
+        if surplus >= 0:  # data without a known size: the epoch was over
             return cls(data, epoch + 1, restored=restored)
-        steps_left = -(-(num_batches - batch) // trainer.steps_per_execution)
-        return cls(rest, epoch, batch, num_batches, restored, steps_left if batch else None)
+        calls_left = -(-(num_batches - batch) // trainer.steps_per_execution)
+        return cls(remaining, epoch, batch, num_batches, restored, calls_left if batch else None)
 
-    def count_step(self):
-        """Count a step; end the first epoch after the batches that were left of it.
+    def count_step(self) -> None:
+        """Count a call of the train function; end the first epoch after those that were left of it.
 
         Raises:
             StopIteration: none is left.
         """
-        if self._steps_left is not None:
-            if not self._steps_left:
+        if self._calls_left is not None:
+            if not self._calls_left:
                 raise StopIteration
-            self._steps_left -= 1
+            self._calls_left -= 1
 
-    def restore_metrics(self, trainer):
-        """Set the sums of an epoch that is resumed in its midst."""
-        if self.batch:
-            restore_metrics(trainer, self.restored)
+    @property
+    def is_over(self) -> bool:
+        """Whether no batch of the first epoch is left."""
+        return self._calls_left == 0
 
-    def callbacks(self, callbacks, **options):
+    def callbacks(
+        self, callbacks: list[keras.callbacks.Callback], **options
+    ) -> list[keras.callbacks.Callback] | keras.callbacks.CallbackList:
         """Return callbacks that count the first epoch's batches from `batch` on.
 
         Args:
-            callbacks: list of Keras callbacks.
-            **options: `verbose`, `epochs` and `model`, as `keras.callbacks.CallbackList` has.
+            callbacks: the callbacks of `fit`.
+            **options: `verbose`, `epochs` and `model`, as in `keras.callbacks.CallbackList`.
         """
         if not self.batch:
             return callbacks
-        return _ShiftedCallbacks(
+        return _ResumedCallbacks(
             self,
             callbacks,
             add_history=True,
@@ -123,26 +133,26 @@ class ResumeState:
             **options,
         )
 
-    @property
-    def is_over(self):
-        """Whether no batch of the first epoch is left."""
-        return self._steps_left == 0
-
-    def begin_epoch(self, trainer):
-        """Restore an epoch that is resumed in its midst."""
+    def begin_epoch(self, trainer: keras.Model) -> None:
+        """Prepare an epoch that begins in its middle; later epochs need nothing."""
         if self.batch:
             self.restore_metrics(trainer)  # which Keras has reset
-            self._quiet.enter_context(warnings.catch_warnings())
-            # Keras takes its end for a lack of data.
+            self._no_warnings.enter_context(warnings.catch_warnings())
+            # Keras takes the epoch's end for a lack of data.
             warnings.filterwarnings("ignore", message="Your input ran out of data")
 
-    def end_epoch(self):
-        """The first epoch is over: the others are whole."""
-        self._quiet.close()
-        self.batch, self._steps_left = 0, None
+    def restore_metrics(self, trainer: keras.Model) -> None:
+        """Set the sums of an epoch that begins in its middle, of those metrics that are built."""
+        if self.batch:
+            restore_metrics(trainer.training_state(), self.restored)
+
+    def end_epoch(self) -> None:
+        """End the first epoch: later ones begin with their first batch."""
+        self._no_warnings.close()
+        self.batch, self._calls_left = 0, None
 
 
-def check_callbacks(callbacks):
+def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Refuse a callback that would lose the state of a run.
 
     Raises:
@@ -155,36 +165,36 @@ def check_callbacks(callbacks):
         )
 
 
-class _ShiftedCallbacks(keras.callbacks.CallbackList):
+class _ResumedCallbacks(keras.callbacks.CallbackList):
     """Callbacks of a run whose first epoch does not begin with its first batch.
 
     Args:
-        beginning: a `Beginning`.
-        *args, **kwargs: as `keras.callbacks.CallbackList` has them.
+        resume_state: the `ResumeState`.
+        *args, **kwargs: as in `keras.callbacks.CallbackList`.
     """
 
-    def __init__(self, beginning, *args, **kwargs):
-        self._beginning = beginning
+    def __init__(self, resume_state, *args, **kwargs):
+        self._resume_state = resume_state
         super().__init__(*args, **kwargs)
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._beginning.begin_epoch(self.model)
+        self._resume_state.begin_epoch(self.model)
         super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch, logs=None):
-        if not self._beginning.is_over:  # Keras counts on to a whole epoch
-            super().on_train_batch_begin(batch + self._beginning.batch, logs)
+        if not self._resume_state.is_over:  # Keras counts on to a full epoch
+            super().on_train_batch_begin(batch + self._resume_state.batch, logs)
 
     def on_train_batch_end(self, batch, logs=None):
-        super().on_train_batch_end(batch + self._beginning.batch, logs)
+        super().on_train_batch_end(batch + self._resume_state.batch, logs)
 
     def on_epoch_end(self, epoch, logs=None):
         super().on_epoch_end(epoch, logs)
-        self._beginning.end_epoch()
+        self._resume_state.end_epoch()
 
 
-def _restore(trainer, resume, callbacks, check):
-    """Restore a checkpoint; return whether there is one to go on from."""
+def _restore(trainer, resume, callbacks, check) -> bool:
+    """Restore the checkpoint to go on from; return whether there is one."""
     if not resume:
         return False
     path = resume
@@ -196,10 +206,10 @@ def _restore(trainer, resume, callbacks, check):
                 "one, or give resume the path of a checkpoint"
             )
         path = saving[0].folder
-        _set_aside(lambda: files.headless_steps(path))
-        if not from_chief(lambda: bool(files.saved_steps(path)), "checkpoint/any"):
+        _set_aside(lambda: folders.folders_without_manifest(path))
+        if not from_chief(lambda: bool(folders.saved_steps(path)), "checkpoint/any"):
             return False
-    restored = trainer._restore(path, check=check)
+    restored = trainer.restore(path, check=check)
     if resume is True:  # else they would be kept as the newest ones
         _set_aside(lambda: restored.damaged)
     if job.is_chief():
@@ -208,49 +218,12 @@ def _restore(trainer, resume, callbacks, check):
     return True
 
 
-def _set_aside(damaged):
+def _set_aside(find_damaged: Callable[[], Iterable]):
     """Let rank 0 rename the damaged checkpoints that a function returns."""
 
     def rename():
-        for path in damaged():
+        for path in find_damaged():
             print(f"{path} is damaged, and set aside", flush=True)
-            files.set_aside(path)
+            folders.set_aside(path)
 
     from_chief(rename, "checkpoint/set_aside")
-
-
-def begun_at(data, position, steps_per_epoch=None):
-    """Return data that begin where a run stood, and the number of batches of an epoch.
-
-    Args:
-        data: as Keras takes them.
-        position: dict with the `epoch` and `batch` that come next.
-        steps_per_epoch: as `fit`'s; the data then go on from epoch to epoch.
-
-    Raises:
-        InputError: the data cannot begin in the midst of an epoch.
-    """
-    if not isinstance(data, tf.data.Dataset):
-        raise InputError(
-            f"the run stood at batch {position['batch']} of epoch {position['epoch'] + 1}, and a "
-            f"{type(data).__name__} cannot begin there: give fit a tf.data.Dataset, or an object with "
-            "position() and restore(position), such as TranslationBatches"
-        )
-    size = int(data.cardinality())
-    if size == tf.data.UNKNOWN_CARDINALITY and not steps_per_epoch:
-        size = int(data.reduce(np.int64(0), lambda count, *_: count + 1))
-    num_batches, starts = steps_per_epoch or size, iter([position["batch"]])
-    if steps_per_epoch:
-        first = position["epoch"] * num_batches + position["batch"]
-        later = (epoch * num_batches for epoch in itertools.count(position["epoch"] + 1))
-        starts = (start % size if size > 0 else start for start in itertools.chain([first], later))
-        data = data.repeat() if size > 0 else data
-
-    def rest(_):
-        start = tf.numpy_function(lambda: np.int64(next(starts, 0)), [], tf.int64)
-        return data.skip(start)
-
-    dataset = tf.data.Dataset.range(1).flat_map(rest).prefetch(tf.data.AUTOTUNE)
-    # Keras counts by this; without it the first epoch's number would hold for all.
-    dataset.cardinality = lambda: tf.constant(num_batches, tf.int64)
-    return dataset, num_batches

@@ -13,6 +13,7 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.trainers.buckets import bucket_ids
+from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import check_compile_options, check_unchanged
 from dtransformer.trainers.engines import make_engine
@@ -203,6 +204,22 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 compiles,
                 copied_weights(self.network),
             )
+
+    def training_state(self) -> TrainingState:
+        """Return what checkpoints save and restore; network and optimizer are built for it."""
+        if not self.network.built:
+            self.network.build()
+        self._start_optimizer()
+        metrics = [self._loss_tracker, self._accuracy_tracker, self._compile_metrics]
+        return TrainingState(
+            network=self.network,
+            optimizer=self.optimizer,
+            optimizer_shards=[
+                (one.weight, one.bounds, one.flat_range) for one in self.optimizer_step.shards
+            ],
+            skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
+            metrics=[metric for metric in metrics if metric is not None],
+        )
 
     def get_compile_config(self):
         """Return nothing: a trainer that is loaded has to be compiled again."""

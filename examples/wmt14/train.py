@@ -21,10 +21,10 @@ import keras
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.datasets import wmt14
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import read_tsv
 from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.datasets.wmt14_examples import EOT, PAD, faithful_examples
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
@@ -55,7 +55,7 @@ def parse_arguments():
     parser.add_argument("--save_timeline", help="a .png or .json file for what the last step did")
     parser.add_argument("--checkpoints", help="a folder for checkpoints, one an epoch")
     parser.add_argument("--save_steps", type=int, help="one after so many steps, too")
-    parser.add_argument("--replicas", action="store_true", help="write parts twice where possible")
+    parser.add_argument("--replicas", action="store_true", help="write files twice where possible")
     parser.add_argument("--resume", action="store_true", help="go on from the newest, if any")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (20000 if args.faithful else 4000)
@@ -64,7 +64,7 @@ def parse_arguments():
 
 def faithful_data(args):
     """The sample's fixed-length batches in the file's order; this rank's rows of each."""
-    examples = wmt14.faithful_examples(args.data, args.src_len, args.tgt_len, args.vocab_size)
+    examples = faithful_examples(args.data, args.src_len, args.tgt_len, args.vocab_size)
     inputs = {"source": examples.source, "target": examples.target}
     dataset = tf.data.Dataset.from_tensor_slices((inputs, examples.label))
     dataset = dataset.batch(args.batch_size, drop_remainder=True)
@@ -72,7 +72,7 @@ def faithful_data(args):
         print(f"{len(examples.source):,} pairs, {len(dataset)} steps an epoch")
     index, count = job.data_shard()
     rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
-    special = {"pad_id": wmt14.PAD, "start_id": wmt14.PAD, "end_id": wmt14.EOT}
+    special = {"pad_id": PAD, "start_id": PAD, "end_id": EOT}
     return dataset.map(rows).cache().prefetch(1), special, args.vocab_size, {}
 
 

@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path, capsys):
     data.write_bytes(data.read_bytes()[:-1])
     assert main(["checkpoint", "verify", str(folder)]) == 2
     captured = capsys.readouterr()
-    assert f"{data} has" in captured.out and "files are whole" in captured.out
+    assert f"{data} has" in captured.out and "files are intact" in captured.out
     assert "1 damaged" in captured.err
     assert main(["checkpoint", "export", str(data.parent), "--out", "model.safetensors"]) == 2
     assert main(["checkpoint", "inspect", str(tmp_path / "nothing")]) == 2

@@ -37,15 +37,15 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
         ("model:\n  hiden_size: 3\n", ["model.hiden_size", "model.hidden_size"]),
         ("parallel:\n  data_paralel: 2\n", ["parallel.data_paralel", "parallel.data_parallel"]),
         ("training:\n  epochs: 0\n", ["training.epochs", "at least 1", "0"]),
-        ("training:\n  epochs: two\n", ["training.epochs", "whole number", "'two'"]),
-        ("training:\n  epochs: true\n", ["training.epochs", "whole number", "True"]),
+        ("training:\n  epochs: two\n", ["training.epochs", "an integer", "'two'"]),
+        ("training:\n  epochs: true\n", ["training.epochs", "an integer", "True"]),
         ("training:\n  learning_rate: fast\n", ["training.learning_rate", "number", "'fast'"]),
         ("training:\n  schedule: steps\n", ["training.schedule", "cosine", "'steps'"]),
         ("parallel:\n  model_parallel: 0\n", ["model_parallel", "at least 1", "0"]),
         ("data:\n  shuffle: 7\n", ["data.shuffle", "true or false", "7"]),
         ("training: 3\n", ["training", "3", "keys"]),
         ("- 1\n- 2\n", ["sections", "list"]),
-        ("training: [\n", ["no YAML"]),
+        ("training: [\n", ["not YAML"]),
     ],
 )
 def test_wrong_files(tmp_path, text, words):
@@ -64,7 +64,7 @@ def test_wrong_files(tmp_path, text, words):
     [
         ("training.epochs", ["section.key=value"]),
         ("training.epoch=1", ["--set", "training.epochs"]),
-        ("training.epochs=[", ["no YAML"]),
+        ("training.epochs=[", ["not YAML"]),
         ("search.beam_size=-1", ["search.beam_size", "at least 1", "-1"]),
     ],
 )

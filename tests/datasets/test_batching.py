@@ -10,7 +10,7 @@ from dtransformer.datasets import (
     plan_batches,
     random_translation_batches,
 )
-from dtransformer.datasets.batching import length_buckets
+from dtransformer.datasets.batch_plan import length_buckets
 from tests.datasets.refused import refused
 
 PAD, START, END = 0, 2, 3
@@ -196,15 +196,15 @@ def test_each_epoch_has_its_order_and_keras_gets_it():
 @pytest.mark.parametrize("num_shards", [2, 3, 5])
 @pytest.mark.parametrize("size", [{}, {"batch_size": None, "batch_tokens": 150}])
 def test_ranks_share_the_batches_of_one_process(num_shards, size):
-    whole = some_batches(**size)
+    unsharded = some_batches(**size)
     shards = [some_batches(**size, shard_index=i, num_shards=num_shards) for i in range(num_shards)]
-    assert {len(shard) for shard in shards} == {len(whole)}
+    assert {len(shard) for shard in shards} == {len(unsharded)}
     for epoch in range(2):
-        for batches in (whole, *shards):
+        for batches in (unsharded, *shards):
             batches.set_epoch(epoch)
-        for everything, *parts in zip(whole.plan(), *(shard.plan() for shard in shards)):
-            assert all(len(part) for part in parts)
-            assert sorted(np.concatenate(parts)) == sorted(everything)
+        for everything, *shares in zip(unsharded.plan(), *(shard.plan() for shard in shards)):
+            assert all(len(share) for share in shares)
+            assert sorted(np.concatenate(shares)) == sorted(everything)
 
 
 def test_a_rank_reads_the_rows_that_it_plans():
@@ -242,7 +242,7 @@ def test_a_resumed_epoch_goes_on_where_it_stopped(done, shard):
     dataset = second.as_dataset()
     assert as_lists(dataset) == remaining
     for batches in (first, second):
-        batches.set_epoch(4)  # the next epoch is a whole one
+        batches.set_epoch(4)  # the next epoch is a full one
     assert as_lists(dataset) == as_lists(first.as_dataset())
 
 

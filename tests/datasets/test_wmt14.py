@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import read_tsv, wmt14, write_sgm
+from dtransformer.datasets.wmt14_examples import faithful_examples
 from tests.datasets.refused import refused
 
 ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085onglet."]
@@ -116,7 +117,7 @@ def test_what_an_archive_says_of_places_is_not_followed(folder, tmp_path):
     ids=["missing", "link", "too large"],
 )
 def test_a_bad_archive_is_refused(folder, tmp_path, monkeypatch, spoil, told):
-    monkeypatch.setattr(wmt14, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(wmt14, "_MAX_MEMBER_BYTES", 1000)
     source = archive(tmp_path / "a.tgz", spoil(official(folder)))
     message = refused(wmt14.prepare, source, tmp_path / "out")
     assert all(word in message for word in told), message
@@ -125,11 +126,11 @@ def test_a_bad_archive_is_refused(folder, tmp_path, monkeypatch, spoil, told):
 
 def test_a_damaged_archive_is_refused(folder, tmp_path):
     source = archive(tmp_path / "a.tgz", official(folder))
-    whole = source.read_bytes()
-    half = len(whole) // 2
-    one_bit = bytes([*whole[:half], whole[half] ^ 1, *whole[half + 1 :]])
-    wrong_sum = whole[:-8] + bytes(4) + whole[-4:]
-    for damaged in (b"", b"no archive", whole[:half], one_bit, wrong_sum):
+    data = source.read_bytes()
+    half = len(data) // 2
+    one_bit = bytes([*data[:half], data[half] ^ 1, *data[half + 1 :]])
+    wrong_sum = data[:-8] + bytes(4) + data[-4:]
+    for damaged in (b"", b"no archive", data[:half], one_bit, wrong_sum):
         source.write_bytes(damaged)
         assert "a.tgz" in refused(wmt14.prepare, source, tmp_path / "out")
 
@@ -164,9 +165,9 @@ def test_faithful_examples_follow_the_rules(tmp_path):
         tmp_path,
         ("b b a c", "X Y Z W"),  # 4 words: more than src_len + 1
         ("a b d", "only counted in the vocabularies"),  # 3 words: not
-        ("a\u00a0? e f", "Z"),  # 4 words: a no-break space parts words
+        ("a\u00a0? e f", "Z"),  # 4 words: a no-break space separates words
     )
-    examples = wmt14.faithful_examples(path, src_len=2, tgt_len=3, vocab_size=20)
+    examples = faithful_examples(path, src_len=2, tgt_len=3, vocab_size=20)
     # b and a stand three times, b first; then all others in the order of appearance.
     words = ["b", "a", "c", "d", "?", "e", "f"]
     assert examples.source_vocabulary == {w: 3 + i for i, w in enumerate(words)}
@@ -179,16 +180,16 @@ def test_faithful_examples_follow_the_rules(tmp_path):
 
 def test_faithful_examples_refuse_what_does_not_fit(tmp_path):
     path = pairs_file(tmp_path, ("a b c d", "x y"))
-    assert len(wmt14.faithful_examples(path, 2, 2, vocab_size=7).source) == 1
-    assert "--vocab_size 7" in refused(wmt14.faithful_examples, path, 2, 2, vocab_size=6)
-    assert "--src_len" in refused(wmt14.faithful_examples, path, 10, 2)
-    assert "src_len=0" in refused(wmt14.faithful_examples, path, 0, 2)
+    assert len(faithful_examples(path, 2, 2, vocab_size=7).source) == 1
+    assert "--vocab_size 7" in refused(faithful_examples, path, 2, 2, vocab_size=6)
+    assert "--src_len" in refused(faithful_examples, path, 10, 2)
+    assert "src_len=0" in refused(faithful_examples, path, 0, 2)
 
 
 def test_the_real_files_give_the_published_numbers(shared_data, tmp_path):
     wmt14.verify(shared_data / "wmt14")
     _, french_english = wmt14.prepare(shared_data / "wmt14", tmp_path)
-    examples = wmt14.faithful_examples(french_english)
+    examples = faithful_examples(french_english)
     assert len(read_tsv(french_english)[0]) == 3003
     assert examples.source.shape == examples.target.shape == examples.label.shape == (2468, 10)
     assert len(examples.source_vocabulary) == 15736

@@ -36,9 +36,9 @@ GRID = {
 }
 # Runs that are resumed on the same layout.
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
-# With whole copies of cut weights in 16 bits, and a scale of the loss.
+# With replicated 16-bit copies of sharded weights, and loss scaling.
 IN_16_BITS = ("dp2@2x1+shard2",)
-# Those that also save parts twice.
+# Those that also save with replicas.
 REPLICATED = ("dp2@2x1", "dp2@2x1+shard1")
 SEED, OTHER_SEED = 7, 99
 
@@ -49,7 +49,7 @@ def checkpoint_of(folder, saved, restored=None):
 
 
 def replicated(folder, name):
-    """Return the path of a checkpoint whose parts are written twice where they can be."""
+    """Return the path of a checkpoint with replicas of what several ranks hold."""
     return pathlib.Path(folder) / f"{name}-replicated"
 
 
@@ -65,10 +65,10 @@ def new_trainer(network=NETWORK, seed=SEED):
 def losses(trainer, begin, number):
     """Train on some batches, all of one shape; return the losses of the steps."""
     index, count = job.data_shard()
-    whole = layouts.batches(2 * (begin + number), 61, seed=0)[2 * begin :: 2]
+    batches = layouts.batches(2 * (begin + number), 61, seed=0)[2 * begin :: 2]
     ids = tf.TensorSpec([8 // count, None], "int32")
     data = tf.data.Dataset.from_generator(
-        lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in whole),
+        lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in batches),
         output_signature=({"source": ids, "target": ids}, ids),
     )
     data = data.apply(tf.data.experimental.assert_cardinality(number))
@@ -118,12 +118,12 @@ def shuffled_data():
 
 
 def resume(folder, name):
-    """Train two epochs with shuffling and dropout; again from the midst of the first one."""
+    """Train two epochs with shuffling and dropout; again from the middle of the first one."""
     GRID[name].start()
     folder = pathlib.Path(folder) / f"resumed-{name}"
     found = {}
     for kind, seed, path in (
-        ("whole", SEED, False),
+        ("uninterrupted", SEED, False),
         ("resumed", OTHER_SEED, folder / "step-00000003"),
     ):
         record = Record()

@@ -86,17 +86,17 @@ def test_each_byte_is_written_once(name, folder):
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_a_lost_part_is_replaced_by_its_replica(name, folder, capsys):
+def test_a_lost_file_is_replaced_by_its_replica(name, folder, capsys):
     path = replicated(folder, name)
     expected = tensors_of(path)
     copies = sorted(path.glob("replicas/state.data-*"))
-    assert len(copies) == 2, "what both ranks have"
+    assert len(copies) == 2, "what both ranks hold"
     for number, copy in enumerate(copies):
-        part, manifest = path / copy.name, Checkpoint(path).manifest["files"]
+        file, manifest = path / copy.name, Checkpoint(path).manifest["files"]
         assert manifest[copy.name]["crc32"] == manifest[f"replicas/{copy.name}"]["crc32"]
         ranks = [manifest[name]["rank"] for name in (copy.name, f"replicas/{copy.name}")]
         assert sorted(ranks) == [0, 1], "written by two ranks"
-        part.unlink() if number else part.write_bytes(b"damaged")
+        file.unlink() if number else file.write_bytes(b"damaged")
     checkpoints.new_trainer(seed=OTHER_SEED).restore(path)
     assert capsys.readouterr().out.count("replaced by its replica") == 2
     found = tensors_of(path)
@@ -104,12 +104,12 @@ def test_a_lost_part_is_replaced_by_its_replica(name, folder, capsys):
         np.testing.assert_array_equal(found[tensor], value, err_msg=tensor)
 
 
-def test_what_one_rank_alone_has_cannot_be_replaced(folder, tmp_path):
+def test_what_one_rank_alone_holds_cannot_be_replaced(folder, tmp_path):
     path = tmp_path / "copy"
     shutil.copytree(replicated(folder, "dp2@2x1+shard1"), path)
-    parts = sorted(path.glob("state.data-*"))
-    assert len(parts) == 4
-    alone = [part for part in parts if not (path / "replicas" / part.name).exists()]
+    files = sorted(path.glob("state.data-*"))
+    assert len(files) == 4
+    alone = [file for file in files if not (path / "replicas" / file.name).exists()]
     alone[0].unlink()
     with pytest.raises(InputError, match=f"{alone[0].name} is missing"):
         checkpoints.new_trainer().restore(path)
@@ -118,7 +118,9 @@ def test_what_one_rank_alone_has_cannot_be_replaced(folder, tmp_path):
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(name, folder):
     results = read(folder / f"resumed-{name}", "results")
-    whole, resumed = results["whole"], results["resumed"]
-    assert len(whole["losses"]) == 10 and len(resumed["losses"]) == 7
-    assert resumed["losses"] == whole["losses"][3:]
-    assert resumed["history"] == whole["history"], "the first epoch's means count all its steps"
+    uninterrupted, resumed = results["uninterrupted"], results["resumed"]
+    assert len(uninterrupted["losses"]) == 10 and len(resumed["losses"]) == 7
+    assert resumed["losses"] == uninterrupted["losses"][3:]
+    assert resumed["history"] == uninterrupted["history"], (
+        "the first epoch's means count all its steps"
+    )

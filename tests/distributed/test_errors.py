@@ -21,11 +21,11 @@ def output():
         ("wrong_product", ["data_parallel=3", "needs 3 ranks", "has 2"]),
         ("different_numbers_of_batches", ["rank 0 has 2 batches", "rank 1 has 3"]),
         (
-            "part_that_cannot_be_written",
+            "file_that_cannot_be_written",
             ["could not be written: rank 1: OSError: no space is left"],
         ),
         ("folder_that_cannot_be_made", ["cannot be written here"]),
-        ("lost_part", ["state.data-00001-of-00002 is missing"]),
+        ("lost_file", ["state.data-00001-of-00002 is missing"]),
         ("other_network", ["does not fit", "shapes differ", "(60, 32), there (60, 16)"]),
         ("all_is_well", ["in the end"]),
     ],

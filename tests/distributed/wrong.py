@@ -43,34 +43,34 @@ def checkpoints():
     trainer = dtransformer.trainers.Trainer(jobs.translation_model())
     trainer.compile("adam")
     trainer.save(folder / "good")
-    write = writer._write_parts
+    write = writer.write_shards
 
-    def part_that_cannot_be_written():
-        def fail(saving):
+    def file_that_cannot_be_written():
+        def fail(save):
             if job.rank() == 1:
                 raise OSError("no space is left")
-            return write(saving)
+            return write(save)
 
-        writer._write_parts = fail
+        writer.write_shards = fail
         try:
             trainer.save(folder / "good")
         finally:
-            writer._write_parts = write
+            writer.write_shards = write
 
     def folder_that_cannot_be_made():
         trainer.save(folder / "good" / "checkpoint.json" / "one")
 
-    def lost_part():
-        part = folder / "good" / "state.data-00001-of-00002"
+    def lost_file():
+        file = folder / "good" / "state.data-00001-of-00002"
         if job.is_chief():
-            part.rename(folder / "part")
+            file.rename(folder / "lost")
         job.barrier()
         try:
             trainer.restore(folder / "good")
         finally:
             job.barrier()
             if job.is_chief():
-                (folder / "part").rename(part)
+                (folder / "lost").rename(file)
             job.barrier()
 
     def other_network():
@@ -85,7 +85,7 @@ def checkpoints():
         raise ValueError("in the end")
 
     return (
-        *(part_that_cannot_be_written, folder_that_cannot_be_made, lost_part),
+        *(file_that_cannot_be_written, folder_that_cannot_be_made, lost_file),
         *(other_network, all_is_well),
     )
 

@@ -1,6 +1,12 @@
-"""Checkpoints: the whole state of a run, saved on one layout and restored on any other."""
+"""Checkpoints: the full state of a run, saved on one layout and restored on any other.
+
+`training_state` says which tensors a run consists of, `sharded_tensor` and `shard_bounds` what a rank
+holds of each; `save_plan` which rank writes what; `writer` and `data_files` write, `reader` restores;
+`folders`, `manifest` and `saved_checkpoint` know how it lies on the disk.
+"""
 
 from dtransformer.trainers.checkpoint.export import export
-from dtransformer.trainers.checkpoint.files import Checkpoint
+from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.training_state import TrainingState
 
-__all__ = ["Checkpoint", "export"]
+__all__ = ["Checkpoint", "TrainingState", "export"]

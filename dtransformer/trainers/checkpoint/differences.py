@@ -1,25 +1,35 @@
-"""What of the state of all ranks a file has, and what not."""
+"""How the state of all ranks differs from what a file holds."""
+
+from collections.abc import Mapping, Sequence
 
 from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
+
+Shape = tuple[int, ...]
 
 
-def differences(held, there):
-    """Compare names and shapes of what all ranks hold with those of a file.
+def differences(
+    tensors: Sequence[ShardedTensor], in_file: Mapping[str, Shape]
+) -> tuple[list[str], list[str], dict[str, tuple[Shape, Shape]]]:
+    """Compare the names and shapes of all ranks' tensors with those of a file.
+
+    All ranks have to call.
 
     Args:
-        held: list of `state.Held`, this rank's.
-        there: dict of names and shapes.
+        tensors: this rank's.
+        in_file: the names of the file's tensors, and their shapes.
 
     Returns:
-        Sorted lists of the names that the file lacks, and that it has besides; and a dict of
-        names, and our shape and the file's, where these differ.
+        The sorted names that the file lacks; the sorted names that only the file has; and the names
+        whose shapes differ, with our shape and the file's.
     """
+    own = {tensor.name: list(tensor.shape) for tensor in tensors}
     ours = {}
-    for names in all_gather_json({one.name: list(one.shape) for one in held}, "checkpoint/names"):
-        ours.update({name: tuple(shape) for name, shape in names.items()})
+    for shapes in all_gather_json(own, "checkpoint/names"):
+        ours.update({name: tuple(shape) for name, shape in shapes.items()})
     other_shapes = {
-        name: (shape, there[name])
+        name: (shape, in_file[name])
         for name, shape in ours.items()
-        if there.get(name, shape) != shape
+        if in_file.get(name, shape) != shape
     }
-    return sorted(ours.keys() - there.keys()), sorted(there.keys() - ours.keys()), other_shapes
+    return sorted(ours.keys() - in_file.keys()), sorted(in_file.keys() - ours.keys()), other_shapes

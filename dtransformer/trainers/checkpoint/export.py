@@ -1,6 +1,7 @@
 """Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
 
 import functools
+import os
 import pathlib
 
 import keras
@@ -10,22 +11,29 @@ import safetensors.numpy
 
 from dtransformer.errors import InputError
 from dtransformer.parallel.object_collectives import together
-from dtransformer.trainers.checkpoint import files
 from dtransformer.trainers.checkpoint.differences import differences
-from dtransformer.trainers.checkpoint.state import NETWORK, OPTIMIZER, held_of_network
+from dtransformer.trainers.checkpoint.folders import checkpoints_of
+from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.training_state import NETWORK, OPTIMIZER, network_tensors
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
+_MAX_DIFFERENCES_TOLD = 5
 
 
-def export(path, filepath, network=None, with_optimizer=False):
+def export(
+    path: str | os.PathLike,
+    filepath: str | os.PathLike,
+    network: keras.Model | None = None,
+    with_optimizer: bool = False,
+) -> int:
     """Write the weights of a checkpoint to one file.
 
     Args:
-        path: a checkpoint's folder; or a folder of them, of which the newest is taken.
-        filepath: of the file, `.weights.h5` or `.safetensors`.
-        network: a `keras.Model` like the one that was saved, for `.weights.h5`; by default
-            it is made from the config in the checkpoint.
+        path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
+        filepath: the file to write, `.weights.h5` or `.safetensors`.
+        network: a model like the one that was saved, for `.weights.h5`; by default it is made from
+            the config in the checkpoint.
         with_optimizer: whether a `.safetensors` file has the optimizer's states too.
 
     Returns:
@@ -35,52 +43,54 @@ def export(path, filepath, network=None, with_optimizer=False):
         InputError: the checkpoint is damaged, the file has another ending, or the network
             cannot be made from its config.
     """
-    checkpoint = files.Checkpoint(files.open_or_latest(path)[0])
+    checkpoint = Checkpoint(checkpoints_of(path)[0])
     problems = checkpoint.problems()
     if problems:
         raise InputError("; ".join(problems.values()))
     if str(filepath).endswith(_KERAS):
         if with_optimizer:
             raise InputError(f"{filepath}: only .safetensors files take the optimizer's states")
-        network = _network_of(checkpoint) if network is None else network
-        if not network.built:
-            network.build()
-        held = held_of_network(network)
-        _check_fits(checkpoint.path, held, checkpoint.shapes_of(NETWORK))
-        for one in held:
-            one.assign(files.read_part(checkpoint, one))
-        _written(filepath, lambda: network.save_weights(filepath))
-        return len(network.variables)
+        return _export_keras(checkpoint, filepath, network)
     if not is_safetensors(filepath):
         raise InputError(f"{filepath}: give a file that ends with {_KERAS} or {_SAFETENSORS}")
-    kinds = (NETWORK, OPTIMIZER) if with_optimizer else (NETWORK,)
+    prefixes = (NETWORK, OPTIMIZER) if with_optimizer else (NETWORK,)
     tensors = {
-        name.removeprefix(NETWORK): np.ascontiguousarray(files.read_box(checkpoint, name).numpy())
-        for name in checkpoint.shapes
-        if name.startswith(kinds)
+        name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
+        for name in checkpoint.shapes_of(*prefixes)
     }
     about = {"format": "dtransformer", "step": str(checkpoint.step)}
-    _written(filepath, lambda: safetensors.numpy.save_file(tensors, filepath, metadata=about))
+    _write(filepath, lambda: safetensors.numpy.save_file(tensors, filepath, metadata=about))
     return len(tensors)
 
 
-def is_safetensors(filepath):
-    """Return whether a path is that of a safetensors file."""
+def _export_keras(checkpoint, filepath, network):
+    network = _network_of(checkpoint) if network is None else network
+    if not network.built:
+        network.build()
+    tensors = network_tensors(network)
+    _check_fits(checkpoint.path, tensors, checkpoint.shapes_of(NETWORK))
+    for tensor in tensors:
+        tensor.assign(checkpoint.read_local(tensor))
+    _write(filepath, lambda: network.save_weights(filepath))
+    return len(network.variables)
+
+
+def is_safetensors(filepath: str | os.PathLike) -> bool:
+    """Return whether a path has the ending of a safetensors file."""
     return str(filepath).endswith(_SAFETENSORS)
 
 
-def load_safetensors(network, filepath):
-    """Set the weights of a built network; each rank reads the slices that it has.
+def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
+    """Set the weights of a built network; each rank reads only the shards that it holds.
 
     Args:
-        network: a `keras.Model`.
-        filepath: of a `.safetensors` file that `export` wrote.
+        network: the network.
+        filepath: a `.safetensors` file that `export` wrote.
 
     Raises:
-        InputError: there is no such file, or it lacks a weight, has others, or has one of
-            another shape.
+        InputError: there is no such file, it is damaged, or its weights are not the network's.
     """
-    held = together(lambda: held_of_network(network), "safetensors/network")
+    tensors = together(lambda: network_tensors(network), "safetensors/network")
 
     def opened():
         if not pathlib.Path(filepath).exists():
@@ -88,18 +98,28 @@ def load_safetensors(network, filepath):
         try:
             file = safetensors.safe_open(filepath, "numpy")
         except (safetensors.SafetensorError, OSError) as error:
-            raise InputError(f"{filepath}: is no safetensors file, or damaged ({error})") from None
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        return file, {f"{NETWORK}{n}": s for n, s in shapes.items() if not n.startswith(OPTIMIZER)}
+            raise InputError(
+                f"{filepath}: is not a safetensors file, or damaged ({error})"
+            ) from None
+        shapes = {
+            f"{NETWORK}{name}": tuple(file.get_slice(name).get_shape())
+            for name in file.keys()
+            if not name.startswith(OPTIMIZER)
+        }
+        return file, shapes
 
-    file, there = together(opened, "safetensors/opened")
-    _check_fits(filepath, held, there)
-    for one in held:
-        whole = file.get_slice(one.name.removeprefix(NETWORK))
-        one.assign(one.put_together(functools.partial(_box_of, whole)))
+    file, in_file = together(opened, "safetensors/opened")
+    _check_fits(filepath, tensors, in_file)
+    for tensor in tensors:
+        stored = file.get_slice(tensor.name.removeprefix(NETWORK))
+        tensor.assign(tensor.assemble(functools.partial(_read, stored)))
 
 
-def _written(filepath, write):
+def _read(stored, bounds):
+    return stored[tuple(slice(*ends) for ends in bounds)] if bounds else stored[...]
+
+
+def _write(filepath, write):
     """Call a function that writes a file; an InputError tells why it cannot."""
     try:
         write()
@@ -107,27 +127,26 @@ def _written(filepath, write):
         raise InputError(f"{filepath}: cannot be written ({error})") from None
 
 
-def _box_of(whole, box):
-    return whole[tuple(slice(*ends) for ends in box)] if box else whole[...]
-
-
-def _check_fits(path, held, there):
-    """Raise an InputError, on every rank, where shapes by name are not those of all ranks."""
-    missing, unexpected, other_shapes = differences(held, there)
+def _check_fits(path, tensors, in_file):
+    """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
+    missing, unexpected, other_shapes = differences(tensors, in_file)
     told = [f"it lacks {name}" for name in missing]
     told += [f"it also has {name}" for name in unexpected]
     told += [f"{name} is {its}, not {ours}" for name, (ours, its) in sorted(other_shapes.items())]
     if told:
         told = [text.replace(NETWORK, "") for text in told]
-        more = f" and {len(told) - 5} more" if len(told) > 5 else ""
-        raise InputError(f"{path} does not fit the network: {'; '.join(told[:5])}{more}")
+        more = len(told) - _MAX_DIFFERENCES_TOLD
+        ending = f" and {more} more" if more > 0 else ""
+        raise InputError(
+            f"{path} does not fit the network: {'; '.join(told[:_MAX_DIFFERENCES_TOLD])}{ending}"
+        )
 
 
 def _network_of(checkpoint):
     config = checkpoint.manifest["network"]
     if config is None:
         raise InputError(
-            f"{checkpoint.path}: the network has no Keras config: call "
+            f"{checkpoint.path}: the network was saved without a Keras config: call "
             "dtransformer.trainers.checkpoint.export with the network itself"
         )
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import resource
 import shutil
 import threading
@@ -13,9 +14,11 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.trainers import ModelCheckpoint, Trainer
-from dtransformer.trainers.checkpoint import Checkpoint, export, files, writer
+from dtransformer.trainers.checkpoint import Checkpoint, export, folders, writer
+from tests.tolerances import PARITY_LOSS
 
 NUM_BATCHES = 6
+FORMAT_1 = pathlib.Path(__file__).parent / "format_1"
 
 
 class Net(keras.Model):
@@ -67,7 +70,7 @@ def dataset(num_batches=NUM_BATCHES):
 
 def state(trainer):
     """All weights and states of the optimizer."""
-    trainer._start_state("state")
+    trainer.training_state()  # builds what there is to compare
     weights = {variable.path: variable.numpy() for variable in trainer.network.variables}
     return weights | {
         f"optimizer/{number}": variable.numpy()
@@ -102,7 +105,7 @@ def newest(folder):
 
 
 class TestFormat:
-    def test_it_is_tensorflows_own_with_whole_tensors(self, trained, two):
+    def test_it_is_tensorflows_own_with_full_tensors(self, trained, two):
         reader = tf.train.load_checkpoint(str(newest(two)))
         network = trained.network
         kernel = reader.get_tensor("network/block_0/kernel")
@@ -128,6 +131,18 @@ class TestFormat:
         assert manifest["parallel"]["model_parallel"] == 1
         assert manifest["network"]["config"]["width"] == 8
         assert manifest["seed"] == 0
+
+    def test_a_checkpoint_of_format_1_is_read_and_written(self, tmp_path):
+        """`format_1` was saved after one epoch of `new_trainer(metrics=True)`."""
+        trained, losses, _ = uninterrupted(epochs=2, metrics=True)
+        trainer, seen = new_trainer(metrics=True), Seen()
+        trainer.fit(dataset(), epochs=2, verbose=0, callbacks=[seen], resume=FORMAT_1)
+        np.testing.assert_allclose(seen.losses, losses[NUM_BATCHES:], rtol=PARITY_LOSS)
+        trained.save(tmp_path / "one")
+        old, new = Checkpoint(FORMAT_1).manifest, Checkpoint(tmp_path / "one").manifest
+        assert new.keys() == old.keys()
+        assert new["tensors"] == old["tensors"]
+        assert new["files"].keys() == old["files"].keys()
 
     @pytest.mark.parametrize(
         "optimizer",
@@ -193,8 +208,8 @@ def flip(path, position=0.5):
 DATA, INDEX = "state.data-00000-of-00001", "state.index"
 DAMAGES = {
     "a flipped byte": (DATA, lambda path: flip(path), "is damaged"),
-    "a truncated part": (DATA, lambda path: os.truncate(path, 100), "has 100 bytes"),
-    "a missing part": (DATA, lambda path: path.unlink(), "is missing"),
+    "a truncated file": (DATA, lambda path: os.truncate(path, 100), "has 100 bytes"),
+    "a missing file": (DATA, lambda path: path.unlink(), "is missing"),
     "a missing index": (INDEX, lambda path: path.unlink(), "is missing"),
     "a flipped byte of the index": (INDEX, lambda path: flip(path), "is damaged"),
     "a flipped byte of the manifest": ("checkpoint.json", lambda path: flip(path), "is damaged"),
@@ -228,7 +243,7 @@ class TestDamage:
 
 def test_a_checkpoint_without_its_manifest_is_none(two):
     (newest(two) / "checkpoint.json").unlink()
-    assert [step for step, _ in files.saved_steps(two)] == [6]
+    assert [step for step, _ in folders.saved_steps(two)] == [6]
     with pytest.raises(InputError, match="there is no checkpoint here"):
         new_trainer().restore(newest(two))
 
@@ -289,7 +304,7 @@ class TestStrict:
 
 
 class TestWriting:
-    @pytest.mark.parametrize("place", ["_write_parts", "_join", "commit", "rename"])
+    @pytest.mark.parametrize("place", ["write_shards", "merge_shards", "commit", "rename"])
     def test_a_failure_anywhere_leaves_the_last_one(self, place, trained, tmp_path, monkeypatch):
         path = tmp_path / "step-00000006"
         trained.save(path)
@@ -298,7 +313,7 @@ class TestWriting:
         def fail(*args):
             raise OSError("no luck")
 
-        module = {"commit": files, "rename": files.os}.get(place, writer)
+        module = {"commit": folders, "rename": folders.os}.get(place, writer)
         with monkeypatch.context() as patch:
             patch.setattr(module, place, fail)
             with pytest.raises(InputError, match="could not be written: OSError: no luck"):
@@ -312,15 +327,15 @@ class TestWriting:
         """The only moment at which there is none of the path's name."""
         path = tmp_path / "step-00000006"
         trained.save(path)
-        os.rename(path, files._aside(path))
-        assert files.saved_steps(tmp_path) == [(6, path)]
+        os.rename(path, folders.replaced(path))
+        assert folders.saved_steps(tmp_path) == [(6, path)]
         new_trainer().restore(tmp_path)
         trained.save(path)
         assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
     def test_a_full_disk(self, trained, tmp_path, monkeypatch):
         usage = shutil.disk_usage(tmp_path)._replace(free=100)
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
         before = state(trained)
         with pytest.raises(InputError, match="the disk has 0 MiB left, and a checkpoint takes"):
             trained.save(tmp_path / "one")
@@ -351,10 +366,8 @@ class TestWriting:
     def test_training_goes_on_meanwhile(self, jit_compile, tmp_path, monkeypatch):
         trainer, may_write = new_trainer(jit=jit_compile), threading.Event()
         trainer.fit(dataset(), verbose=0)
-        before, write = state(trainer), writer._write_parts
-        monkeypatch.setattr(
-            writer, "_write_parts", lambda saving: may_write.wait(60) and write(saving)
-        )
+        before, write = state(trainer), writer.write_shards
+        monkeypatch.setattr(writer, "write_shards", lambda save: may_write.wait(60) and write(save))
         trainer.save(tmp_path / "one", wait=False)
         for batch in dataset():
             trainer.train_on_batch(*batch)
@@ -390,7 +403,7 @@ class Seen(keras.callbacks.Callback):
 
 
 def steps_of(folder):
-    return [step for step, _ in files.saved_steps(folder)]
+    return [step for step, _ in folders.saved_steps(folder)]
 
 
 class TestCallback:
@@ -450,7 +463,7 @@ class TestResume:
             return dataset() if known_length else dataset().filter(lambda x, y: True)
 
         metrics = {"metrics": True}
-        whole, losses, history = uninterrupted(**metrics)
+        trained, losses, history = uninterrupted(**metrics)
         for epochs, last_step in ((3, stop_at), (3, 100), (4, 100)):
             trainer, seen = new_trainer(**metrics), Seen()
             found = trainer.fit(
@@ -463,7 +476,7 @@ class TestResume:
             if last_step == 100 and epochs == 3:
                 assert seen.losses == losses[stop_at:]
                 assert seen.batches == [step % 6 for step in range(stop_at, 18)]
-                assert_same_state(state(whole), state(trainer))
+                assert_same_state(state(trained), state(trainer))
                 for name in ("loss", "mean_absolute_error"):
                     assert found[name] == history[name][stop_at // 6 :]
         assert seen.batches == list(range(6)), "one more epoch"
@@ -480,13 +493,13 @@ class TestResume:
             trainer.fit(dataset(), epochs=3, verbose=0, callbacks=data, **options)
             return trainer, seen
 
-        whole, expected = fit(100)
+        trained, expected = fit(100)
         for stop_at in (4, 6, 10):
             shutil.rmtree(tmp_path / "False", ignore_errors=True)
             fit(stop_at)
             trainer, seen = fit(100, resume=True)
             assert seen.losses == expected.losses[-len(seen.losses) :]
-            assert_same_state(state(whole), state(trainer))
+            assert_same_state(state(trained), state(trainer))
 
     def test_an_epoch_that_is_stopped_and_validated(self, tmp_path):
         _, _, history = uninterrupted()
@@ -519,12 +532,12 @@ class TestResume:
             )
             return trainer, seen
 
-        whole, expected = fit(100)
+        trained, expected = fit(100)
         saving = [ModelCheckpoint(tmp_path)]
         fit(stop_at, callbacks=saving)
         trainer, seen = fit(100, callbacks=saving, resume=True)
         assert seen.losses == expected.losses[stop_at:]
-        assert_same_state(state(whole), state(trainer))
+        assert_same_state(state(trained), state(trainer))
 
     def test_from_a_path_without_saving(self, two):
         trainer, seen = new_trainer(), Seen()
@@ -539,10 +552,10 @@ class TestResume:
         flip(tmp_path / "step-00000009" / DATA)
         trainer, seen = new_trainer(), Seen()
         trainer.fit(dataset(), epochs=3, verbose=0, callbacks=[saving, seen], resume=True)
-        whole, losses, _ = uninterrupted()
+        trained, losses, _ = uninterrupted()
         assert seen.losses == losses[8:]
         assert (tmp_path / "step-00000009.damaged").exists() and 9 not in steps_of(tmp_path)
-        assert_same_state(state(whole), state(trainer))
+        assert_same_state(state(trained), state(trainer))
 
     def test_one_without_its_manifest_is_set_aside(self, tmp_path, capsys):
         saving = ModelCheckpoint(tmp_path, every_steps=2, keep=None)
@@ -614,7 +627,7 @@ class TestExport:
         with pytest.raises(InputError, match="cannot be written"):
             export(two, two / "nowhere" / "model.safetensors")
         flip(two / "model.safetensors", 0.01)
-        with pytest.raises(InputError, match="is no safetensors file"):
+        with pytest.raises(InputError, match="is not a safetensors file"):
             new_trainer().load_weights(two / "model.safetensors")
         flip(newest(two) / DATA)
         with pytest.raises(InputError, match="is damaged"):

@@ -1,0 +1,132 @@
+"""A complete checkpoint: its manifest, its tensors, and whether its files are intact."""
+
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.errors import InputError
+from dtransformer.trainers.checkpoint.folders import find_checkpoint
+from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest, sync
+from dtransformer.trainers.checkpoint.shard_bounds import Bounds, slice_spec
+from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
+
+PREFIX, REPLICAS = "state", "replicas"
+LATEST = "checkpoint"  # the file in which TensorFlow keeps the prefix
+
+
+class Checkpoint:
+    """A checkpoint that was written to the end.
+
+    `tf.train.load_checkpoint(path).get_tensor(name)` reads any of its tensors, too.
+
+    Args:
+        path: its folder.
+
+    Attributes:
+        path: the folder, a `pathlib.Path`.
+        manifest: dict with the content of checkpoint.json: `step`, `position` in the data,
+            `seed`, `metrics`, `network` and `optimizer` (their Keras configs), `parallel` (the
+            job's config), `tensors` (for each name its shape and data type), `files` (for each
+            name its size, its CRC-32 and the rank that wrote it).
+
+    Raises:
+        InputError: there is no checkpoint, or its checkpoint.json is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        found = find_checkpoint(path)
+        if found is None:
+            raise InputError(f"{path}: there is no checkpoint here ({MANIFEST} is missing)")
+        self.path: pathlib.Path = found
+        self.manifest: dict = read_manifest(found)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that the optimizer had done when it was saved."""
+        return self.manifest["step"]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names of all tensors, and their shapes."""
+        return {name: tuple(shape) for name, (shape, _) in self.manifest["tensors"].items()}
+
+    def shapes_of(self, *prefixes: str) -> dict[str, tuple[int, ...]]:
+        """Return those of `shapes` whose names begin with one of the prefixes."""
+        return {name: shape for name, shape in self.shapes.items() if name.startswith(prefixes)}
+
+    def read(self, name: str, bounds: Bounds | None = None) -> tf.Tensor:
+        """Return a tensor, or a rectangle of it; TensorFlow checks its own checksum.
+
+        Args:
+            name: the tensor's name.
+            bounds: (start, stop) in each dimension; None for the full tensor.
+        """
+        shape, dtype = self.manifest["tensors"][name]
+        with tf.device("CPU:0"):
+            (value,) = tf.raw_ops.RestoreV2(
+                prefix=str(self.path / PREFIX),
+                tensor_names=[name],
+                shape_and_slices=["" if bounds is None else slice_spec(shape, bounds)],
+                dtypes=[tf.as_dtype(dtype)],
+            )
+        return value
+
+    def read_local(self, tensor: ShardedTensor) -> tf.Tensor | np.ndarray:
+        """Return what this rank holds of a tensor of the same name and shape."""
+        return tensor.assemble(lambda bounds: self.read(tensor.name, bounds))
+
+    def file_names(self) -> list[str]:
+        """Return the names of all files, sorted."""
+        return sorted(self.manifest["files"])
+
+    def problem_with(self, name: str) -> str:
+        """Read a file; return what is wrong with it, "" where nothing is."""
+        expected, path = self.manifest["files"][name], self.path / name
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{path} has {size:,} bytes, {expected['bytes']:,} were written"
+            found = checksum(path)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        if found != expected["crc32"]:
+            return f"{path} is damaged: its checksum is {found}, {expected['crc32']} was written"
+        return ""
+
+    def problems(self, names: Sequence[str] | None = None) -> dict[str, str]:
+        """Return the damaged ones of some files, by default of all, and what is wrong with each."""
+        names = self.file_names() if names is None else names
+        found = {name: self.problem_with(name) for name in names}
+        return {name: problem for name, problem in found.items() if problem}
+
+    def repair(self, name: str) -> bool:
+        """Replace a damaged file by its replica; return whether there is an intact one."""
+        replica = f"{REPLICAS}/{name}"
+        if replica not in self.manifest["files"] or self.problem_with(replica):
+            return False
+        fresh = self.path / f"{name}.unfinished"
+        try:
+            shutil.copyfile(self.path / replica, fresh)
+            sync(fresh)
+            os.replace(fresh, self.path / name)
+        except OSError:  # the disk is full or read-only
+            fresh.unlink(missing_ok=True)
+            return False
+        return True
+
+
+def data_file(index: int, count: int) -> str:
+    """Return the name that TensorFlow gives one of a checkpoint's data files.
+
+    Example:
+
+    >>> data_file(0, 2)
+    'state.data-00000-of-00002'
+    """
+    return f"{PREFIX}.data-{index:05d}-of-{count:05d}"

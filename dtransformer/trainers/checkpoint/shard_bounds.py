@@ -1,0 +1,165 @@
+"""Which rectangular shards of a tensor a rank's local tensor consists of: pure functions.
+
+The bounds of a shard are a tuple with its (start, stop) in each dimension. TensorFlow's
+checkpoints store such shards, and read any rectangle of a tensor, whatever shards it was written
+in. A device of a mesh holds one rectangle. A rank of a sharded optimizer holds a range of a
+flattened rectangle instead, which is a few rectangles that follow each other.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+Bounds = tuple[tuple[int, int], ...]
+FlatRange = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointShard:
+    """A rectangle of a tensor, and where a rank's local tensor has it.
+
+    Args:
+        bounds: where it lies in the full tensor, without padding.
+        local_offset: index of its first element in the flattened local tensor.
+        local_shape: its shape in the local tensor, padding included.
+    """
+
+    bounds: Bounds
+    local_offset: int
+    local_shape: tuple[int, ...]
+
+    @property
+    def local_range(self) -> slice:
+        """The elements of the flattened local tensor that it takes, padding included."""
+        return slice(self.local_offset, self.local_offset + math.prod(self.local_shape))
+
+    @property
+    def num_elements(self) -> int:
+        """The number of its elements, without padding."""
+        return num_elements(self.bounds)
+
+    @property
+    def without_padding(self) -> tuple[slice, ...]:
+        """The index that leaves the padding out of an array of the shape `local_shape`."""
+        return tuple(slice(size) for size in shape_of(self.bounds))
+
+
+def split_shard(shard: CheckpointShard, max_elements: int) -> list[CheckpointShard]:
+    """Divide a shard along its first dimension into shards of at most `max_elements`.
+
+    A single row may have more: rows are not divided.
+
+    Example:
+
+    >>> (shard,) = local_shards((3, 4), ((0, 3), (0, 4)))
+    >>> [small.bounds for small in split_shard(shard, 8)]
+    [((0, 2), (0, 4)), ((2, 3), (0, 4))]
+    """
+    if not shard.local_shape or shard.num_elements <= max_elements:
+        return [shard]
+    row_size = math.prod(shard.local_shape[1:])
+    step, (first, last) = max(max_elements // row_size, 1), shard.bounds[0]
+    return [
+        CheckpointShard(
+            ((start, stop), *shard.bounds[1:]),
+            shard.local_offset + (start - first) * row_size,
+            (stop - start, *shard.local_shape[1:]),
+        )
+        for start in range(first, last, step)
+        for stop in [min(start + step, last)]
+    ]
+
+
+def local_shards(
+    shape: Sequence[int], bounds: Bounds, flat_range: FlatRange | None = None
+) -> list[CheckpointShard]:
+    """Return the shards that a rank's local tensor consists of, in their order.
+
+    Args:
+        shape: the full tensor's shape without padding; elements beyond it are left out.
+        bounds: the rectangle of the padded tensor that the rank holds.
+        flat_range: (start, stop) in the flattened rectangle, where the rank holds only this
+            range of it; what lies beyond the rectangle's end is padding, and left out.
+
+    Example:
+
+    >>> [shard.bounds for shard in local_shards((4, 3), ((0, 4), (0, 3)), (2, 7))]
+    [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
+    """
+    start, stop = flat_range or (0, num_elements(bounds))
+    shards, local_offset = [], 0
+    for inner in bounds_of_flat_range(shape_of(bounds), start, min(stop, num_elements(bounds))):
+        kept = tuple(
+            (offset + first, min(offset + last, size))
+            for (offset, _), (first, last), size in zip(bounds, inner, shape)
+        )
+        if all(first < last for first, last in kept):
+            shards.append(CheckpointShard(kept, local_offset, shape_of(inner)))
+        local_offset += num_elements(inner)
+    return shards
+
+
+def bounds_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Bounds]:
+    """Return the bounds of the rectangles that follow each other in a flattened tensor's range.
+
+    There are at most two a dimension: the rest of a row, full rows, the beginning of a row.
+
+    Args:
+        shape: the tensor's shape.
+        start, stop: the range, in elements of the flattened tensor.
+
+    Example:
+
+    >>> bounds_of_flat_range((4, 3), 3, 8)
+    [((1, 2), (0, 3)), ((2, 3), (0, 2))]
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    row_size = math.prod(shape[1:])
+    first, first_rest = divmod(start, row_size)
+    last, last_rest = divmod(stop, row_size)
+    if first == last:  # within one row
+        return _bounds_in_row(shape, first, first_rest, last_rest)
+    found = _bounds_in_row(shape, first, first_rest, row_size) if first_rest else []
+    first += bool(first_rest)
+    if first < last:
+        found.append(((first, last), *((0, size) for size in shape[1:])))
+    return found + (_bounds_in_row(shape, last, 0, last_rest) if last_rest else [])
+
+
+def _bounds_in_row(shape, row, start, stop):
+    return [((row, row + 1), *inner) for inner in bounds_of_flat_range(shape[1:], start, stop)]
+
+
+def shape_of(bounds: Bounds) -> tuple[int, ...]:
+    """Return the sizes of a rectangle.
+
+    Example:
+
+    >>> shape_of(((2, 4), (0, 6)))
+    (2, 6)
+    """
+    return tuple(stop - start for start, stop in bounds)
+
+
+def num_elements(bounds: Bounds) -> int:
+    """Return the number of elements of a rectangle."""
+    return math.prod(shape_of(bounds))
+
+
+def slice_spec(shape: Sequence[int], bounds: Bounds) -> str:
+    """Return a rectangle as TensorFlow's `SaveV2` and `RestoreV2` take it.
+
+    It is the full tensor's shape, and the offset and size in each dimension; "" is the full tensor.
+
+    Example:
+
+    >>> slice_spec((8, 6), ((2, 4), (0, 6)))
+    '8 6 2,2:0,6'
+    """
+    if all((start, stop) == (0, size) for size, (start, stop) in zip(shape, bounds)):
+        return ""
+    sizes = " ".join(map(str, shape))
+    return f"{sizes} " + ":".join(f"{start},{stop - start}" for start, stop in bounds)

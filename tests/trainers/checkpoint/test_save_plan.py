@@ -1,0 +1,71 @@
+"""Promise: each shard is written once, by a rank that holds it; ranks write about as much."""
+
+import pytest
+
+from dtransformer.trainers.checkpoint.save_plan import plan_files
+
+
+def make_rank_shards(num_data, num_model, num_weights=20):
+    """What ranks hold: weights sharded over the model ranks, replicated norms, flat shards."""
+    rank_shards = []
+    for rank in range(num_data * num_model):
+        data, model = divmod(rank, num_model)
+        shards = {}
+        for number in range(num_weights):
+            width = 64 // num_model
+            columns = (model * width, (model + 1) * width)
+            shards[f"kernel{number}", (columns, (0, 8))] = 4 * width * 8
+            shards[f"gamma{number}", ((0, 8),)] = 32
+            shards[f"slot{number}", (columns, (data, data + 1))] = 4 * width
+            shards[f"flat{number}", ((data, data + 1),)] = 64  # of weights that no axis shards
+        rank_shards.append(shards)
+    return rank_shards
+
+
+GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("with_replicas", [False, True])
+def test_each_shard_is_written_once_by_a_rank_that_holds_it(grid, with_replicas):
+    rank_shards = make_rank_shards(*grid)
+    files = [file for file in plan_files(rank_shards, with_replicas) if file.replica_of is None]
+    written = [key for file in files for key in file.shards]
+    assert len(written) == len(set(written))
+    assert set(written) == {key for shards in rank_shards for key in shards}
+    assert all(key in rank_shards[file.writer] for file in files for key in file.shards)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_ranks_write_about_as_much(grid):
+    rank_shards = make_rank_shards(*grid)
+    load = [0] * len(rank_shards)
+    for file in plan_files(rank_shards):
+        load[file.writer] += sum(rank_shards[file.writer][key] for key in file.shards)
+    largest = max(size for shards in rank_shards for size in shards.values())
+    assert max(load) - min(load) <= largest
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_file_that_another_rank_could_write_gets_a_replica(grid):
+    rank_shards = make_rank_shards(*grid)
+    files = plan_files(rank_shards, with_replicas=True)
+    replicas = {file.replica_of: file for file in files if file.replica_of is not None}
+    for index, file in enumerate(files):
+        if file.replica_of is not None:
+            continue
+        others = [
+            rank
+            for rank, shards in enumerate(rank_shards)
+            if rank != file.writer and all(key in shards for key in file.shards)
+        ]
+        assert (index in replicas) == bool(others)
+        if others:
+            assert replicas[index].shards == file.shards
+            assert replicas[index].writer in others
+
+
+def test_the_plan_does_not_depend_on_the_order_of_shards():
+    rank_shards = make_rank_shards(2, 2)
+    turned = [dict(reversed(shards.items())) for shards in rank_shards]
+    assert plan_files(rank_shards, True) == plan_files(turned, True)

@@ -1,0 +1,91 @@
+"""Promise: a rank's local tensor is a few rectangles, which cover it once and without padding."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dtransformer.trainers.checkpoint.shard_bounds import (
+    bounds_of_flat_range,
+    local_shards,
+    num_elements,
+    slice_spec,
+    split_shard,
+)
+
+SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 2, 2, 2)]
+
+
+def write(full, shards, flat):
+    """Write the shards of a flattened local tensor into an array of the full tensor's shape."""
+    for shard in shards:
+        place = tuple(slice(*ends) for ends in shard.bounds)
+        assert np.isnan(full[place]).all(), "no element comes twice"
+        full[place] = flat[shard.local_range].reshape(shard.local_shape)[shard.without_padding]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_flat_range_is_rectangles_that_follow_each_other(shape):
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    for start, stop in itertools.combinations(range(numbers.size + 1), 2):
+        all_bounds = bounds_of_flat_range(shape, start, stop)
+        found = [numbers[tuple(slice(*ends) for ends in bounds)].ravel() for bounds in all_bounds]
+        np.testing.assert_array_equal(np.concatenate(found), np.arange(start, stop))
+        assert len(all_bounds) <= max(2 * len(shape) - 1, 1)
+
+
+def test_an_empty_range_is_no_rectangle():
+    assert bounds_of_flat_range((3, 4), 5, 5) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_flat_shards_of_all_ranks_are_the_full_tensor(shape, num_ranks):
+    expected = np.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
+    size = -(-expected.size // num_ranks)
+    padded = np.pad(expected.ravel(), (0, size * num_ranks - expected.size))
+    full = np.full(shape, np.nan)
+    bounds = tuple((0, length) for length in shape)
+    for rank in range(num_ranks):
+        ends = rank * size, (rank + 1) * size
+        write(full, local_shards(shape, bounds, ends), padded[slice(*ends)])
+    np.testing.assert_array_equal(full, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("true_shape", [(5, 6), (7, 5), (8, 6), (4, 3)])
+def test_flat_shards_of_a_padded_tensors_shards_are_the_full_tensor(true_shape, num_ranks):
+    padded = np.full((8, 6), -1.0)
+    padded[: true_shape[0], : true_shape[1]] = np.arange(np.prod(true_shape)).reshape(true_shape)
+    full = np.full(true_shape, np.nan)
+    for bounds in itertools.product([(0, 4), (4, 8)], [(0, 3), (3, 6)]):
+        flat = padded[tuple(slice(*ends) for ends in bounds)].ravel()
+        size = -(-flat.size // num_ranks)
+        for rank in range(num_ranks):
+            ends = rank * size, (rank + 1) * size
+            write(full, local_shards(true_shape, bounds, ends), flat[slice(*ends)])
+    np.testing.assert_array_equal(full, padded[: true_shape[0], : true_shape[1]])
+
+
+@pytest.mark.parametrize("max_elements", [1, 5, 7, 12, 100])
+@pytest.mark.parametrize("true_shape", [(5, 6), (7, 5), (8, 6)])
+def test_small_shards_are_the_large_one(true_shape, max_elements):
+    padded = np.arange(48.0).reshape(8, 6)
+    full = np.full(true_shape, np.nan)
+    for shard in local_shards(true_shape, ((0, 8), (0, 6))):
+        small = split_shard(shard, max_elements)
+        write(full, small, padded.ravel())
+        assert all(one.num_elements <= max(max_elements, 6) for one in small)
+    np.testing.assert_array_equal(full, padded[: true_shape[0], : true_shape[1]])
+
+
+def test_padding_alone_is_no_shard():
+    assert local_shards((5, 2), ((6, 8), (0, 2))) == []
+
+
+def test_sizes_and_specs():
+    assert num_elements(((2, 4), (0, 6))) == 12
+    assert num_elements(()) == 1
+    assert slice_spec((8, 6), ((2, 4), (0, 6))) == "8 6 2,2:0,6"
+    assert slice_spec((8, 6), ((0, 8), (0, 6))) == ""
+    assert slice_spec((), ()) == ""
