@@ -105,8 +105,8 @@ class Layer(keras.layers.Layer):
             initializer: a Keras initializer, or its name.
             axes: tuple with the logical name, or None, of every dimension.
             name: str, unique in the layer.
-            dtype, trainable, autocast, regularizer, constraint, aggregation,
-            overwrite_with_gradient: as `keras.layers.Layer.add_weight` has them.
+            dtype, trainable, autocast, regularizer, constraint: as in Keras' `add_weight`.
+            aggregation, overwrite_with_gradient: as there.
 
         Returns:
             A `keras.Variable` with the attribute `logical_axes`.

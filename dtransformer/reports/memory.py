@@ -89,7 +89,8 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     rows = (
         MemoryRow(
             "weights",
-            _bytes(others) + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.parameters),
+            _bytes(others)
+            + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.parameters),
             _bytes(weights),
         ),
         MemoryRow(
