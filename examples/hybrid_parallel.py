@@ -7,11 +7,11 @@
 On whatever number of ranks, it prints the same losses.
 
 Each of dp = ranks / mp groups of mp ranks trains on its own share of the batch. In a
-group, every rank holds a slice of the hidden layer (Shoeybi et al., 2019, "Megatron-LM",
+group, every rank holds a shard of the hidden layer (Shoeybi et al., 2019, "Megatron-LM",
 arXiv 1909.08053, section 3):
 
-    h = gelu(x @ w1 + b1)                 w1 cut by columns, b1 too: no communication
-    y = all_reduce_sum(h @ w2) + b2       w2 cut by rows; b2 is whole on every rank
+    h = gelu(x @ w1 + b1)                 w1 sharded by columns, b1 too: no communication
+    y = all_reduce_sum(h @ w2) + b2       w2 sharded by rows; b2 is replicated
 """
 
 import argparse
@@ -20,27 +20,27 @@ import numpy as np
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.parallel import collectives, job
+from dtransformer.parallel import collectives
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 16, 64, 4, 32
 
 
 def make_groups(mp):
-    """Return this rank's model group and its data group.
+    """Return this rank's model-parallel group and its data-parallel group.
 
-    Ranks of a model group follow each other. Every rank makes all groups, in one order.
+    Ranks of a model-parallel group follow each other. Every rank makes all groups, in one order.
     """
     rank, size = dtransformer.rank(), dtransformer.size()
     if mp < 1 or size % mp:
         raise SystemExit(f"--model-parallel {mp} does not divide the {size} ranks of this job")
     starts = range(0, size, mp)
-    model_groups = [job.new_group(range(start, start + mp)) for start in starts]
-    data_groups = [job.new_group(range(first, size, mp)) for first in range(mp)]
+    model_groups = [collectives.new_group(range(start, start + mp)) for start in starts]
+    data_groups = [collectives.new_group(range(first, size, mp)) for first in range(mp)]
     return model_groups[rank // mp], data_groups[rank % mp]
 
 
 def make_weights(model_group):
-    """Return this rank's slices of weights that are the same for every number of ranks."""
+    """Return this rank's shards of weights that are the same for every number of ranks."""
     rng = np.random.default_rng(0)
     w1 = rng.normal(0, INPUTS**-0.5, [INPUTS, HIDDEN])
     w2 = rng.normal(0, HIDDEN**-0.5, [HIDDEN, OUTPUTS])
@@ -51,7 +51,7 @@ def make_weights(model_group):
 
 
 def batches(num_steps, data_group):
-    """Yield this rank's rows of the global batches, the same for its whole model group."""
+    """Yield this rank's rows of the global batches, the same for its model-parallel group."""
     rng = np.random.default_rng(1)
     teacher = rng.normal(0, INPUTS**-0.5, [INPUTS, OUTPUTS])
     for _ in range(num_steps):
@@ -72,14 +72,16 @@ def train(mp=1, num_steps=10, learning_rate=0.2):
             h = tf.nn.gelu(x @ weights["w1"] + weights["b1"])
             y = collectives.all_reduce_sum(h @ weights["w2"], model_group) + weights["b2"]
             # A collective's gradient is that of the sum of all ranks' losses. The ranks of a
-            # model group all compute the loss of the same rows, so that each counts for a share
-            # of it: the shares add up to the loss of the batch. (Counted in full, the gradient
-            # of all_reduce_sum, which adds up the group's gradients, would be mp times too big.)
+            # model-parallel group all compute the loss of the same rows, so that each counts for
+            # a share of it: the shares add up to the loss of the batch. (Counted in full, the
+            # gradient of all_reduce_sum, which adds up the group's gradients, would be mp times
+            # too big.)
             share = tf.reduce_sum((y - target) ** 2) / (BATCH * OUTPUTS * mp)
         gradients = tape.gradient(share, weights)
         for name, gradient in gradients.items():
-            # A weight's gradient is the sum over the ranks that hold a copy of it: the data group
-            # for a slice, every rank for b2. That is the mean over the batch, by `share`.
+            # A weight's gradient is the sum over the ranks that hold a copy of it: the
+            # data-parallel group for a shard, every rank for b2. By `share` that is the mean over
+            # the batch.
             copies = None if name == "b2" else data_group
             gradient = collectives.all_reduce_sum(gradient, copies)
             weights[name].assign_sub(learning_rate * gradient)
@@ -91,7 +93,12 @@ def train(mp=1, num_steps=10, learning_rate=0.2):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
-        "--model-parallel", "--mp", type=int, default=1, dest="mp", help="ranks of a model group"
+        "--model-parallel",
+        "--mp",
+        type=int,
+        default=1,
+        dest="mp",
+        help="ranks of a model-parallel group",
     )
     parser.add_argument("--steps", type=int, default=10, help="steps to train")
     arguments = parser.parse_args()

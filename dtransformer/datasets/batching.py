@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.padding import Padding
 from dtransformer.errors import InputError
@@ -221,10 +222,7 @@ class TranslationBatches:
         dataset = tf.data.Dataset.range(1).flat_map(batches_of_rows)
         dataset = dataset.map(padded_batch, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.prefetch(tf.data.AUTOTUNE)
-        # Keras counts steps by this. Without it, the first epoch's number would hold for all,
-        # and assert_cardinality would stop an epoch that begins in its middle.
-        dataset.cardinality = lambda: tf.constant(len(self), tf.int64)
-        return dataset
+        return _compat.with_cardinality(dataset, len(self))
 
 
 def _as_ragged(ids):

@@ -5,8 +5,8 @@ import types
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.name_scope import current_path
 
+from dtransformer import _compat
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
@@ -67,7 +67,7 @@ class Layer(keras.layers.Layer):
             allowed = (*validators.MESH_AXES, None)
             if axis not in allowed:
                 raise ValueError(f"the rule {name}={axis!r} must be one of {allowed}")
-        for layer in self._flatten_layers():
+        for layer in _compat.flat_layers(self):
             if layer.weights:
                 raise ValueError(f"{layer.path} has its weights already: call shard before build")
             if isinstance(layer, Layer):
@@ -118,7 +118,7 @@ class Layer(keras.layers.Layer):
         check_axes(axes, len(shape), f"the weight {self.path}/{name}")
         dtype = keras.backend.standardize_dtype(dtype or self.variable_dtype)
         with keras.name_scope(self.name, caller=self), override_rules(self._own_rules):
-            path = f"{current_path()}/{name}"
+            path = f"{_compat.current_path()}/{name}"
             weight = make_variable(
                 seeded(keras.initializers.get(initializer), path),
                 shape=shape,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
@@ -52,7 +53,7 @@ class TransformerBlock(Layer):
         """
         config = self.recompute_config = as_recompute_config(config)
         self.recomputes = config.recompute
-        for layer in self._flatten_layers(include_self=False):
+        for layer in _compat.flat_layers(self, include_self=False):
             names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
             layer.recomputes = not config.recompute and any(n in config.select for n in names)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
@@ -107,7 +108,7 @@ class TransformerEncoderLayer(TransformerBlock):
         return inputs + sublayer(norm(inputs))
 
     def build(self, input_shape, *args):
-        for layer in self._flatten_layers(include_self=False, recursive=False):
+        for layer in _compat.flat_layers(self, include_self=False, recursive=False):
             if not layer.built:
                 layer.build(input_shape)
         self.built = True

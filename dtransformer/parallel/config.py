@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import math
 import re
+from collections.abc import Iterator, Sequence
 
 from dtransformer.parallel import validators
 from dtransformer.parallel.pipeline.schedules import SCHEDULES
@@ -29,8 +30,8 @@ class OpParallelConfig(validators.Checked):
     """Degrees of parallelism of one operation.
 
     Args:
-        data_parallel: number of slices of the batch.
-        model_parallel: number of slices of the weights.
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of the weights.
     """
 
     data_parallel: int = validators.field(1, validators.count)
@@ -42,10 +43,10 @@ class EmbeddingOpParallelConfig(validators.Checked):
     """Degrees of parallelism of an embedding.
 
     Args:
-        data_parallel: number of slices of the batch.
-        model_parallel: number of slices of the weights.
-        vocab_emb_dp: whether every rank holds the whole table (True), or row
-            slices of it over the model axis (False).
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of the weights.
+        vocab_emb_dp: whether the table is replicated (True), or its rows are sharded over
+            the model axis (False).
     """
 
     data_parallel: int = validators.field(1, validators.count)
@@ -53,7 +54,7 @@ class EmbeddingOpParallelConfig(validators.Checked):
     vocab_emb_dp: bool = validators.field(True, validators.flag)
 
     @property
-    def dp_mp_config(self):
+    def dp_mp_config(self) -> OpParallelConfig:
         """The degrees alone, as an `OpParallelConfig`."""
         return OpParallelConfig(self.data_parallel, self.model_parallel)
 
@@ -63,9 +64,9 @@ class MoEParallelConfig(validators.Checked):
     """Degrees of parallelism of a mixture of experts.
 
     Args:
-        data_parallel: number of slices of the batch.
-        model_parallel: number of slices of each expert's weights.
-        expert_parallel: number of slices of the experts.
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of each expert's weights.
+        expert_parallel: number of shards of the set of experts.
     """
 
     data_parallel: int = validators.field(1, validators.count)
@@ -98,9 +99,9 @@ class TransformerRecomputeConfig(validators.Checked):
         recompute: whether whole blocks are recomputed.
         mp_comm_recompute: whether outputs of model-parallel collectives are
             recomputed too (True), or kept (False).
-        parallel_optimizer_comm_recompute: whether parameters gathered by the
-            sharded optimizer are gathered again.
-        recompute_slice_activation: whether a block's kept input is sliced over
+        parallel_optimizer_comm_recompute: whether weights that `optimizer_shard=3` shards
+            are all-gathered once more for the backward pass (True), or kept (False).
+        recompute_slice_activation: whether a block's kept input is sharded over
             the model axis.
         select: parts of a block to recompute instead of the whole:
             `"attention"`, `"feed_forward"`, `"norm"`.
@@ -121,35 +122,35 @@ class TransformerOpParallelConfig(validators.Checked):
     `pipeline_stage` is the number of ranks.
 
     Args:
-        data_parallel: number of slices of the batch; None takes what the ranks
+        data_parallel: number of shards of the batch; None takes what the ranks
             leave.
-        model_parallel: number of slices of each operation's weights.
+        model_parallel: number of shards of each operation's weights.
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
             micro-batches as there are stages; `"gpipe"`, which keeps all; or
             `"interleaved"`: 1F1B with several chunks of the network on each stage.
         pipeline_chunks: number of chunks of each stage, with `"interleaved"`. Stages
             wait less, and send more.
-        context_parallel: number of slices of the sequence in attention.
-        expert_parallel: number of slices of the experts.
+        context_parallel: number of shards of the sequence in attention.
+        expert_parallel: number of shards of the set of experts.
         micro_batch_num: number of micro-batches that a batch is split into.
-        optimizer_shard: False or 0, True or 1 (optimizer states are cut over the
-            data group), 2 (gradients too), 3 (parameters too).
-        parallel_optimizer_threshold: weights of fewer KB stay whole on every rank.
+        optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
+            data-parallel group), 2 (gradients too), 3 (weights too).
+        parallel_optimizer_threshold: weights of fewer KB are replicated on every rank.
         parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
-            one is found stay whole, too.
+            one is found are replicated, too.
         gradient_accumulation_shard: whether the gradients of micro-batches are added up
-            as slices, at levels 2 and 3: they are sent once for every micro-batch.
+            as shards, at levels 2 and 3: they are sent once for every micro-batch.
         gradient_dtype: `"float32"`, or `"float16"` or `"bfloat16"`, in which gradients
-            are sent between the ranks of the data group.
-        gradient_aggregation_group: number of groups that gradients are fused
-            into for communication.
+            are sent between the ranks of the data-parallel group.
+        gradient_aggregation_group: number of buckets of gradients that are reduced
+            together.
         recompute: True, False or a `TransformerRecomputeConfig`.
-        vocab_emb_dp: whether every rank holds the whole embedding table (True),
-            or row slices of it over the model axis (False).
-        sequence_parallel: whether the residual stream is cut over the model axis
+        vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
+            sharded over the model axis (False).
+        sequence_parallel: whether the residual stream is sharded over the model axis
             along the sequence.
-        parallel_rules: dict of logical names of dimensions to the mesh axis that cuts
+        parallel_rules: dict of logical names of dimensions to the mesh axis that shards
             them, `"data"`, `"model"` or None; rows that replace, or are added to, those
             of `dtransformer.parallel.axis_rules.rules`.
 
@@ -200,31 +201,33 @@ class TransformerOpParallelConfig(validators.Checked):
         return schedule.place(self.pipeline_stage, self.pipeline_chunks)
 
     @property
-    def dp_mp_config(self):
+    def dp_mp_config(self) -> OpParallelConfig:
         """The degrees of an ordinary operation, as an `OpParallelConfig`."""
         return OpParallelConfig(self._known_data_parallel(), self.model_parallel)
 
     @property
-    def embedding_dp_mp_config(self):
+    def embedding_dp_mp_config(self) -> EmbeddingOpParallelConfig:
         """The degrees of an embedding, as an `EmbeddingOpParallelConfig`."""
         return EmbeddingOpParallelConfig(
             self._known_data_parallel(), self.model_parallel, self.vocab_emb_dp
         )
 
     @property
-    def moe_parallel_config(self):
+    def moe_parallel_config(self) -> MoEParallelConfig:
         """The degrees of a mixture of experts, as a `MoEParallelConfig`."""
         return MoEParallelConfig(
             self._known_data_parallel(), self.model_parallel, self.expert_parallel
         )
 
-    def why_whole(self, path, shape, item_bytes, has_constraint):
-        """Return why `optimizer_shard` does not cut a weight; "" where it does.
+    def why_replicated(
+        self, path: str, shape: Sequence[int], item_bytes: int, has_constraint: bool
+    ) -> str:
+        """Return why `optimizer_shard` does not shard a weight; "" where it does.
 
         Args:
             path: its path in the network.
             shape: its shape on this rank.
-            item_bytes: bytes of an entry.
+            item_bytes: bytes of an element.
             has_constraint: whether Keras projects it after every update.
         """
         if has_constraint:
@@ -235,7 +238,7 @@ class TransformerOpParallelConfig(validators.Checked):
             return "excluded"
         return ""
 
-    def resolve(self, num_ranks, local_devices=1):
+    def resolve(self, num_ranks: int, local_devices: int = 1) -> "TransformerOpParallelConfig":
         """Return a copy whose `data_parallel` is known, for a job's ranks and their devices.
 
         Raises:
@@ -266,7 +269,7 @@ class TransformerOpParallelConfig(validators.Checked):
 _current = TransformerOpParallelConfig()
 
 
-def get_parallel_config():
+def get_parallel_config() -> TransformerOpParallelConfig:
     """Return the parallel config that layers and trainers read.
 
     Example:
@@ -277,7 +280,7 @@ def get_parallel_config():
     return _current
 
 
-def set_parallel_config(config):
+def set_parallel_config(config: TransformerOpParallelConfig) -> None:
     """Make `config` the parallel config of this process.
 
     Args:
@@ -295,7 +298,9 @@ def set_parallel_config(config):
 
 
 @contextlib.contextmanager
-def parallel_config(config=None, **fields):
+def parallel_config(
+    config: TransformerOpParallelConfig | None = None, **fields
+) -> Iterator[TransformerOpParallelConfig]:
     """Use another parallel config inside a `with` block.
 
     Args:

@@ -6,16 +6,26 @@ import warnings
 
 import tensorflow as tf
 
-_THREADS_FOR_MESSAGES = 3
+_THREADS_THAT_SEND = 3
 
 
-def device_type():
+def device_type() -> str:
     """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
 
 
-def take_devices(local_rank, local_size, local_devices, is_pipeline):
-    """Take this rank's GPUs, or its share of the machine's cores."""
+def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeline: bool) -> None:
+    """Take this rank's GPUs, or its share of the machine's cores.
+
+    Args:
+        local_rank: this rank's number on its host.
+        local_size: number of ranks of the host.
+        local_devices: number of devices of each.
+        is_pipeline: whether the rank sends to others while it computes.
+
+    Raises:
+        RuntimeError: the host has fewer GPUs than its ranks ask for.
+    """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         own = gpus[local_rank * local_devices : (local_rank + 1) * local_devices]
@@ -36,8 +46,8 @@ def take_devices(local_rank, local_size, local_devices, is_pipeline):
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
-        if is_pipeline:  # messages have to leave while the only core computes
-            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_FOR_MESSAGES)
+        if is_pipeline:  # what is sent has to leave while the only core computes
+            tf.config.threading.set_inter_op_parallelism_threads(share + _THREADS_THAT_SEND)
     except RuntimeError:  # TensorFlow has started: slower, but not wrong
         warnings.warn(
             "dtransformer.init() comes after the first tensor, so that the devices of this host "

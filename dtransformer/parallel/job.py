@@ -4,11 +4,9 @@
 for several ranks only, DTensor where operations are sharded.
 """
 
-import atexit
 import dataclasses
-import os
-import sys
-import time
+import types
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
@@ -19,16 +17,11 @@ from dtransformer.parallel.config import (
     set_parallel_config,
 )
 from dtransformer.parallel.devices import device_type, take_devices
-from dtransformer.parallel.dtensor.cluster import free_address, start_mesh, stop_mesh
-from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.dtensor.cluster import start_mesh, stop_mesh
+from dtransformer.parallel.launch import compare_ranks, start_horovod, stop_horovod
 from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.process_groups import Group, ProcessGroups
 from dtransformer.parallel.topology import Topology
-
-_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
-# How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
-# of the time of the cores that compute.
-_CYCLE_MILLISECONDS = "5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,62 +33,29 @@ class _Job:
     local_rank: int = 0
     topology: Topology = Topology()
     placement: Placement = Placement((0,))
-    hvd: object = None
+    hvd: types.ModuleType | None = None
     groups: ProcessGroups = dataclasses.field(default_factory=ProcessGroups)
     model_parallel_group: Group | None = None
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
     seed: int = 0
+    is_joined: bool = False
 
 
 _job = _Job()
-_initialized = False
 _before_leaving = []
 
 
-def _started_by_horovodrun():
-    return int(os.environ.get("HOROVOD_SIZE", "1")) > 1
-
-
-def _import_horovod():
-    try:
-        import horovod.tensorflow as hvd
-    except ImportError as error:
-        raise RuntimeError(
-            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
-            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
-            "process with python"
-        ) from error
-    return hvd
-
-
-def check_joined(config):
-    """Check that the job was joined with a config.
-
-    Raises:
-        RuntimeError: operations are to be cut, and `init` has made no mesh for it; or the
-            network is to be divided into other model chunks.
-    """
-    joined = {"model_parallel": _job.topology.model, "pipeline_stage": _job.topology.stage}
-    for name, number in joined.items():
-        if getattr(config, name) != number:
-            raise RuntimeError(
-                f"the config has {name}={getattr(config, name)}, and the job was joined with "
-                f"{number}: call dtransformer.init(config) before the network is made"
-            )
-    if config.placement != _job.placement:
-        raise RuntimeError(
-            f"the config puts the model chunks on the stages {config.placement.stage_of_chunk}, and "
-            f"the job was joined with {_job.placement.stage_of_chunk}: call "
-            "dtransformer.init(config) before the network is made"
-        )
-
-
-def init(config=None, *, seed=None, local_devices=1):
+def init(
+    config: TransformerOpParallelConfig | None = None,
+    *,
+    seed: int | None = None,
+    local_devices: int = 1,
+) -> Topology:
     """Join the job and make `config` the global parallel config.
 
-    Call it once, before any tensor is made: where operations are cut, DTensor starts
+    Call it once, before any tensor is made: where operations are sharded, DTensor starts
     TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
     `python` the process runs alone. On CPUs the ranks of a host take cores of their own,
     unless the environment has `DTRANSFORMER_BIND_CORES=0`.
@@ -111,8 +71,10 @@ def init(config=None, *, seed=None, local_devices=1):
         The `Topology` of the job.
 
     Raises:
-        ValueError: the config's degrees do not multiply to the number of devices, or
-            ranks were started with different configs.
+        TypeError: an argument has the wrong type.
+        NotImplementedError: this version cannot carry out the config; names the field.
+        ValueError: the config's degrees do not multiply to the number of devices, its fields
+            do not work together, or ranks were started with different configs.
         RuntimeError: there are several ranks and Horovod is not installed, or this
             host has fewer GPUs than its ranks ask for.
 
@@ -122,76 +84,47 @@ def init(config=None, *, seed=None, local_devices=1):
     >>> print(dtransformer.init(dtransformer.TransformerOpParallelConfig()))
     one rank
     """
-    global _job, _initialized
+    global _job
     config = get_parallel_config() if config is None else config
     if not isinstance(config, TransformerOpParallelConfig):
         raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
     if seed is not None:
         validators.seed("seed", seed)
-    if not isinstance(local_devices, int) or local_devices < 1:
-        raise ValueError(f"local_devices must be an int of at least 1, got {local_devices!r}")
+    validators.count("local_devices", local_devices)
     _leave_mesh()
-    hvd = None
-    if _started_by_horovodrun():
-        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-        if device_type() == "CPU":
-            os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
-        hvd = _import_horovod()
-        hvd.init()
+    hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config)
-    if not _initialized:  # before the first operation
+    if not _job.is_joined:  # before the first operation
         local_size = hvd.local_size() if hvd else 1
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
-        atexit.register(_at_exit)
-    addresses = [None]
-    if hvd:
-        addresses = _compare_configs(hvd, config, seed, local_devices)
+    addresses = compare_ranks(hvd, config, seed, local_devices) if hvd else [None]
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd)
-    seed = _job.seed if seed is None else seed
-    _job = _Job(rank, size, local_rank, topology, config.placement, hvd, groups, seed=seed)
-    _initialized = True
+    _job = _Job(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        topology=topology,
+        placement=config.placement,
+        hvd=hvd,
+        groups=groups,
+        seed=_job.seed if seed is None else seed,
+        is_joined=True,
+    )
     everyone = range(size)
     _job = dataclasses.replace(
         _job,
         mesh=start_mesh(topology, rank, addresses, device_type()),
-        model_parallel_group=_own_group([topology.model_parallel_group(r) for r in everyone]),
-        data_parallel_group=_own_group([topology.data_parallel_group(r) for r in everyone]),
-        pipeline_group=_own_group([topology.pipeline_group(r) for r in everyone]),
+        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
+        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
+        pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
     )
     for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
         for pair in config.placement.stage_pairs:  # which send to each other
             agreed_group(sorted(ranks[stage] for stage in pair))
     return topology
-
-
-def _own_group(group_of_rank):
-    """Make every group, on all ranks in the same order; return this rank's."""
-    made = {ranks: agreed_group(ranks) for ranks in dict.fromkeys(group_of_rank)}
-    return made[group_of_rank[rank()]]
-
-
-def _compare_configs(hvd, config, seed, local_devices):
-    """Return the addresses of all ranks.
-
-    Raise the same error on every rank where ranks were started differently.
-    """
-    mine = {**dataclasses.asdict(config), "seed": seed, "local_devices": local_devices}
-    address = free_address(local=hvd.local_size() == hvd.size())
-    answers = exchange_json(
-        [mine, address], lambda own: hvd.allgather(own, name="dtransformer.config")
-    )
-    everyone, addresses = zip(*answers)
-    for field, expected in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
-        if others:
-            raise ValueError(
-                f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
-                f"{everyone[others[0]][field]!r}; start every rank with the same config"
-            )
-    return addresses
 
 
 def _leave_mesh():
@@ -203,70 +136,54 @@ def _leave_mesh():
         _job = dataclasses.replace(_job, mesh=None)
 
 
-def shutdown():
+def shutdown() -> None:
     """Leave the job, once every rank is here. Without a job, do nothing."""
-    global _job, _initialized
+    global _job
     for wait in _before_leaving:
         wait()
     _leave_mesh()
     barrier()
-    _leave_job()
-    _job, _initialized = _Job(seed=_job.seed), False
+    stop_horovod(_job.hvd)
+    _job = _Job(seed=_job.seed)
 
 
-def before_leaving(wait):
-    """Let `shutdown` call a function first: it waits for what needs the other ranks."""
+def before_leaving(wait: Callable) -> None:
+    """Let `shutdown` first call a function that waits for what needs the other ranks."""
     if wait not in _before_leaving:
         _before_leaving.append(wait)
 
 
-def _leave_job():
-    if _job.hvd is not None and _job.hvd.is_initialized():
-        _job.hvd.shutdown()
-
-
-def _at_exit():
-    """Leave without waiting for ranks that may have failed.
-
-    A rank that fails because another one has left waits a moment, so that
-    horovodrun, which ends the job with the first exit, names the rank at fault.
-    """
-    if "Horovod has been shut down" in str(getattr(sys, "last_value", "")):
-        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
-    _leave_job()
-
-
-def is_initialized():
+def is_initialized() -> bool:
     """Return whether `init` was called."""
-    return _initialized
+    return _job.is_joined
 
 
-def rank():
+def rank() -> int:
     """Return this process' number in the job, from 0."""
     return _job.rank
 
 
-def size():
+def size() -> int:
     """Return the number of processes of the job."""
     return _job.size
 
 
-def local_rank():
+def local_rank() -> int:
     """Return this process' number on its host, from 0."""
     return _job.local_rank
 
 
-def is_chief():
+def is_chief() -> bool:
     """Return whether this is rank 0, the one that prints and writes."""
     return _job.rank == 0
 
 
-def topology():
+def topology() -> Topology:
     """Return the job's `Topology`."""
     return _job.topology
 
 
-def joined():
+def joined() -> object:
     """Return an object that is another one whenever the job was joined anew.
 
     Compiled functions do not outlive that: a mesh starts TensorFlow anew.
@@ -274,67 +191,67 @@ def joined():
     return _job.groups
 
 
-def horovod():
+def horovod() -> types.ModuleType | None:
     """Return the module `horovod.tensorflow`, or None where the process runs alone."""
     return _job.hvd
 
 
-def model_parallel_group():
+def model_parallel_group() -> Group:
     """Return the `Group` of the ranks that compute together with this one, on one mesh."""
     return _job.model_parallel_group or whole_job()
 
 
-def data_parallel_group():
-    """Return the `Group` of the ranks that hold the same slices of the weights."""
+def data_parallel_group() -> Group:
+    """Return the `Group` of the ranks that hold the same shards of the weights."""
     return _job.data_parallel_group or whole_job()
 
 
-def pipeline_group():
+def pipeline_group() -> Group:
     """Return the `Group` of the ranks that hold the stages of one copy of the network."""
     return _job.pipeline_group or agreed_group([rank()])
 
 
-def stage():
+def stage() -> tuple[int, int]:
     """Return (index, number): this rank's pipeline stage, and how many there are."""
     return _job.topology.stage_of(_job.rank), _job.topology.stage
 
 
-def placement():
+def placement() -> Placement:
     """Return the `Placement` of the network's model chunks on the pipeline's stages."""
     return _job.placement
 
 
-def barrier():
+def barrier() -> None:
     """Wait until every rank is here."""
     if _job.hvd is not None:
         _job.hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
 
 
-def data_shard():
+def data_shard() -> tuple[int, int]:
     """Return (index, count): which share of every global batch this rank takes.
 
-    The ranks of an island take the same.
+    The ranks of a mesh take the same.
     """
     return _job.topology.data_shard(_job.rank)
 
 
-def rows_multiple_of():
-    """Return what has to divide the number of a rank's rows of every batch."""
+def rows_multiple_of() -> int:
+    """Return what has to divide the number of rows of every batch of a rank."""
     config = get_parallel_config()
     return config.micro_batch_num if config.pipeline_stage > 1 else 1
 
 
-def compiles_shapes():
-    """Return whether every shape of a batch is traced or compiled anew: better there are few."""
+def compiles_shapes() -> bool:
+    """Return whether each shape of a batch is traced or compiled anew, so that few are better."""
     return mesh() is not None or stage()[1] > 1
 
 
-def seed():
+def seed() -> int:
     """Return the seed that initial weights and dropout masks are derived from."""
     return _job.seed
 
 
-def set_seed(value):
+def set_seed(value: int) -> None:
     """Set the seed that initial weights and dropout masks are derived from.
 
     Initial weights depend on this seed and on the weight's path only, whatever
@@ -353,12 +270,12 @@ def mesh():
     return _job.mesh
 
 
-def whole_job():
+def whole_job() -> Group:
     """Return the `Group` of all ranks, in order; before `init` that is this process alone."""
     return _job.groups.whole_job()
 
 
-def new_group(ranks):
+def new_group(ranks: Iterable[int]) -> Group:
     """Return the group of some ranks of the job.
 
     Every rank of the job calls it, also the ranks that are not in the group, with the
@@ -384,11 +301,11 @@ def new_group(ranks):
     return _job.groups.new(ranks)
 
 
-def agreed_group(ranks):
+def agreed_group(ranks: Iterable[int]) -> Group:
     """As `new_group`, where every rank is known to ask for the same: they do not compare."""
     return _job.groups.agreed(ranks)
 
 
-def known_group(ranks):
+def known_group(ranks: Iterable[int]) -> Group | None:
     """Return the group of `ranks` if a group of them was made, in any order; else None."""
     return _job.groups.known(ranks)

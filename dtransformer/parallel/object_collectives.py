@@ -1,16 +1,20 @@
 """What ranks tell each other besides tensors: small values as JSON, from any thread."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.process_groups import Group
 
 
-def all_gather_json(value, name):
+def all_gather_json(value, name: str) -> list:
     """Return what every rank gives, in the order of ranks.
 
     Other threads may send and receive meanwhile: Horovod takes an operation's name from its
@@ -29,16 +33,17 @@ def all_gather_json(value, name):
 def _all_gather_named(name, joined):
     """Return the compiled all-gather of a name, for as long as the job is not joined anew."""
     function = tf.function(
-        lambda own: job.horovod().allgather(own, name=name),
+        lambda own: transport.concatenate(own, job.whole_job(), name),
         input_signature=[tf.TensorSpec([None], "uint8")],
         autograph=False,
     )
-    function._omit_frequent_tracing_warning = True  # each name has its own
-    return function
+    return _compat.expect_many_traces(function)  # each name has its own
 
 
-def broadcast_arrays(arrays, root, group, name):
-    """Return on every rank of a group the arrays that one of them has.
+def broadcast_arrays(
+    arrays: dict[str, np.ndarray], root: int, group: Group, name: str
+) -> dict[str, np.ndarray]:
+    """Return on every rank of a group the arrays that one of them has, of any types.
 
     Args:
         arrays: dict of names and NumPy arrays; not read elsewhere than on the root.
@@ -46,28 +51,28 @@ def broadcast_arrays(arrays, root, group, name):
         group: a `Group`.
         name: str, the same on every rank.
     """
-    hvd, ranks = job.horovod(), {"process_set": group.process_set}
     is_root = job.rank() == root
     own = {key: [list(x.shape), x.dtype.name] for key, x in arrays.items()} if is_root else None
-    everyone = exchange_json(own, lambda x: hvd.allgather(x, name=f"{name}/shapes", **ranks))
+    everyone = exchange_json(own, lambda x: transport.concatenate(x, group, f"{name}/shapes"))
     (described,) = [one for one in everyone if one is not None]
     found = {}
     for key, (shape, dtype) in described.items():
-        # As bytes: Horovod does not carry every type.
+        # As bytes: Horovod does not have every type of NumPy's.
         num_bytes = int(np.prod(shape)) * tf.as_dtype(dtype).size
         data = np.zeros(num_bytes, "uint8")
         if is_root:
             data = np.frombuffer(np.ascontiguousarray(arrays[key]).tobytes(), "uint8")
-        data = hvd.broadcast(tf.constant(data), root, name=f"{name}/{key}", **ranks).numpy()
+        position = group.ranks.index(root)
+        data = transport.broadcast(tf.constant(data), position, group, f"{name}/{key}").numpy()
         found[key] = np.frombuffer(data.tobytes(), tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
     return found
 
 
-def from_chief(action, name):
-    """Return on every rank what an action returns on rank 0, where alone it is done.
+def from_chief(action: Callable, name: str):
+    """Return on every rank what an action returns on rank 0, the only one that does it.
 
     Args:
-        action: a function that returns what JSON can say.
+        action: a function without arguments that returns what JSON can say.
         name: as of `all_gather_json`.
 
     Raises:
@@ -85,7 +90,7 @@ def from_chief(action, name):
     return first["value"]
 
 
-def together(action, name):
+def together(action: Callable, name: str):
     """Return what an action returns on this rank, once it is done on every rank.
 
     Args:
@@ -93,8 +98,8 @@ def together(action, name):
         name: as of `all_gather_json`.
 
     Raises:
-        The first rank's error, on every rank: an `InputError` or `ValueError` as such, others as
-        a RuntimeError.
+        InputError, ValueError: the first rank's error, on every rank, is one.
+        RuntimeError: it is another one.
     """
     value = error = None
     try:

@@ -8,6 +8,7 @@ and shards.
 import dataclasses
 import operator
 import os
+from collections.abc import Iterable
 
 import tensorflow as tf
 
@@ -22,16 +23,16 @@ class Group:
         ranks: tuple of the ranks' numbers in the job, in the group's order.
         index: this process' position in `ranks`; None where it is not among them.
         process_set: Horovod's set of the same ranks; None for a group of one.
-        memory: what `collectives` remember of the calls in this group.
+        memory: what `collectives.call` remembers of the calls in this group.
     """
 
-    ranks: tuple
+    ranks: tuple[int, ...]
     index: int | None
     process_set: object = dataclasses.field(default=None, compare=False, repr=False)
     memory: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def size(self):
+    def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
 
@@ -45,16 +46,16 @@ class ProcessGroups:
         horovod: the module `horovod.tensorflow`; None where the process runs alone.
     """
 
-    def __init__(self, rank=0, size=1, horovod=None):
+    def __init__(self, rank: int = 0, size: int = 1, horovod=None):
         self._rank, self._size, self._horovod = rank, size, horovod
         self._groups = {}  # ranks in their order -> Group
         self._process_sets = {}  # sorted ranks -> Horovod's process set
 
-    def whole_job(self):
+    def whole_job(self) -> Group:
         """Return the group of all ranks, in order."""
         return self.agreed(range(self._size))
 
-    def new(self, ranks):
+    def new(self, ranks: Iterable[int]) -> Group:
         """Return the group of some ranks; see `job.new_group`."""
         try:
             ranks = tuple(ranks)
@@ -77,7 +78,7 @@ class ProcessGroups:
         self._check(ranks)
         return self.agreed(ranks)
 
-    def agreed(self, ranks):
+    def agreed(self, ranks: Iterable[int]) -> Group:
         """As `new`, where every rank is known to ask for the same: they do not compare."""
         ranks = tuple(ranks)
         if ranks not in self._groups:
@@ -85,7 +86,16 @@ class ProcessGroups:
             self._groups[ranks] = Group(ranks, index, self._process_set(ranks))
         return self._groups[ranks]
 
-    def known(self, ranks):
+    def own(self, group_of_rank: list) -> Group:
+        """Make every group of the job's ranks; return this rank's.
+
+        Args:
+            group_of_rank: for each rank a tuple of the ranks of its group.
+        """
+        made = {ranks: self.agreed(ranks) for ranks in dict.fromkeys(group_of_rank)}
+        return made[group_of_rank[self._rank]]
+
+    def known(self, ranks: Iterable[int]) -> Group | None:
         """Return the group of `ranks` if a group of them was made, in any order; else None."""
         ranks = tuple(ranks)
         return self.agreed(ranks) if tuple(sorted(ranks)) in self._process_sets else None

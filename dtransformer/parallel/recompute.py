@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.variables import AutocastScope
 
+from dtransformer import _compat
 from dtransformer.parallel import trace
 from dtransformer.parallel.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.config import TransformerRecomputeConfig
@@ -53,7 +53,7 @@ def recomputed(
     shard, unshard = _sharding_of_inputs(config)
     unsharding = RecomputedUnsharding(weights, keeps=not config.parallel_optimizer_comm_recompute)
     others = unsharding.others
-    with AutocastScope(None):  # gradients are taken of the type that is stored
+    with _compat.without_autocast():  # gradients are taken of the type that is stored
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
     seed, num_inputs = current_dropout_seed(), len(inputs)

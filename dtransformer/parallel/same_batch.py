@@ -6,19 +6,24 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.process_groups import Group
 
 
-def check_mesh_batch(batch):
-    """Compare the batch of the island's ranks: they compute on the same one.
+def check_mesh_batch(batch) -> None:
+    """Compare the batch of the ranks of one mesh: they compute on the same one.
+
+    Args:
+        batch: nested tensors; None stays out.
 
     Raises:
         ValueError: see `check_same_batch`.
     """
-    check_same_batch(batch, job.model_parallel_group(), "an island")
+    check_same_batch(batch, job.model_parallel_group(), "a mesh")
 
 
-def check_same_batch(batch, group, name):
+def check_same_batch(batch, group: Group, name: str) -> None:
     """Compare the nested tensors of a batch of ranks that compute on the same one.
 
     Args:
@@ -36,15 +41,16 @@ def check_same_batch(batch, group, name):
     checksum = 0
     for array in arrays:
         checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
-    mine = np.array([zlib.crc32(shapes.encode()), checksum], "int64")
-    hvd, ranks = job.horovod(), {"process_set": group.process_set}
-    everyone = hvd.allgather(mine[None], name="same_batch", **ranks)
-    if (everyone.numpy() == mine).all():
+    own = np.array([zlib.crc32(shapes.encode()), checksum], "int64")
+    everyone = transport.all_gather(tf.constant(own), group, "same_batch")
+    if (everyone.numpy() == own).all():
         return
-    texts = exchange_json(shapes, lambda own: hvd.allgather(own, name="same_batch_shapes", **ranks))
-    told = ", ".join(f"rank {rank} has {text}" for rank, text in zip(group.ranks, texts))
+    texts = exchange_json(
+        shapes, lambda text: transport.concatenate(text, group, "same_batch_shapes")
+    )
+    listing = ", ".join(f"rank {rank} has {text}" for rank, text in zip(sorted(group.ranks), texts))
     raise ValueError(
-        f"the ranks of {name} compute on one batch, and theirs differ: {told}; give them the "
+        f"the ranks of {name} compute on one batch, and theirs differ: {listing}; give them the "
         "same rows in the same order, those of dtransformer.parallel.job.data_shard(), and "
         "fit(shuffle=False) where they are arrays"
     )

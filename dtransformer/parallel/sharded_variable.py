@@ -7,12 +7,8 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import (
-    get_stateless_scope,
-    in_stateless_scope,
-)
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 
 # Where a tensor lies in another one: (start, stop) of every dimension.
@@ -49,11 +45,10 @@ class ShardedVariable(keras.Variable):
 
     @property
     def value(self):
-        if in_stateless_scope():
-            current = get_stateless_scope().get_current_value(self)
-            if current is not None:
-                return self._as_used(self._maybe_autocast(current))
-        if in_symbolic_scope():  # shapes are asked for only
+        current = _compat.stateless_value(self)
+        if current is not None:
+            return self._as_used(self._maybe_autocast(current))
+        if _compat.in_symbolic_scope():  # shapes are asked for only
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         return self._read()
 

@@ -2,11 +2,13 @@
 
 Devices are numbered with the model axis fastest, then context, then data, and the
 pipeline stage outermost: of 8 devices with model=4 and data=2, devices 0 and 4 hold
-the same slices of the weights. A rank drives one or more devices that follow each
-other; an island is the ranks that compute together, on one mesh.
+the same shards of the weights. A rank drives one or more devices that follow each
+other. A mesh has the devices that compute one pipeline stage of one replica of the network
+together; its ranks are a model-parallel group.
 """
 
 import dataclasses
+import itertools
 import math
 
 AXES = ("stage", "data", "context", "model")  # outermost first
@@ -21,11 +23,11 @@ class Topology:
     Args:
         stage, data, context, model: size of the grid along each axis.
         local_devices: number of devices of each rank.
-        mesh_spans_data: whether an island has all devices of a stage: the whole data axis.
+        mesh_spans_data: whether a mesh has all devices of a stage: the data axis, too.
 
     Raises:
-        ValueError: the devices of a rank do not make up whole rows of the grid, or an
-            even part of one.
+        ValueError: the devices of a rank are neither a number of model-parallel copies nor
+            an even share of one.
 
     Example:
 
@@ -44,8 +46,8 @@ class Topology:
     mesh_spans_data: bool = False
 
     def __post_init__(self):
-        row, local = self.model * self.context, self.local_devices
-        if row % local and (local % row or self.data % (local // row)):
+        copy, local = self.model * self.context, self.local_devices
+        if copy % local and (local % copy or self.data % (local // copy)):
             raise ValueError(
                 f"local_devices={local} must divide model_parallel={self.model}"
                 f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple of "
@@ -53,7 +55,7 @@ class Topology:
             )
 
     @classmethod
-    def from_config(cls, config, num_ranks, local_devices=1):
+    def from_config(cls, config, num_ranks: int, local_devices: int = 1) -> "Topology":
         """Return the grid of a job under a `TransformerOpParallelConfig`.
 
         Raises:
@@ -66,91 +68,81 @@ class Topology:
             context=config.context_parallel,
             model=config.model_parallel,
             local_devices=local_devices,
-            # Weights that are cut over both axes are gathered inside of the computation.
+            # Weights that are sharded over both axes are all-gathered inside of the computation.
             mesh_spans_data=config.optimizer_shard == 3 and config.model_parallel > 1,
         )
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         """The sizes of the axes, outermost first."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
-    def size(self):
+    def size(self) -> int:
         """The number of devices."""
         return math.prod(self.shape)
 
     @property
-    def num_ranks(self):
+    def num_ranks(self) -> int:
         """The number of ranks."""
         return self.size // self.local_devices
 
     @property
-    def mesh_data(self):
-        """The number of slices of the batch that one island computes."""
+    def mesh_data(self) -> int:
+        """The size of a mesh along the data axis: the number of shards of the batch on it."""
         if self.mesh_spans_data:
             return self.data
         return max(self.local_devices // (self.model * self.context), 1)
 
-    def coordinates(self, rank):
-        """Return the place of a device along each axis."""
-        self._check(rank, self.size)
-        place = {}
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Return the position of a device along each axis."""
+        _check_number("device", device, self.size)
+        positions = {}
         for axis, size in zip(reversed(AXES), reversed(self.shape)):
-            rank, place[axis] = divmod(rank, size)
-        return {axis: place[axis] for axis in AXES}
+            device, positions[axis] = divmod(device, size)
+        return {axis: positions[axis] for axis in AXES}
 
-    def rank(self, **place):
-        """Return the device at a place; axes that are not given are 0."""
-        _check_axes(place)
-        rank = 0
+    def device(self, **positions: int) -> int:
+        """Return the device at a position along each axis; those that are not given are 0."""
+        _check_axes(positions)
+        device = 0
         for axis, size in zip(AXES, self.shape):
-            position = place.get(axis, 0)
+            position = positions.get(axis, 0)
             if not 0 <= position < size:
                 raise ValueError(f"{axis}={position} is outside of the grid {self}")
-            rank = rank * size + position
-        return rank
+            device = device * size + position
+        return device
 
-    def group(self, rank, *axes):
-        """Return the devices that differ from `rank` along `axes` only, in order."""
+    def group(self, device: int, *axes: str) -> tuple[int, ...]:
+        """Return the devices that differ from one along `axes` only, in order."""
         _check_axes(axes)
-        here = self.coordinates(rank)
-        return tuple(
-            other
-            for other in range(self.size)
-            if all(
-                place == here[axis]
-                for axis, place in self.coordinates(other).items()
-                if axis not in axes
-            )
-        )
+        here = self.coordinates(device)
+        positions = [
+            range(size) if axis in axes else [here[axis]] for axis, size in zip(AXES, self.shape)
+        ]
+        return tuple(self.device(**dict(zip(AXES, one))) for one in itertools.product(*positions))
 
-    def groups(self, *axes):
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group of devices that differ along `axes` only, in order."""
-        return tuple(dict.fromkeys(self.group(rank, *axes) for rank in range(self.size)))
-
-    @staticmethod
-    def _check(rank, number):
-        if not 0 <= rank < number:
-            raise ValueError(f"rank {rank} is not one of the job's {number} ranks")
+        return tuple(dict.fromkeys(self.group(device, *axes) for device in range(self.size)))
 
     @property
     def _ranks_per_mesh(self):
         return max(self.mesh_data * self.model * self.context // self.local_devices, 1)
 
-    def model_parallel_group(self, rank):
+    def model_parallel_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute together with `rank`, on one mesh."""
-        self._check(rank, self.num_ranks)
+        _check_number("rank", rank, self.num_ranks)
         first = rank - rank % self._ranks_per_mesh
         return tuple(range(first, first + self._ranks_per_mesh))
 
-    def data_shard(self, rank):
-        """Return (index, count): the share of every global batch that `rank`'s island takes."""
+    def data_shard(self, rank: int) -> tuple[int, int]:
+        """Return (index, count): the share of every global batch that `rank`'s mesh takes."""
         count = self.data // self.mesh_data
         return rank // self._ranks_per_mesh % count, count
 
-    def data_parallel_group(self, rank):
-        """Return the ranks that hold the same slices as `rank` in the stage's islands."""
+    def data_parallel_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the stage that hold the same shards of the weights as `rank`."""
         index, count = self.data_shard(rank)
         first = rank - index * self._ranks_per_mesh
         return tuple(first + i * self._ranks_per_mesh for i in range(count))
@@ -159,13 +151,13 @@ class Topology:
     def _ranks_per_stage(self):
         return self.num_ranks // self.stage
 
-    def stage_of(self, rank):
+    def stage_of(self, rank: int) -> int:
         """Return the pipeline stage that a rank belongs to."""
-        self._check(rank, self.num_ranks)
+        _check_number("rank", rank, self.num_ranks)
         return rank // self._ranks_per_stage
 
-    def pipeline_group(self, rank):
-        """Return the ranks with `rank`'s place in every stage, from the first stage on."""
+    def pipeline_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with `rank`'s position in every stage, from the first stage on."""
         first = rank % self._ranks_per_stage
         return tuple(range(first, self.num_ranks, self._ranks_per_stage))
 
@@ -174,6 +166,11 @@ class Topology:
         if self.local_devices > 1:
             axes.append(f"{self.local_devices} devices a rank")
         return " · ".join(axes) or "one rank"
+
+
+def _check_number(kind, number, count):
+    if not 0 <= number < count:
+        raise ValueError(f"{kind} {number} is not one of the job's {count} {kind}s")
 
 
 def _check_axes(axes):

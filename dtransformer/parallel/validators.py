@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+from collections.abc import Callable
 
 from dtransformer.parallel.pipeline import schedules
 
@@ -11,11 +12,11 @@ MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def is_int(value):
+def is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def count(name, value):
+def count(name: str, value) -> None:
     """Check a degree of parallelism or another count: an int of at least 1."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
@@ -23,12 +24,13 @@ def count(name, value):
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def optional_count(name, value):
+def optional_count(name: str, value) -> None:
+    """Check a `count`, or None."""
     if value is not None:
         count(name, value)
 
 
-def seed(name, value):
+def seed(name: str, value) -> None:
     """Check a seed: an int of at least 0."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
@@ -36,25 +38,29 @@ def seed(name, value):
         raise ValueError(f"{name} must be at least 0, got {value}")
 
 
-def flag(name, value):
+def flag(name: str, value) -> None:
+    """Check a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
 
 
-def non_negative(name, value):
+def non_negative(name: str, value) -> None:
+    """Check a finite number of at least 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be finite and at least 0, got {value}")
 
 
-def positive(name, value):
+def positive(name: str, value) -> None:
+    """Check a finite number greater than 0."""
     non_negative(name, value)
     if value == 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
 
 
-def shard_level(name, value):
+def shard_level(name: str, value) -> None:
+    """Check a level of `optimizer_shard`: a bool, or an int from 0 to 3."""
     if isinstance(value, bool):
         return
     if not is_int(value):
@@ -66,7 +72,8 @@ def shard_level(name, value):
         raise ValueError(f"{name} must be False, True (level 1) or a level 0 to 3, got {value}")
 
 
-def recompute_parts(name, value):
+def recompute_parts(name: str, value) -> None:
+    """Check a tuple of `RECOMPUTE_PARTS`."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of names, got {value!r} ({type(value).__name__})")
     for part in value:
@@ -74,7 +81,8 @@ def recompute_parts(name, value):
             raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
 
 
-def patterns(name, value):
+def patterns(name: str, value) -> None:
+    """Check a tuple of regular expressions."""
     if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
         raise TypeError(
             f"{name} must be a tuple of regular expressions, got {value!r} ({type(value).__name__})"
@@ -88,7 +96,9 @@ def patterns(name, value):
             ) from error
 
 
-def one_of(*allowed):
+def one_of(*allowed: str) -> Callable:
+    """Return a check of a str that is one of those allowed."""
+
     def check(name, value):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
@@ -98,11 +108,13 @@ def one_of(*allowed):
     return check
 
 
-def pipeline_schedule(name, value):
+def pipeline_schedule(name: str, value) -> None:
+    """Check the name of a pipeline schedule."""
     one_of(*schedules.SCHEDULES)(name, value)
 
 
-def axis_rules(name, value):
+def axis_rules(name: str, value) -> None:
+    """Check a dict of logical names and mesh axes, or None."""
     if value is None:
         return
     if not isinstance(value, dict):
@@ -114,12 +126,18 @@ def axis_rules(name, value):
             )
 
 
-def field(default, check):
+def field(default, check: Callable):
+    """Return a field of a `Checked` dataclass.
+
+    Args:
+        default: its default.
+        check: a function of its name and a value, which raises if that is not allowed.
+    """
     return dataclasses.field(default=default, metadata={"check": check})
 
 
 class Checked:
-    """Checks every field on assignment, by the function in its metadata."""
+    """A dataclass whose fields, made by `field`, are checked on every assignment."""
 
     def __setattr__(self, name, value):
         field = self.__dataclass_fields__.get(name)
@@ -141,13 +159,13 @@ _NOT_YET = {
 
 # What each stage of a pipeline would have to do once for every micro-batch.
 _NOT_WITH_A_PIPELINE = {
-    "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 cuts "
+    "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 shards "
     "gradients and optimizer states, and a stage has its own weights only",
     "gradient_accumulation_shard": "gradients would be sent for each micro-batch; leave it False",
 }
 
 
-def check_supported(config):
+def check_supported(config) -> None:
     """Refuse a config that this version cannot carry out, instead of ignoring it.
 
     Raises:
@@ -178,4 +196,31 @@ def check_supported(config):
         raise ValueError(
             f"pipeline_chunks={config.pipeline_chunks} are those of a pipeline's stages: set "
             "pipeline_stage=2 or more"
+        )
+
+
+def check_joined(config, topology, placement) -> None:
+    """Check that a job was joined with a config.
+
+    Args:
+        config: a `TransformerOpParallelConfig`.
+        topology: the job's `Topology`.
+        placement: the job's `Placement`.
+
+    Raises:
+        RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
+            joined the job without.
+    """
+    joined = {"model_parallel": topology.model, "pipeline_stage": topology.stage}
+    for name, number in joined.items():
+        if getattr(config, name) != number:
+            raise RuntimeError(
+                f"the config has {name}={getattr(config, name)}, and the job was joined with "
+                f"{number}: call dtransformer.init(config) before the network is made"
+            )
+    if config.placement != placement:
+        raise RuntimeError(
+            f"the config puts the model chunks on the stages {config.placement.stage_of_chunk}, "
+            f"and the job was joined with {placement.stage_of_chunk}: call "
+            "dtransformer.init(config) before the network is made"
         )

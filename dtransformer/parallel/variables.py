@@ -51,7 +51,7 @@ def make_variable(
     """
     specs = weight_specs(axes, shape, path)
     local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
-    why_not = get_parallel_config().why_whole(
+    why_not = get_parallel_config().why_replicated(
         path, local_shape, tf.as_dtype(dtype).size, has_constraint
     )
     may_shard = trainable and not why_not  # over the ranks that train it together

@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
 
@@ -88,7 +88,7 @@ def mesh_collectives(function_names):
     found = []
     for name in function_names:
         try:
-            nodes = {n.name: n for n in context.context().get_function_def(name).node_def}
+            nodes = {n.name: n for n in _compat.function_def(name).node_def}
         except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
             continue
         for node in nodes.values():
@@ -172,6 +172,6 @@ def _operations(graph):
         yield operation
         for attribute in operation.node_def.attr.values():
             if attribute.HasField("func"):
-                function = graph._get_function(attribute.func.name)
-                if function is not None and getattr(function, "graph", None) is not None:
-                    yield from _operations(function.graph)
+                inner = _compat.graph_of_function(graph, attribute.func.name)
+                if inner is not None:
+                    yield from _operations(inner)

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 
+from dtransformer import _compat
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.parallel import job
@@ -115,7 +116,7 @@ def communication_report(network, collectives, input_shapes, graph):
     over_horovod = audit.horovod_collectives(graph, job.data_shard()[1])
     if job.mesh() is None:
         return CommunicationReport((*collectives, *over_horovod))
-    names = {layer.name for layer in network._flatten_layers()}
+    names = {layer.name for layer in _compat.flat_layers(network)}
     named = [
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
@@ -145,7 +146,7 @@ def block_formula(network, stream_shapes):
     """
     data_shards = axis_size(mesh_axis("batch"))
     formula = {}
-    for stack in network._flatten_layers():
+    for stack in _compat.flat_layers(network):
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
             elements = math.prod(stream_shapes[stack.name]) // data_shards
             for block in filter(is_here, stack.blocks):

@@ -10,6 +10,7 @@ import resource
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.parallel.axis_rules import mesh_axis
@@ -149,7 +150,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
     streams = network.stream_shapes(input_shapes)
     item = tf.as_dtype(network.compute_dtype).size
     total = 0
-    for stack in network._flatten_layers():
+    for stack in _compat.flat_layers(network):
         if isinstance(stack, BlockStack) and stack.name in streams:
             b, s, h = streams[stack.name]
             memory = next(iter(streams.values()))[1]

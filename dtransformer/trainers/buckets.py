@@ -1,5 +1,6 @@
 """Buckets: gradients that are reduced together."""
 
+from dtransformer import _compat
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.parallel.config import get_parallel_config
 
@@ -11,7 +12,9 @@ def bucket_ids(network, weights):
         network: a `keras.Model`; its blocks ask for buckets by `set_comm_fusion`.
         weights: list of Keras variables of it.
     """
-    blocks = [layer for layer in network._flatten_layers() if isinstance(layer, TransformerBlock)]
+    blocks = [
+        layer for layer in _compat.flat_layers(network) if isinstance(layer, TransformerBlock)
+    ]
     ids = [block.comm_fusion for block in blocks]
     if get_parallel_config().optimizer_shard >= 2:
         # Each block for itself: as soon as its gradients are there, they are sharded.

@@ -58,7 +58,7 @@ def compiled_update(optimizer, units, devices):
 
 def _update_in_calls(optimizer, units, on_device):
     """Return the update as functions of XLA's, dict of device -> lists of numbers of units."""
-    scalars = [optimizer.iterations, optimizer._learning_rate]
+    scalars = [optimizer.iterations, optimizer.learning_rate]
     scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
     flat = [number for number, unit in enumerate(units) if isinstance(unit, FlatParameter)]
 
@@ -103,6 +103,6 @@ def _update_in_calls(optimizer, units, on_device):
 def _updates_units_alone(optimizer):
     """Return whether all that an update changes belongs to one weight, but for the step."""
     scalars = [variable for variable in optimizer.variables if variable.shape == ()]
-    known = [optimizer.iterations, getattr(optimizer, "_learning_rate", None)]
+    known = [optimizer.iterations, optimizer.learning_rate]
     others = [s for s in scalars if not any(s is k for k in known)]
     return not others and not optimizer.use_ema and not optimizer.gradient_accumulation_steps

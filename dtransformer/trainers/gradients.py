@@ -1,34 +1,33 @@
 """Gradients between the ranks: their sums, their norms, and clipping.
 
 Gradients come in as sums over this rank's share of the batch, already divided by what the
-whole batch counts, so that their sum over the data group is the gradient of the global
-mean.
+whole batch counts, so that their sum over the data-parallel group is the gradient of the
+global mean.
 """
+
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives import flat_shards, transport
+from dtransformer.parallel.collectives.packing import by_dtype
+
+Gradient = tf.Tensor | tf.IndexedSlices
 
 
-def reduce_sum(scalars, name):
-    """Return the sums of scalars over the data group, in one message.
+def reduce_sum(scalars: dict, name: str) -> dict:
+    """Return the sums of scalars over the data-parallel group, by one collective.
 
     Args:
         scalars: dict of tensors of one type, all scalars or not.
         name: name of the reduction, the same on every rank.
     """
     group = job.data_parallel_group()
-    if group.size == 1:
-        return scalars
-    hvd = job.horovod()
-    sums = hvd.grouped_allreduce(
-        list(scalars.values()), op=hvd.Sum, name=name, process_set=group.process_set
-    )
-    return dict(zip(scalars, sums))
+    return dict(zip(scalars, transport.all_reduce_together(list(scalars.values()), group, name)))
 
 
-def cast(gradient, dtype):
+def cast(gradient: Gradient, dtype) -> Gradient:
     """Return a gradient, a tensor or `tf.IndexedSlices`, in another type."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
@@ -36,7 +35,7 @@ def cast(gradient, dtype):
     return tf.cast(gradient, dtype)
 
 
-def check_used(weights, gradients):
+def check_used(weights: list, gradients: list) -> None:
     """Check that the loss has a gradient of every weight.
 
     Raises:
@@ -47,7 +46,7 @@ def check_used(weights, gradients):
         raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
 
 
-def scale(gradients, factor):
+def scale(gradients: list, factor) -> list:
     """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
     return [
         tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
@@ -57,97 +56,100 @@ def scale(gradients, factor):
     ]
 
 
-def reduce(gradients, buckets, is_sliced, dtype=None):
-    """Return the sums of the gradients over the data group, as dense tensors.
+def reduce(
+    gradients: list, buckets: list, is_sharded: Sequence[bool], dtype: str | None = None
+) -> list:
+    """Return the sums of the gradients over the data-parallel group, as dense tensors.
 
     Dense gradients are reduced bucket by bucket. The gradient of an embedding, which
     is a set of rows, travels as rows where that is less than the whole table.
 
     Args:
         gradients: list of tensors and `tf.IndexedSlices`.
-        buckets: lists of positions, from `buckets`.
-        is_sliced: for each gradient whether only this rank's slice of the sum is wanted.
+        buckets: list of lists of positions, from `buckets.buckets`.
+        is_sharded: for each gradient whether only this rank's shard of the sum is wanted.
         dtype: name of the type in which dense gradients travel, by default their own.
 
     Returns:
-        A list of tensors; slices are flat, as `parallel.slices` cuts them.
+        A list of tensors; shards are flat, as those of `collectives.flat_shards`.
     """
     group = job.data_parallel_group()
     if group.size == 1:
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
     reduced = list(gradients)
-    for number, positions in enumerate(buckets):
-        messages = {}  # of one type each
-        for i in positions:
+    for number, bucket in enumerate(buckets):
+        dense = {True: [], False: []}  # positions of those that are sharded, and of the others
+        for i in bucket:
             if isinstance(gradients[i], tf.IndexedSlices):
-                reduced[i] = _reduce_rows(group, gradients[i], is_sliced[i], f"rows_{i}")
+                reduced[i] = _reduce_rows(group, gradients[i], is_sharded[i], f"rows_{i}")
             else:
-                messages.setdefault((is_sliced[i], gradients[i].dtype.name), []).append(i)
-        for (sliced, kind), together in messages.items():
-            add_up = flat_shards.reduce_scatter if sliced else flat_shards.all_reduce
-            name = f"{'slices' if sliced else 'gradients'}_{number}_{kind}"
-            sums = add_up([gradients[i] for i in together], group, name, dtype)
-            for i, total in zip(together, sums):
+                dense[is_sharded[i]].append(i)
+        for sharded, positions in dense.items():
+            add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
+            name = f"{'shards' if sharded else 'gradients'}_{number}"
+            sums = by_dtype(
+                lambda tensors, kind: add_up(tensors, group, f"{name}_{kind}", dtype),
+                [gradients[i] for i in positions],
+            )
+            for i, total in zip(positions, sums):
                 reduced[i] = total
     return reduced
 
 
-def _reduce_rows(group, rows, sliced, name):
+def _reduce_rows(group, rows, sharded, name):
     """Reduce a gradient of rows, in the form that sends less."""
-    hvd = job.horovod()
     shape = tf.TensorShape(tf.get_static_value(rows.dense_shape))
     num_rows = tf.shape(rows.indices, out_type="int64")[0]
-    most_rows = hvd.allreduce(
-        num_rows, op=hvd.Max, name=f"{name}_count", process_set=group.process_set
-    )
+    most_rows = transport.all_reduce(num_rows, "Max", group, f"{name}_count")
     # A ring all-reduce sends the table twice, a reduce-scatter once, an all-gather each
     # rank's rows once.
-    times = 1 if sliced else 2
-    gathered_is_less = most_rows * group.size < times * tf.cast(rows.dense_shape[0], "int64")
+    times = 1 if sharded else 2
+    all_gather_is_less = most_rows * group.size < times * tf.cast(rows.dense_shape[0], "int64")
 
     def table(values, indices):
         total = tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
         return tf.ensure_shape(total, shape)
 
-    def gather():
-        ranks = {"process_set": group.process_set}
-        values = hvd.allgather(rows.values, name=f"{name}_values", **ranks)
-        indices = hvd.allgather(rows.indices, name=f"{name}_indices", **ranks)
+    def all_gather():
+        values = transport.concatenate(rows.values, group, f"{name}_values")
+        indices = transport.concatenate(rows.indices, group, f"{name}_indices")
         total = table(values, indices)
-        return flat_shards.own_shard(total, group) if sliced else total
+        return flat_shards.own_shard(total, group) if sharded else total
 
-    def add_up():
+    def reduce_table():
         total = table(rows.values, rows.indices)
-        function = flat_shards.reduce_scatter if sliced else flat_shards.all_reduce
-        return function([total], group, f"{name}_table")[0]
+        add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
+        return add_up([total], group, f"{name}_table")[0]
 
-    return tf.cond(gathered_is_less, gather, add_up)
+    return tf.cond(all_gather_is_less, all_gather, reduce_table)
 
 
-def square_norms(gradients, is_sliced=(), shares=()):
-    """Return the square of each gradient's Euclidean norm, that of the whole weight's.
+def square_norms(
+    gradients: list, is_sharded: Sequence[bool] = (), shares: Sequence[float | None] = ()
+) -> list:
+    """Return the square of each gradient's Euclidean norm, that of the full weight's.
 
     Args:
         gradients: list of tensors.
-        is_sliced: for each gradient whether it is a slice over the data group; False
+        is_sharded: for each gradient whether it is a shard over the data-parallel group; False
             where it is not given.
-        shares: for each gradient 1 over the number of the island's ranks that have the
-            same part of it; None, or not given, where every rank has the whole.
+        shares: for each gradient 1 over the number of the mesh's ranks that have the same
+            shard; None, or not given, where every rank has the full gradient.
 
     Returns:
         A list of float32 scalars.
     """
     squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
-    sliced = [i for i, part in enumerate(is_sliced) if part]
-    _sum_some(squares, sliced, job.data_parallel_group(), "square_norms_of_slices")
-    cut = [i for i, share in enumerate(shares) if share is not None]
-    for i in cut:
+    over_data = [i for i, sharded in enumerate(is_sharded) if sharded]
+    _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
+    on_mesh = [i for i, share in enumerate(shares) if share is not None]
+    for i in on_mesh:
         squares[i] *= shares[i]
-    _sum_some(squares, cut, job.model_parallel_group(), "square_norms")
+    _sum_some(squares, on_mesh, job.model_parallel_group(), "square_norms")
     return squares
 
 
-def sum_over_stages(scalar):
+def sum_over_stages(scalar: tf.Tensor) -> tf.Tensor:
     """Return the sum of a scalar over the stages of a pipeline."""
     total = [scalar]
     _sum_some(total, [0], job.pipeline_group(), "sum_of_stages")
@@ -155,21 +157,20 @@ def sum_over_stages(scalar):
 
 
 def _sum_some(scalars, positions, group, name):
-    """Replace some of a list of scalars by their sums over a group, in one message."""
+    """Replace some of a list of scalars by their sums over a group, by one collective."""
     if group.size == 1 or not positions:
         return
-    hvd = job.horovod()
     own = tf.stack([scalars[i] for i in positions])
-    sums = hvd.allreduce(own, op=hvd.Sum, name=name, process_set=group.process_set)
+    sums = transport.all_reduce(own, "Sum", group, name)
     for i, total in zip(positions, tf.unstack(sums, num=len(positions))):
         scalars[i] = total
 
 
-def clip_as_whole(optimizer, gradients, squares, owners, norm):
-    """Clip slices of gradients as an optimizer asks, by the norms of the whole.
+def clip_shards(optimizer, gradients: list, squares: list, owners: list, norm: tf.Tensor) -> list:
+    """Clip shards of gradients as an optimizer asks, by the norms of the full gradients.
 
     Args:
-        optimizer: a Keras optimizer; `leave_clipping` lets it clip no more.
+        optimizer: a Keras optimizer, which updates `optimizer_checks.without_clipping`.
         gradients: list of tensors, scaled as the optimizer scales the loss.
         squares: of each gradient, from `square_norms`.
         owners: for each gradient the number of the weight that it belongs to.

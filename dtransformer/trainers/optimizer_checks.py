@@ -1,8 +1,10 @@
 """What an optimizer has to do to update shards of weights."""
 
+import contextlib
 
-def leave_clipping(optimizer):
-    """Let a Keras optimizer clip no gradients, which are shards: `clip_as_whole` did.
+
+def check_clipping(optimizer):
+    """Check that a Keras optimizer's gradients can be clipped before it sees them, as shards.
 
     Raises:
         ValueError: the optimizer is to clip sums of several steps' gradients.
@@ -14,7 +16,20 @@ def leave_clipping(optimizer):
             f"(gradient_accumulation_steps={optimizer.gradient_accumulation_steps}) and to clip "
             "them, which does not work where weights are sharded: use micro_batch_num instead"
         )
-    optimizer._clip_gradients = lambda gradients: gradients
+
+
+@contextlib.contextmanager
+def without_clipping(optimizer):
+    """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
+    names = ("clipvalue", "clipnorm", "global_clipnorm")
+    given = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name in names:
+            setattr(optimizer, name, None)
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(optimizer, name, value)
 
 
 # What Keras' optimizers compute from all elements of a weight together.

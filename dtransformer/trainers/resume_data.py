@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.errors import InputError
 
 
@@ -43,7 +44,4 @@ def resumed_data(
         return data.skip(start)
 
     dataset = tf.data.Dataset.range(1).flat_map(remaining).prefetch(tf.data.AUTOTUNE)
-    # Keras takes this for the number of batches of every epoch. assert_cardinality cannot say it:
-    # it would stop the first epoch, which has fewer.
-    dataset.cardinality = lambda: tf.constant(num_batches, tf.int64)
-    return dataset, num_batches
+    return _compat.with_cardinality(dataset, num_batches), num_batches

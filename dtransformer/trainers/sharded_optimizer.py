@@ -3,21 +3,24 @@
 It knows nothing of layers: gradients come in, weights have changed when it is done.
 """
 
+import contextlib
 import math
 
 import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.buckets import buckets
 from dtransformer.trainers.compiled_update import compiled_update, update_units
 from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.optimizer_checks import (
+    check_clipping,
     check_elementwise,
     check_shards,
-    leave_clipping,
+    without_clipping,
 )
 from dtransformer.trainers.updated_shards import partition_of, updated_shards
 
@@ -70,7 +73,7 @@ class ShardedOptimizer:
         on_mesh = any(one.norm_share is not None for one in self.shards)
         self._clips = self.is_sharded or on_mesh or job.stage()[1] > 1
         if self._clips:
-            leave_clipping(self._optimizer)
+            check_clipping(self._optimizer)
         self._buckets = [
             [i for i in bucket if not self.shards[i].comes_reduced]
             for bucket in buckets(
@@ -143,7 +146,7 @@ class ShardedOptimizer:
             squares = [square / scale**2 for square in squares]
         if self._clips:
             numbers = [one.number for one in self.shards]
-            gradients = grads.clip_as_whole(self._optimizer, gradients, squares, numbers, norm)
+            gradients = grads.clip_shards(self._optimizer, gradients, squares, numbers, norm)
         # Weight decay needs no gradient: at the end of the data, where the step fails for want
         # of a batch, it would go on without one.
         with tf.control_dependencies([norm]):
@@ -155,19 +158,19 @@ class ShardedOptimizer:
             flat_shards.own_shard(tf.convert_to_tensor(self.shards[i].shard.value), self._group)
             for i in self._flat
         ]
-        new = dict(zip(self._flat, self._update(gradients, old)))
+        with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+            new = dict(zip(self._flat, self._update(gradients, old)))
         for i, one in enumerate(self.shards):
             if one.replicated is not None and i not in new:  # the master weights have changed
                 new[i] = tf.cast(one.unit.value, one.replicated.dtype)
         for number, bucket in enumerate(self._buckets):
-            by_dtype = {}
-            for i in bucket:
-                if i in new:
-                    by_dtype.setdefault(new[i].dtype.name, []).append(i)
-            for kind, together in by_dtype.items():
-                shapes = [self.shards[i].replicated.shape for i in together]
-                name = f"weights_{number}_{kind}"
-                parts = [new[i] for i in together]
-                full = flat_shards.all_gather(parts, shapes, self._group, name)
-                for i, value in zip(together, full):
-                    self.shards[i].replicated.assign(value)
+            positions = [i for i in bucket if i in new]
+            full = by_dtype(
+                lambda shards, shapes, dtype: flat_shards.all_gather(
+                    shards, shapes, self._group, f"weights_{number}_{dtype}"
+                ),
+                [new[i] for i in positions],
+                [self.shards[i].replicated.shape for i in positions],
+            )
+            for i, value in zip(positions, full):
+                self.shards[i].replicated.assign(value)

@@ -54,7 +54,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         super().__init__(**kwargs)
         self._parallel_config = copy.copy(get_parallel_config())
         validators.check_supported(self._parallel_config)
-        job.check_joined(self._parallel_config)
+        validators.check_joined(self._parallel_config, job.topology(), job.placement())
         self.network = network
         self.objective = None
         self._accuracy_tracker = None

@@ -20,6 +20,8 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.parallel import collectives, job
+from dtransformer.parallel.collectives import flat_shards, transport
+from dtransformer.parallel.collectives.call import Call
 from tests.tolerances import BLOCKS, NUMERIC_DERIVATIVE
 
 SHAPES = [(), (1,), (2, 3), (8, 10), (99, 77), (2, 4, 6, 8)]
@@ -260,6 +262,61 @@ for name in REFERENCE:
     CHECKS[f"{name}_eager"] = (2, 3, 4), functools.partial(check_forward, name, eager)
     CHECKS[f"{name}_in_a_function"] = (2,), functools.partial(check_forward, name, compiled)
     CHECKS[f"gradient_of_{name}"] = (2, 3, 4), functools.partial(check_gradient, name)
+
+
+@check(3)
+def flat_shards_of_every_float_in_every_order():
+    """They take the same way as the public collectives."""
+    for group in my_groups():
+        for dtype in ("float32", "float16", "bfloat16"):
+            xs = [inputs(shape, dtype, group.size) for shape in ((3, 5), (4,))]
+            sums = [add(x) for x in xs]
+            own = [tf.constant(x[group.index]) for x in xs]
+            name = f"{'_'.join(map(str, group.ranks))}_{dtype}"
+
+            @compiled
+            def shards_and_sums(own):
+                shards = flat_shards.reduce_scatter(own, group, f"to_shards_{name}")
+                shapes = [x.shape for x in own]
+                gathered = flat_shards.all_gather(shards, shapes, group, f"from_shards_{name}")
+                reduced = flat_shards.all_reduce(own, group, f"sums_{name}")
+                short = flat_shards.all_reduce(own, group, f"short_{name}", "bfloat16")
+                return shards, gathered, reduced, short
+
+            shards, *results = shards_and_sums(own)
+            for shard, total in zip(shards, sums):
+                expected = flat_shards.own_shard(tf.constant(total), group)
+                expect_equal(shard, expected.numpy(), f"the shard in {group.ranks}, {dtype}")
+            for result in results:
+                for actual, total in zip(result, sums):
+                    expect_equal(actual, total, f"the sum in {group.ranks}, {dtype}")
+
+
+def all_reduce_product(x, group=None):
+    """A collective that the package does not have, as someone would add it."""
+    call = Call("all_reduce_product", x, group)
+    return call.run(
+        lambda x: call.carry(transport.all_reduce, x, "Product"),
+        lambda g, y: collectives.all_reduce_sum(g * y, call.group) / call.x,
+    )
+
+
+@check(2)
+def a_collective_of_ones_own():
+    n, x = job.size(), tf.constant([2.0, 3.0 + job.rank()])
+    everyones = np.array([[2.0, 3.0 + rank] for rank in range(n)], "f")
+    for how in (eager, compiled):
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = all_reduce_product(x)
+            return y, tape.gradient(y, x)
+
+        y, slope = how(gradient)(x)
+        expect_equal(y, everyones.prod(0), "the product")
+        expect_equal(slope, n * everyones.prod(0) / x.numpy(), "its gradient")
+    expect_error(lambda: all_reduce_product(tf.zeros(mine([2, 3]))), "all_reduce_product", "(3,)")
 
 
 def mine(values):

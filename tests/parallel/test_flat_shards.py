@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.process_groups import Group
 
 SHAPES = [(), (1,), (7,), (8,), (3, 5), (2, 3, 4)]
@@ -14,7 +15,7 @@ SHAPES = [(), (1,), (7,), (8,), (3, 5), (2, 3, 4)]
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shards_of_all_ranks_make_the_tensor(shape, num_shards):
+def test_shards_of_all_ranks_are_the_tensor(shape, num_shards):
     x = np.random.default_rng(0).standard_normal(shape).astype("float32")
     shards = flat_shards.to_shards(tf.constant(x), num_shards)
     size = flat_shards.shard_size(math.prod(shape), num_shards)
@@ -31,10 +32,32 @@ def test_shards_are_as_small_as_can_be():
     assert sizes == [3, 4, 1, 0, 9]
 
 
-def test_a_group_of_one_has_everything():
-    tensors = [tf.range(6.0), tf.ones([2, 2])]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_group_of_one_has_everything(dtype):
+    tensors = [tf.cast(tf.range(6.0), dtype), tf.ones([2, 2], dtype)]
     alone = Group((0,), 0)
     shards = flat_shards.reduce_scatter(tensors, alone, "sums")
-    gathered = flat_shards.all_gather(shards, [(6,), (2, 2)], alone, "gathered")
-    for found, expected in zip(gathered, tensors, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    gathered = flat_shards.all_gather(shards, [(6,), (2, 2)], alone, "weights")
+    reduced = flat_shards.all_reduce(tensors, alone, "gradients", "float16")
+    for found in (gathered, reduced):
+        for tensor, expected in zip(found, tensors, strict=True):
+            assert tensor.dtype == dtype
+            np.testing.assert_array_equal(tensor, expected)
+
+
+def test_tensors_of_each_type_travel_together_and_come_back_in_order():
+    tensors = [tf.constant(i, dtype) for i, dtype in enumerate(["int32", "float32", "int32"])]
+    calls = []
+
+    def collective(tensors, names, dtype):
+        calls.append((names, dtype))
+        return [x + 10 for x in tensors]
+
+    found = by_dtype(collective, tensors, ["a", "b", "c"])
+    assert calls == [(["a", "c"], "int32"), (["b"], "float32")]
+    assert [(x.dtype.name, int(x)) for x in found] == [
+        ("int32", 10),
+        ("float32", 11),
+        ("int32", 12),
+    ]
+    assert by_dtype(collective, [], []) == [] and len(calls) == 2, "of nothing nothing is sent"

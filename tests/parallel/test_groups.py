@@ -48,6 +48,11 @@ SAME = {
 }
 
 
+def test_every_public_collective_is_checked_here():
+    others = {"Group", "new_group", "send", "recv"}
+    assert SAME.keys() | others == set(collectives.__all__)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", SAME)
 def test_alone_every_collective_is_the_identity(name, compiled):

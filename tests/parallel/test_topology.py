@@ -27,10 +27,10 @@ def grid(shape):
 
 
 @each_shape
-def test_rank_and_coordinates_are_inverse(shape):
+def test_device_and_coordinates_are_inverse(shape):
     topology = grid(shape)
-    places = [topology.coordinates(rank) for rank in range(topology.size)]
-    assert [topology.rank(**place) for place in places] == list(range(topology.size))
+    places = [topology.coordinates(device) for device in range(topology.size)]
+    assert [topology.device(**place) for place in places] == list(range(topology.size))
     expected = itertools.product(*map(range, shape))
     assert [tuple(place[axis] for axis in AXES) for place in places] == list(expected)
 
@@ -49,20 +49,20 @@ def test_the_model_axis_is_fastest_and_the_stage_outermost(shape):
 
 @each_shape
 @pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
-def test_groups_partition_the_ranks(shape, axes):
+def test_groups_partition_the_devices(shape, axes):
     topology = grid(shape)
     groups = topology.groups(*axes)
     assert sorted(itertools.chain(*groups)) == list(range(topology.size))
     for group in groups:
         assert list(group) == sorted(group)
-        assert all(topology.group(rank, *axes) == group for rank in group)
-        places = [topology.coordinates(rank) for rank in group]
+        assert all(topology.group(device, *axes) == group for device in group)
+        places = [topology.coordinates(device) for device in group]
         for axis in AXES:
             seen = [place[axis] for place in places]
             assert len(set(seen)) == (getattr(topology, axis) if axis in axes else 1)
 
 
-def test_ranks_0_and_4_of_8_hold_the_same_slices():
+def test_ranks_0_and_4_of_8_hold_the_same_shards():
     topology = Topology(data=2, model=4)
     assert topology.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert topology.model_parallel_group(5) == (4, 5, 6, 7)
@@ -99,16 +99,15 @@ def test_from_a_config_that_does_not_fit_the_job():
         Topology.from_config(TransformerOpParallelConfig(model_parallel=4), 6)
 
 
-@pytest.mark.parametrize("rank", [-1, 8, 100])
-def test_a_rank_that_does_not_exist(rank):
-    topology = Topology(data=2, model=4)
-    for ask in (
-        topology.coordinates,
-        topology.model_parallel_group,
-        lambda r: topology.group(r, "data"),
-    ):
-        with pytest.raises(ValueError, match=f"{rank}.*8 ranks"):
-            ask(rank)
+@pytest.mark.parametrize("number", [-1, 4, 100])
+def test_a_rank_or_device_that_does_not_exist(number):
+    topology = Topology(data=1, model=4, local_devices=1)
+    for ask in (topology.coordinates, lambda device: topology.group(device, "data")):
+        with pytest.raises(ValueError, match=f"device {number} .*4 devices"):
+            ask(number)
+    for ask in (topology.model_parallel_group, topology.stage_of):
+        with pytest.raises(ValueError, match=f"rank {number} .*4 ranks"):
+            ask(number)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_rank_that_does_not_exist(rank):
     [
         ("tensor", lambda topology: topology.group(0, "tensor")),
         ("batch", lambda topology: topology.groups("data", "batch")),
-        ("modell", lambda topology: topology.rank(modell=1)),
+        ("modell", lambda topology: topology.device(modell=1)),
     ],
 )
 def test_an_axis_that_does_not_exist(wrong, ask):
@@ -128,7 +127,7 @@ def test_an_axis_that_does_not_exist(wrong, ask):
 def test_a_place_outside_of_the_grid(place):
     axis, position = next(iter(place.items()))
     with pytest.raises(ValueError, match=f"{axis}={position}"):
-        Topology(data=2, model=4).rank(**place)
+        Topology(data=2, model=4).device(**place)
 
 
 def test_what_is_printed():
@@ -146,7 +145,7 @@ def test_what_is_printed():
             ((0, 2), (1, 3)),
             [(0, 2), (0, 2), (1, 2), (1, 2)],
         ),
-        # The model axis inside of each rank, over two ranks, and data slices inside of a rank.
+        # The model axis inside of each rank, over two ranks, and shards of the batch inside of a rank.
         (dict(data=2, model=2, local_devices=2), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
         (dict(model=4, local_devices=2), ((0, 1),), ((0,), (1,)), [(0, 1), (0, 1)]),
         (dict(data=4, model=2, local_devices=4), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),

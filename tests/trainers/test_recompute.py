@@ -75,7 +75,10 @@ def test_blocks_are_chosen_one_by_one(kept):
 def test_predictions_and_evaluation_do_not_change(kept):
     inputs, labels = sentences()
     expected, found = kept[2], train(True)[2]
-    outputs, sums = expected.predict(inputs, verbose=0), expected.evaluate(inputs, labels, verbose=0)
+    outputs, sums = (
+        expected.predict(inputs, verbose=0),
+        expected.evaluate(inputs, labels, verbose=0),
+    )
     with parallel_config(recompute=True):
         np.testing.assert_array_equal(found.predict(inputs, verbose=0), outputs)
         assert found.evaluate(inputs, labels, verbose=0) == sums

@@ -1,15 +1,11 @@
 """The DTensor mesh of this rank: over one process' devices, or over those of several."""
 
-import collections
-import gc
 import os
 import socket
 
-from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor
-from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import atomic_function
 
+from dtransformer import _compat
 from dtransformer.parallel import validators
 from dtransformer.parallel.topology import Topology
 
@@ -58,7 +54,7 @@ def start_mesh(
     if len(ranks) > 1:
         values = ("worker", ",".join(addresses[r] for r in ranks), str(ranks.index(rank)))
         os.environ.update(zip(_CLUSTER, (*values, str(len(ranks)))))
-    _forget_context()
+    _compat.forget_context()
     dtensor.initialize_accelerator_system(
         device_type,
         experimental_reset_context=True,
@@ -72,16 +68,6 @@ def stop_mesh():
     """Stop DTensor, once every rank of the mesh is done with it."""
     for name in _CLUSTER:  # it refuses to stop a cluster, and stops one process' part
         os.environ.pop(name, None)
-    _forget_context()
+    _compat.forget_context()
     dtensor.shutdown_accelerator_system()
-    api._reset()  # a device of its own that outlives the context
-
-
-def _forget_context():
-    """Drop what TensorFlow remembers of a context beyond its end: devices, functions."""
-    context._device_parsing_cache.clear()
-    gc.collect()
-    # Functions that are deleted later do so without a complaint.
-    counts = atomic_function.RUNTIME_FUNCTION_REFS
-    never_zero = lambda: 1 << 40
-    atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
+    _compat.forget_dtensor_device()

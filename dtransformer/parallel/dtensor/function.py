@@ -5,8 +5,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
-from tensorflow.python.eager import context
 
+from dtransformer import _compat
 from dtransformer.parallel import trace
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.dtensor.variable import packed, specs_of, unpacked
@@ -35,9 +35,8 @@ class MeshFunction:
     ):
         self._function, self._gradients = function, gradients
         self._variables = network_variables
-        self._traced = tf.function(self._trace, autograph=False)
         # Each shape of a batch is compiled: DTensor has to know it.
-        self._traced._omit_frequent_tracing_warning = True
+        self._traced = _compat.expect_many_traces(tf.function(self._trace, autograph=False))
         self._is_new = False
         self.compiled = []  # names of functions, of the last compilation
 
@@ -95,7 +94,7 @@ _seen = set()
 
 def new_functions() -> list[str]:
     """Return the names of TensorFlow's functions that came since the last call."""
-    names = set(context.context().list_function_names())
+    names = set(_compat.function_names())
     new = sorted(names - _seen)
     _seen.clear()
     _seen.update(names)

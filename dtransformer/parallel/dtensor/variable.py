@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import get_stateless_scope
 from tensorflow.experimental import dtensor
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.dtensor.layouts import axis_size, make_layout, relayout
 from dtransformer.parallel.sharded_variable import ShardBounds, ShardedVariable
@@ -85,7 +85,7 @@ class MeshVariable(ShardedVariable):
     @property
     def trained_value(self) -> tf.Tensor:
         """The value as it is stored, in a computation on the mesh."""
-        return get_stateless_scope().get_current_value(self)
+        return _compat.stateless_value(self)
 
     def packed(self) -> tf.Tensor:
         """Return the variable as one DTensor."""

@@ -8,6 +8,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.pipeline.call_views import CallNames, view
 from dtransformer.parallel.pipeline.placed_layers import chunk_of
 from dtransformer.parallel.pipeline.placement import Placement
@@ -193,10 +194,9 @@ def _check_places(network, placed, placement):
                 f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
                 "change lambda_func or pipeline_stage"
             )
-    inside = {id(inner) for layer in placed for inner in layer._flatten_layers()}
-    for layer in network._flatten_layers():
-        own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        if own and id(layer) not in inside:
+    inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
+    for layer in _compat.flat_layers(network):
+        if _compat.own_variables(layer) and id(layer) not in inside:
             raise ValueError(
                 f"{layer.path} has weights, but no place in the pipeline: set its pipeline_stage"
             )

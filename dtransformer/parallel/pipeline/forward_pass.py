@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline.dataflow import Dataflow, specs_of
 from dtransformer.parallel.pipeline.own_stage import has_outputs, own_chunks
@@ -115,9 +115,9 @@ def from_last(tensors, name):
     group, placement = job.pipeline_group(), job.placement()
     if group.size == 1:
         return tensors
-    root = group.ranks[placement.stage_of(placement.last_chunk)]
+    root = placement.stage_of(placement.last_chunk)
     flat = [
-        flat_shards.carried(x, "broadcast", group, f"{name}_{number}", root_rank=root)
+        transport.broadcast(x, root, group, f"{name}_{number}")
         for number, x in enumerate(tf.nest.flatten(tensors))
     ]
     return tf.nest.pack_sequence_as(tensors, flat)

@@ -6,8 +6,10 @@ import time
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.collectives.packing import by_dtype
 
 
 class PeerToPeer:
@@ -49,12 +51,12 @@ class PeerToPeer:
         # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
         key = sends, name
         if key not in self._functions:
-            self._functions[key] = tf.function(
+            function = tf.function(
                 lambda tensors: _broadcast(tensors, peer, sends, name),
                 reduce_retracing=True,
                 autograph=False,
             )
-            self._functions[key]._omit_frequent_tracing_warning = True
+            self._functions[key] = _compat.expect_many_traces(function)
         future = concurrent.futures.Future()
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
         return future
@@ -74,16 +76,12 @@ def _broadcast(tensors, peer, sends, name):
     """Broadcast the tensors of each type as one."""
     ranks = job.pipeline_group().ranks
     pair = job.known_group(sorted((job.rank(), ranks[peer])))
-    root = job.rank() if sends else ranks[peer]
-    by_type = {}
-    for number, x in enumerate(tensors):
-        by_type.setdefault(x.dtype, []).append(number)
-    results = list(tensors)
-    for dtype, numbers in by_type.items():
-        flat = tf.concat([tf.reshape(tensors[i], [-1]) for i in numbers], 0)
-        full_name = f"{name}_{dtype.name}"
-        flat = flat_shards.carried(flat, "broadcast", pair, full_name, root_rank=root)
-        sizes = [tf.size(tensors[i]) for i in numbers]
-        for i, part in zip(numbers, tf.split(flat, sizes, num=len(sizes))):
-            results[i] = tf.reshape(part, tf.shape(tensors[i]))
-    return results
+    root = pair.index if sends else 1 - pair.index
+
+    def as_one(tensors, dtype):
+        flat = tf.concat([tf.reshape(x, [-1]) for x in tensors], 0)
+        flat = transport.broadcast(flat, root, pair, f"{name}_{dtype}")
+        split = tf.split(flat, [tf.size(x) for x in tensors], num=len(tensors))
+        return [tf.reshape(one, tf.shape(x)) for one, x in zip(split, tensors)]
+
+    return by_dtype(as_one, tensors)

@@ -5,6 +5,8 @@ it. Other layers have no weights, and every stage that needs their results compu
 each stage has one chunk, the chunk's number is the stage's.
 """
 
+from dtransformer import _compat
+
 
 def chunk_of(layer, placement):
     """Return which chunk a placed layer is in; a `pipeline_stage` of -1 means the last one."""
@@ -21,10 +23,10 @@ def stages_of(layer, placement):
 def placed_layers(network):
     """Return the layers of a network that have a place, without those inside of them."""
     found, inside = [], set()
-    for layer in network._flatten_layers():  # the outer ones come first
+    for layer in _compat.flat_layers(network):  # the outer ones come first
         if getattr(layer, "pipeline_stage", None) is not None and id(layer) not in inside:
             found.append(layer)
-            inside.update(id(one) for one in layer._flatten_layers())
+            inside.update(id(one) for one in _compat.flat_layers(layer))
     return found
 
 

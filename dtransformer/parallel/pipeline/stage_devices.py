@@ -4,11 +4,9 @@ Both compile functions of a model chunk, and know which shards of what passes be
 this rank holds, sends and receives.
 """
 
-import contextlib
-
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
+from dtransformer import _compat
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.axis_rules import activation_specs
 from dtransformer.parallel.devices import device_type
@@ -116,7 +114,7 @@ class _Function:
         self.trained = trained
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would count the traces of all chunks as those of one function.
-        self._function._omit_frequent_tracing_warning = True
+        _compat.expect_many_traces(self._function)
 
     def weights(self):
         """Return what gradients are taken of."""
@@ -211,7 +209,7 @@ class _FunctionOnMesh(MeshFunction):
 
     def __call__(self, weights, *args):
         # Gradients are traced when the function is called.
-        with trace.scope(on_mesh=True), _constants_are_copied():
+        with trace.scope(on_mesh=True), _compat.constants_are_copied():
             return self.run(weights, *args)
 
     def _trace(self, weights, args):
@@ -219,26 +217,3 @@ class _FunctionOnMesh(MeshFunction):
         # The gradient of a weight is laid out as the weight is here.
         weights = [relayout(w, specs_of(v)) for w, v in zip(weights, self.trained)]
         return super()._trace(weights, args)
-
-
-@contextlib.contextmanager
-def _constants_are_copied():
-    """Functions of gradients that are traced in the `with` block have constants of their own.
-
-    TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
-    of a transpose, and DTensor has to know them when it compiles.
-    """
-    capture = FuncGraph.capture
-
-    def copied(graph, tensor, name=None, shape=None):
-        if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
-            if tensor.op.type == "Const":
-                with graph.as_default(), tf.control_dependencies(None):
-                    return tf.constant(tf.get_static_value(tensor), tensor.dtype)
-        return capture(graph, tensor, name, shape)
-
-    FuncGraph.capture = copied
-    try:
-        yield
-    finally:
-        FuncGraph.capture = capture

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import broadcast_arrays
 from dtransformer.parallel.pipeline.dataflow import Dataflow
@@ -44,20 +45,20 @@ def share_weights(network, inputs):
     for _, layer in shared_layers(network):
         if is_here(layer) and not layer.weights:
             _read_files(layer)
-            layer._tracker.unlock()  # Keras takes a layer without weights for complete
+            _compat.take_weights(layer)
             layer.build((None, None))
     return dataflow
 
 
 def _ignore_files(layer):
     """Let a layer of another stage, and those inside, pass by what files hold of them."""
-    for inner in layer._flatten_layers():
+    for inner in _compat.flat_layers(layer):
         object.__setattr__(inner, "load_own_variables", lambda store: None)
 
 
 def _read_files(layer):
     """Undo `_ignore_files`."""
-    for inner in layer._flatten_layers():
+    for inner in _compat.flat_layers(layer):
         vars(inner).pop("load_own_variables", None)
 
 
@@ -73,7 +74,7 @@ def full_network(network):
         for layer in placed_layers(network) if job.stage()[1] > 1 else []:
             owner = stages_of(layer, job.placement())[0]
             if owner:  # rank 0 has the first stage's
-                for inner in layer._flatten_layers():
+                for inner in _compat.flat_layers(layer):
                     values = _from_stage(inner, owner)
                     if job.is_chief() and values:
                         _lend(inner, values)

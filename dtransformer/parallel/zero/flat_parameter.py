@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
+
 
 class FlatParameter:
     """What a Keras optimizer needs of a `tf.Variable`, for a tensor that is handed in.
@@ -21,7 +23,7 @@ class FlatParameter:
     def __init__(self, owner: keras.Variable, size: int):
         self.shape, self.dtype = tf.TensorShape([size]), owner.value.dtype
         self.name, self.path = owner.name, owner.path
-        self.device, self._unique_id = owner.value.device, owner.value._unique_id
+        self.device, self._unique_id = owner.value.device, _compat.variable_key(owner.value)
         self._value = None
 
     def hold(self, value: tf.Tensor):

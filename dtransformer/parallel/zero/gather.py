@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.config import get_parallel_config
@@ -73,7 +74,7 @@ class Unsharding:
         shard = self._shards.get(id(variable))
         if shard is None:
             shard = tf.convert_to_tensor(variable.shards[0].value)
-        return variable._maybe_autocast(shard)
+        return _compat.autocast(variable, shard)
 
     def next_name(self, path: str) -> str:
         """Return a name for the next use of a variable or layer, the same on every rank."""
@@ -91,7 +92,7 @@ class Unsharding:
     def unsharded(self, variable: keras.Variable) -> tf.Tensor:
         """Return a variable's full value, which is kept as long as anything needs it."""
         if id(variable) in self._values:
-            return variable._maybe_autocast(self._values[id(variable)])
+            return _compat.autocast(variable, self._values[id(variable)])
         shard = self.shard(variable)
         key = id(variable), shard.dtype
         if key not in self._values:

@@ -81,7 +81,7 @@ class Partition:
         for path, shape, item_bytes, has_constraint in weights:
             why = "not asked for" if num_shards > 1 else "one rank"
             if level:
-                why = config.why_whole(path, shape, item_bytes, has_constraint)
+                why = config.why_replicated(path, shape, item_bytes, has_constraint)
             parameters.append(
                 ParameterPartition(path, tuple(shape), item_bytes, 1 if why else num_shards, why)
             )

@@ -9,7 +9,8 @@ import collections
 import re
 
 import keras
-from keras.src.utils.naming import to_snake_case
+
+from dtransformer import _compat
 
 _SEEDS = "seed_generator"  # Keras' own layers have these, under no layer's path
 
@@ -17,10 +18,10 @@ _SEEDS = "seed_generator"  # Keras' own layers have these, under no layer's path
 def names_of(network: keras.Model) -> dict[int, str]:
     """Return the names of a built network's variables, by their `id`."""
     counts, layer_names = collections.Counter(), {network.name: ""}
-    for layer in network._flatten_layers(include_self=False):
+    for layer in _compat.flat_layers(network, include_self=False):
         if layer.path is not None and layer.path not in layer_names:
             outer, _, name = layer.path.rpartition("/")
-            default = to_snake_case(type(layer).__name__)
+            default = _compat.to_snake_case(type(layer).__name__)
             layer_names[layer.path] = _renumbered(name, default, outer, counts)
     names = {}
     for variable in network.variables:

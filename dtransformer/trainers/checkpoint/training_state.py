@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.sharded_variable import full_bounds, own_shards, shard_bounds_of
 from dtransformer.parallel.zero.variables import MasterShardedVariable
 from dtransformer.trainers.checkpoint.names import names_of
@@ -19,8 +20,6 @@ from dtransformer.trainers.checkpoint.shard_bounds import Bounds, FlatRange, num
 from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
-# Keras' own lists of all of an optimizer's variables, which would name them a second time.
-_LISTS_OF_ALL = ("_variables", "_trainable_variables", "_non_trainable_variables")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,21 +109,17 @@ def _shape_without_padding(variable):
 def _optimizer_states(optimizer, num_shards):
     """Return (name, index of the shard or None, variable) of all that an optimizer keeps.
 
-    Keras' optimizers keep their states as attributes: lists with a variable, or None, for each
-    shard that they update, and single variables.
+    See `_compat.optimizer_states`.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
     found = [] if inner is None else _optimizer_states(inner, num_shards)
     prefix = "" if inner is None else "loss_scale/"
-    for attribute, value in sorted(vars(optimizer).items()):
-        name = prefix + attribute.strip("_")
+    for name, value in _compat.optimizer_states(optimizer).items():
         if isinstance(value, keras.Variable):
-            found.append((name, None, value))
-        elif (
-            isinstance(value, list) and len(value) == num_shards and attribute not in _LISTS_OF_ALL
-        ):
+            found.append((prefix + name, None, value))
+        elif len(value) == num_shards:
             found += [
-                (name, index, variable)
+                (prefix + name, index, variable)
                 for index, variable in enumerate(value)
                 if isinstance(variable, keras.Variable)
             ]

@@ -1,0 +1,271 @@
+"""Every private name of TensorFlow, Keras and Horovod that the package uses: none elsewhere.
+
+Each has its reason, and what would make it unnecessary. tests/test_compat.py fails for each
+one that a new version has taken away or changed, and for each one that is used past this file.
+Of Horovod none is used.
+"""
+
+import collections
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.name_scope import current_path
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope
+from keras.src.utils.naming import to_snake_case
+from tensorflow.dtensor.python import api
+from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework.func_graph import FuncGraph
+
+__all__ = [
+    "SUBCLASS_HOOKS",
+    "autocast",
+    "constants_are_copied",
+    "current_path",
+    "expect_many_traces",
+    "flat_layers",
+    "forget_context",
+    "forget_dtensor_device",
+    "function_def",
+    "function_names",
+    "graph_of_function",
+    "in_symbolic_scope",
+    "is_on_a_tape",
+    "optimizer_states",
+    "own_variables",
+    "stateless_value",
+    "take_weights",
+    "to_snake_case",
+    "variable_key",
+    "with_cardinality",
+    "without_autocast",
+]
+
+# What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
+# own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
+# value lies, and a trainer whose step is its own.
+SUBCLASS_HOOKS = {
+    keras.Variable: (
+        "_direct_assign",  # writes the value
+        "_dtype",  # what it is stored in; `dtype` is what computations see
+        "_initialize_with_initializer",  # makes the value
+        "_maybe_autocast",  # casts a value that is read
+        "_shape",  # known before the value is made
+        "_value",  # None, where the value lies elsewhere
+    ),
+    keras.layers.Layer: (
+        "_non_trainable_variables",  # its own, without those of the layers inside of it
+        "_track_variable",  # adds a variable of another class than `add_weight` makes
+        "_trainable_variables",
+    ),
+    keras.Model: (
+        "_assert_compile_called",  # raises Keras' own error
+        "_compile_metrics",  # the metrics given to `compile`, as one
+        "_loss_tracker",  # the mean that is shown as the loss
+    ),
+}
+
+
+# Keras: variables.
+
+
+def stateless_value(variable: keras.Variable):
+    """Return what a variable is in the `keras.StatelessScope` around; None without one.
+
+    A variable that lies in shards has no tensor that Keras could replace by itself.
+    Unnecessary if Keras could be asked for the current scope; it exports the class alone.
+    """
+    scope = get_stateless_scope()
+    return None if scope is None else scope.get_current_value(variable)
+
+
+def autocast(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """Return a value of a variable in the type that the layer around computes with.
+
+    Unnecessary if the current autocast type were public.
+    """
+    return variable._maybe_autocast(value)
+
+
+def without_autocast() -> contextlib.AbstractContextManager:
+    """Inside the `with` block variables are read in the type that they are stored in.
+
+    Recomputation reads them before the layer's own cast. Unnecessary as `autocast`.
+    """
+    return AutocastScope(None)
+
+
+def variable_key(variable: tf.Variable) -> str:
+    """Return what Keras' optimizers know a `tf.Variable` by.
+
+    A flat shard of a weight takes the weight's place in an optimizer. Unnecessary if the
+    optimizer took any object with a shape and a dtype.
+    """
+    return variable._unique_id
+
+
+def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
+    """Return what an optimizer keeps, by the names of its attributes, such as "momentums".
+
+    Single variables, and lists with one, or None, for each variable that it updates; not the
+    lists of all. `optimizer.variables` does not say what is what. Unnecessary if optimizers
+    named their states as layers name their weights.
+    """
+    lists_of_all = ("_variables", "_trainable_variables", "_non_trainable_variables")
+    found = {}
+    for name, value in sorted(vars(optimizer).items()):
+        variables = value if isinstance(value, list) else [value]
+        if name not in lists_of_all and any(isinstance(v, keras.Variable) for v in variables):
+            found[name.strip("_")] = value
+    return found
+
+
+# Keras: layers and models.
+
+
+def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) -> list:
+    """Return a layer and all layers inside of it, the outer ones first.
+
+    `keras.Model.layers` has the direct ones only, other layers have nothing. Unnecessary if
+    layers could be walked publicly.
+    """
+    return layer._flatten_layers(include_self=include_self, recursive=recursive)
+
+
+def own_variables(layer: keras.layers.Layer) -> list:
+    """Return the variables of a layer without those of the layers inside of it.
+
+    Unnecessary as `flat_layers`.
+    """
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def take_weights(layer: keras.layers.Layer) -> None:
+    """Let a layer that was built without weights be built once more, with them.
+
+    A pipeline stage finds out after the build that it needs a copy of another stage's table.
+    Unnecessary if Keras let a built layer take weights when `built` is set to False.
+    """
+    layer._tracker.unlock()
+
+
+# `current_path` is that of the name scopes around, from which a weight's path follows before the
+# weight is made. Unnecessary if Keras gave an initializer the path of its variable.
+
+# `in_symbolic_scope` says whether Keras asks for shapes alone; a sharded weight is then not made
+# whole. Unnecessary as `stateless_value`.
+
+# `to_snake_case` is how Keras makes a layer's name of its class, which is undone for names
+# that are the same in every process. Unnecessary if Keras said which names it has made up.
+
+
+# TensorFlow: datasets and functions.
+
+
+def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
+    """Return a dataset that says it has a number of batches, and may end before.
+
+    Keras counts an epoch by it; without it the first epoch's number would hold for all, and
+    `assert_cardinality` stops an epoch that begins in its midst. Unnecessary if Keras took the
+    number of steps from each epoch.
+    """
+    dataset.cardinality = lambda: tf.constant(number, tf.int64)
+    return dataset
+
+
+def expect_many_traces(function):
+    """Return a `tf.function` that may be traced often without a warning.
+
+    Each name of a collective, and each shape on the mesh, is a trace that is meant. Unnecessary if
+    `tf.function` had an option for it.
+    """
+    function._omit_frequent_tracing_warning = True
+    return function
+
+
+def is_on_a_tape(tensors: list) -> bool:
+    """Return whether a `tf.GradientTape` watches one of the tensors.
+
+    The ranks of a collective have to agree on it. Unnecessary if a tape said what it watches.
+    """
+    return record.should_record_backprop(tensors)
+
+
+def function_names() -> list:
+    """Return the names of all functions that TensorFlow has at present.
+
+    Those that DTensor has lowered for the devices hold what it really sends. Unnecessary if
+    DTensor told its collectives.
+    """
+    return context.context().list_function_names()
+
+
+def function_def(name: str):
+    """Return the `FunctionDef` of one of `function_names`.
+
+    Raises:
+        ValueError or tf.errors.NotFoundError: there is none any more.
+    """
+    return context.context().get_function_def(name)
+
+
+def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
+    """Return the graph of a function that a graph calls, with shapes; None if it is not known.
+
+    `as_graph_def` has the functions without the shapes of what they compute. Unnecessary if
+    it had them.
+    """
+    return getattr(graph._get_function(name), "graph", None)
+
+
+@contextlib.contextmanager
+def constants_are_copied() -> Iterator[None]:
+    """Functions of gradients that are traced in the `with` block have constants of their own.
+
+    TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
+    of a transpose, and DTensor has to know them when it compiles. Unnecessary if DTensor knew
+    the constants that a function is given.
+    """
+    capture = FuncGraph.capture
+
+    def copied(graph, tensor, name=None, shape=None):
+        if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
+            if tensor.op.type == "Const":
+                with graph.as_default(), tf.control_dependencies(None):
+                    return tf.constant(tf.get_static_value(tensor), tensor.dtype)
+        return capture(graph, tensor, name, shape)
+
+    FuncGraph.capture = copied
+    try:
+        yield
+    finally:
+        FuncGraph.capture = capture
+
+
+# TensorFlow: its context, which DTensor starts anew.
+
+
+def forget_context() -> None:
+    """Drop what TensorFlow remembers of a context beyond its end: devices and functions.
+
+    Functions of the old context that are deleted later do so without a complaint. Unnecessary
+    if `initialize_accelerator_system(experimental_reset_context=True)` did so.
+    """
+    context._device_parsing_cache.clear()
+    gc.collect()
+    counts = atomic_function.RUNTIME_FUNCTION_REFS
+    never_zero = lambda: 1 << 40
+    atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
+
+
+def forget_dtensor_device() -> None:
+    """Drop DTensor's device, which outlives the context that it belongs to.
+
+    Unnecessary if `shutdown_accelerator_system` did so.
+    """
+    api._reset()

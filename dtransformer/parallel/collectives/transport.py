@@ -1,0 +1,163 @@
+"""What Horovod carries between ranks, and in which type: the one way that all tensors take.
+
+Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
+does not have travels as the bits of another; a sum is computed in a type that holds it.
+
+Several tensors of a function take part in arguments and results as rows [d, ...], one for
+each of the group's d ranks, in the group's order. A group of one sends nothing. The calls of
+the ranks are not compared: that is what `call` does for the public collectives.
+"""
+
+import tensorflow as tf
+
+from dtransformer.parallel import job
+from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.process_groups import Group
+
+# Types that Horovod does not have -> types of as many bits.
+_MOVED_AS = {"bfloat16": "uint16"}
+# Types that Horovod does not add -> types in which their sums, maxima and minima are computed.
+_REDUCED_AS = {
+    "bfloat16": "float32",
+    **dict.fromkeys(("bool", "int8", "uint8", "int16", "uint16"), "int32"),
+}
+# The same for sums that this rank computes.
+_ADDED_AS = {**_REDUCED_AS, "float16": "float32"}
+
+DTYPES = (*sorted(_REDUCED_AS), "float16", "float32", "float64", "int32", "int64")
+
+
+def broadcast(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
+    """Return the root's tensor on every rank.
+
+    Args:
+        x: a tensor [...], on every rank of the root's shape and type.
+        root: position of the rank whose tensor it is.
+        group: the `Group` of the ranks.
+        name: the same on every rank, and no other collective's that is under way.
+    """
+    if group.size == 1:
+        return x
+    y = _move("broadcast", x, group, name, root_rank=group.ranks[root])
+    y.set_shape(x.shape)
+    return y
+
+
+def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Return the ranks' tensors [...] as rows [d, ...]."""
+    if group.size == 1:
+        return x[None]
+    rows = _move("allgather", x[None], group, name)
+    rows.set_shape([group.size, *x.shape])
+    return _from_rank_order(rows, group)
+
+
+def concatenate(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Return the ranks' tensors [nᵢ, ...], one after the other, by rank: [Σ nᵢ, ...]."""
+    return x if group.size == 1 else _move("allgather", x, group, name)
+
+
+def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Send row i to position i; return the rows [d, ...] that come from the others."""
+    if group.size == 1:
+        return rows
+    received = _move("alltoall", _to_rank_order(rows, group), group, name)
+    received.set_shape(rows.shape)
+    return _from_rank_order(received, group)
+
+
+def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
+    """Return the ranks' tensors [...] as rows [d, ...] on the root, [0, ...] elsewhere."""
+    if group.size == 1:
+        return x[None]
+    is_root = group.index == root
+    splits = [int(rank == group.ranks[root]) for rank in sorted(group.ranks)]
+    rows = _move("alltoall", x[None], group, name, splits=splits)
+    rows.set_shape([group.size if is_root else 0, *x.shape])
+    return _from_rank_order(rows, group) if is_root else rows
+
+
+def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
+    """Return the row [...] of the root's rows [d, ...] that has this rank's position."""
+    if group.size == 1:
+        return rows[0]
+    splits = [int(group.index == root)] * group.size  # the others send nothing
+    received = _move("alltoall", _to_rank_order(rows, group), group, name, splits=splits)
+    received.set_shape([1, *rows.shape[1:]])
+    return received[0]
+
+
+def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
+    """Return the sum of the ranks' tensors [...], or another reduction, on every rank.
+
+    Args:
+        x: a tensor of the same shape and type on every rank.
+        op: `"Sum"`, or another of Horovod's: `"Max"`, `"Min"`, `"Product"`.
+        group, name: as of `broadcast`.
+    """
+    if group.size == 1:
+        return x
+    hvd = job.horovod()
+    y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
+    y = hvd.allreduce(y, op=getattr(hvd, op), name=name, process_set=group.process_set)
+    return tf.cast(y, x.dtype)
+
+
+def all_reduce_together(tensors: list, group: Group, name: str) -> list:
+    """Return the sums of the ranks' tensors, of one type, which travel together."""
+    if group.size == 1:
+        return tensors
+    hvd, dtype = job.horovod(), tensors[0].dtype
+    sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
+    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, name=name, process_set=group.process_set)
+    return [tf.cast(total, dtype) for total in sums]
+
+
+def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.Tensor:
+    """Return the row [...] of the sum of the ranks' rows [d, ...] that has this rank's position.
+
+    On CPUs every rank sends each other one its row, and adds what it gets: Horovod's own
+    reduce-scatter takes three times as long there. So it is where Horovod cannot add a type:
+    half the bytes travel. Sums of 16-bit floats that a rank adds are float32 meanwhile.
+
+    Args:
+        rows: a tensor [d, ...] of the same shape and type on every rank.
+        group, name: as of `broadcast`.
+        dtype: type of the result, by default that of the rows.
+    """
+    own = rows.dtype.name
+    if group.size == 1:
+        total = rows[0]
+    elif device_type() == "GPU" and own not in _REDUCED_AS:
+        hvd, sent = job.horovod(), _to_rank_order(rows, group)
+        total = hvd.reducescatter(sent, op=hvd.Sum, name=name, process_set=group.process_set)
+        total.set_shape([1, *rows.shape[1:]])
+        total = total[0]
+    else:
+        total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
+    return tf.cast(total, own if dtype is None else dtype)
+
+
+def _move(operation, x, group, name, **options):
+    """Return what a Horovod operation that adds nothing makes of a tensor of any type."""
+    bits = _MOVED_AS.get(x.dtype.name)
+    sent = tf.bitcast(x, bits) if bits else x
+    operation = getattr(job.horovod(), operation)
+    received = operation(sent, name=name, process_set=group.process_set, **options)
+    received = received[0] if "splits" in options else received
+    return tf.bitcast(received, x.dtype) if bits else received
+
+
+# Horovod's order of a group's rows is that of the ranks' numbers.
+
+
+def _to_rank_order(rows, group):
+    return _take(rows, [group.ranks.index(rank) for rank in sorted(group.ranks)])
+
+
+def _from_rank_order(rows, group):
+    return _take(rows, [sorted(group.ranks).index(rank) for rank in group.ranks])
+
+
+def _take(rows, order):
+    return rows if order == sorted(order) else tf.gather(rows, order)

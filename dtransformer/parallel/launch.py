@@ -1,0 +1,91 @@
+"""What `init` does before there is a job, and what is left when it ends.
+
+Horovod is started, where there are several ranks, which compare what they were started with.
+"""
+
+import atexit
+import dataclasses
+import os
+import sys
+import time
+import types
+
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.dtensor.cluster import free_address
+from dtransformer.parallel.json_exchange import exchange_json
+
+# How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
+# of the time of the cores that compute.
+_CYCLE_MILLISECONDS = "5"
+_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
+
+
+def start_horovod() -> types.ModuleType | None:
+    """Return `horovod.tensorflow`, started; None where `horovodrun` did not start the process.
+
+    Raises:
+        RuntimeError: there are several ranks, and Horovod cannot be imported.
+    """
+    if int(os.environ.get("HOROVOD_SIZE", "1")) <= 1:
+        return None
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    if device_type() == "CPU":
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise RuntimeError(
+            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
+            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
+            "process with python"
+        ) from error
+    hvd.init()
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, hvd)
+    return hvd
+
+
+def stop_horovod(hvd) -> None:
+    """Leave the job, if Horovod has joined one."""
+    if hvd is not None and hvd.is_initialized():
+        hvd.shutdown()
+
+
+def _leave_at_exit(hvd):
+    """Leave without waiting for ranks that may have failed.
+
+    A rank that fails because another one has left waits a moment, so that
+    horovodrun, which ends the job with the first exit, names the rank at fault.
+    """
+    if "Horovod has been shut down" in str(getattr(sys, "last_value", "")):
+        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+    stop_horovod(hvd)
+
+
+def compare_ranks(
+    hvd, config: TransformerOpParallelConfig, seed: int | None, local_devices: int
+) -> list[str]:
+    """Return the addresses of all ranks, where each could listen.
+
+    Args:
+        hvd: the module `horovod.tensorflow`, started.
+        config, seed, local_devices: as `init` got them.
+
+    Raises:
+        ValueError: ranks were started differently; the same on every rank.
+    """
+    own = {**dataclasses.asdict(config), "seed": seed, "local_devices": local_devices}
+    address = free_address(local=hvd.local_size() == hvd.size())
+    answers = exchange_json(
+        [own, address], lambda text: hvd.allgather(text, name="dtransformer.config")
+    )
+    everyone, addresses = zip(*answers)
+    for field, expected in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
+        if others:
+            raise ValueError(
+                f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
+                f"{everyone[others[0]][field]!r}; start every rank with the same config"
+            )
+    return list(addresses)

@@ -1,0 +1,396 @@
+"""Promise: each private name of TensorFlow and Keras is used in one file, and does what it did.
+
+When a test here fails after an update of theirs, `dtransformer/_compat.py` says what the name
+is for, and what may have made it unnecessary.
+"""
+
+import ast
+import functools
+import gc
+import logging
+import pathlib
+import re
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.zero.flat_parameter import FlatParameter
+
+PACKAGE = pathlib.Path(_compat.__file__).parent
+COMPAT = pathlib.Path(_compat.__file__)
+PRIVATE_MODULES = ("keras.src", "tensorflow.python", "tensorflow.dtensor", "horovod.common")
+NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, despite their names
+HOOKS = {name for names in _compat.SUBCLASS_HOOKS.values() for name in names}
+
+
+@functools.cache
+def trees():
+    paths = sorted(set(PACKAGE.rglob("*.py")) - {COMPAT})
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def private_attributes(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            yield node
+
+
+def defined_names(trees):
+    """The names of functions, classes, variables and own attributes that the package makes."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if is_own(node):
+                names.add(node.attr)
+    return names
+
+
+def is_own(attribute):
+    return ast.unparse(attribute.value) in ("self", "cls", "super()")
+
+
+# --- Nothing private past the one file. ---
+
+
+def test_no_private_module_is_imported():
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+            for module in modules:
+                assert not f"{module}.".startswith(tuple(f"{m}." for m in PRIVATE_MODULES)), (
+                    f"{path}:{node.lineno} imports {module}: do so in dtransformer/_compat.py"
+                )
+
+
+def test_no_private_attribute_of_others_is_used():
+    found = trees()
+    ours = defined_names(found.values())
+    theirs = {node.attr for node in private_attributes(ast.parse(COMPAT.read_text("utf-8")))}
+    for path, tree in found.items():
+        for node in private_attributes(tree):
+            if is_own(node) and (node.attr in HOOKS or node.attr in ours):
+                continue
+            assert node.attr in NAMEDTUPLES or node.attr in ours - theirs - HOOKS, (
+                f"{path}:{node.lineno} uses {ast.unparse(node)}, which the package does not "
+                "define: use a function of dtransformer/_compat.py"
+            )
+        for node in ast.walk(tree):  # getattr and the like
+            assert not (isinstance(node, ast.Constant) and node.value in theirs), (
+                f"{path}:{node.lineno} names {node.value!r}: use a function of "
+                "dtransformer/_compat.py"
+            )
+
+
+def test_the_file_has_nothing_that_is_not_used():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in trees())
+    unused = [name for name in _compat.__all__ if f"_compat.{name}" not in text]
+    assert unused == ["SUBCLASS_HOOKS"]
+    hooks = [name for name in HOOKS if not re.search(rf"\b(self|super\(\)|def )\.?{name}\b", text)]
+    assert hooks == []
+
+
+# --- Keras: what subclasses override. ---
+
+
+def test_hooks_of_variables():
+    calls = []
+
+    class Recorded(keras.Variable):
+        def _initialize_with_initializer(self, initializer):
+            calls.append(("made", self._shape, self._dtype))
+            self._value = None
+
+        def _direct_assign(self, value):
+            calls.append(("assigned", float(tf.reduce_sum(value))))
+
+    variable = Recorded(keras.initializers.Ones(), shape=(2, 3), dtype="float16")
+    variable.assign(np.full((2, 3), 2.0))
+    assert calls == [("made", (2, 3), "float16"), ("assigned", 12.0)]
+
+
+@pytest.mark.parametrize(
+    "kind, make",
+    [
+        (keras.Variable, lambda: keras.Variable(1.0)),
+        (keras.layers.Layer, lambda: keras.layers.Layer()),
+        (keras.Model, lambda: keras.Model()),
+    ],
+)
+def test_hooks_exist(kind, make):
+    made = make()
+    missing = [name for name in _compat.SUBCLASS_HOOKS[kind] if not hasattr(made, name)]
+    assert missing == []
+
+
+def test_a_variable_of_another_class_is_tracked():
+    layer = keras.layers.Identity()
+    for trainable in (True, False):
+        layer._track_variable(keras.Variable(1.0, trainable=trainable))
+    assert (len(layer.trainable_weights), len(layer.non_trainable_weights)) == (1, 1)
+    assert len(layer._trainable_variables) == len(layer._non_trainable_variables) == 1
+
+
+def test_hooks_of_the_trainer():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="compile"):
+        model._assert_compile_called("fit")
+    model.compile(loss="mse")
+    assert model._compile_metrics is None
+    assert model._loss_tracker is model.metrics[0]
+    model.compile(loss="mse", metrics=["mae"])
+    assert any(metric is model._compile_metrics for metric in model.metrics)
+
+
+# --- Keras: functions. ---
+
+
+def test_stateless_value():
+    variable, other = keras.Variable(1.0), keras.Variable(2.0)
+    assert _compat.stateless_value(variable) is None
+    with keras.StatelessScope([(variable, 3.0)]):
+        assert float(_compat.stateless_value(variable)) == 3.0
+        assert _compat.stateless_value(other) is None
+    assert _compat.stateless_value(variable) is None
+
+
+class Probe(keras.layers.Layer):
+    """Calls a function while it computes."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(2,), name="weight")
+
+    def call(self, x):
+        self.found = self.function(self)
+        return x
+
+
+def test_in_symbolic_scope():
+    layer = Probe(lambda _: _compat.in_symbolic_scope())
+    layer(tf.zeros([1, 2]))
+    assert not layer.found
+    layer(keras.Input((2,)))
+    assert layer.found
+
+
+def test_autocast():
+    def dtypes(layer):
+        cast = _compat.autocast(layer.weight, tf.zeros([2]))
+        with _compat.without_autocast():
+            return cast.dtype, tf.convert_to_tensor(layer.weight.value).dtype
+
+    layer = Probe(dtypes, dtype="mixed_bfloat16")
+    layer(tf.zeros([1, 2]))
+    assert layer.found == (tf.bfloat16, tf.float32)
+    assert _compat.autocast(layer.weight, tf.zeros([2])).dtype == tf.float32
+
+
+def test_an_optimizer_knows_a_flat_shard_by_its_key():
+    owners = [keras.Variable(np.ones(4, "float32"), name=name) for name in ("a", "b")]
+    assert len({_compat.variable_key(owner.value) for owner in owners}) == 2
+    flat = [FlatParameter(owner, 2) for owner in owners]
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
+    optimizer.build(flat)
+    flat[1].hold(tf.ones([2]))
+    optimizer.apply([tf.ones([2])], [flat[1]])
+    np.testing.assert_array_equal(flat[1].release(), [0.0, 0.0])
+    momenta = [v.numpy().tolist() for v in optimizer.variables if v.shape == (2,)]
+    assert momenta == [[0, 0], [-1, -1]], "the state of the other stays"
+
+
+def test_optimizer_states():
+    weights = [keras.Variable(np.ones(2, "float32")) for _ in range(3)]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(weights)
+    found = _compat.optimizer_states(optimizer)
+    assert found["iterations"] is optimizer.iterations
+    assert found["learning_rate"] is optimizer.learning_rate
+    lists = {name: value for name, value in found.items() if isinstance(value, list)}
+    assert [v.shape for v in lists.pop("momentums")] == [(2,)] * 3
+    assert not lists
+    adam = keras.optimizers.AdamW()
+    adam.build(weights)
+    assert {"momentums", "velocities"} <= _compat.optimizer_states(adam).keys()
+
+
+def nested():
+    inner = keras.Sequential([keras.layers.Dense(2, name="deep")], name="inner")
+    return keras.Sequential([inner, keras.layers.Dense(3, name="last")], name="outer")
+
+
+def test_flat_layers():
+    network = nested()
+    names = lambda **options: [layer.name for layer in _compat.flat_layers(network, **options)]
+    assert set(names()) == {"outer", "inner", "deep", "last"}
+    assert names()[0] == "outer" and names().index("inner") < names().index("deep")
+    assert set(names(include_self=False)) == {"inner", "deep", "last"}
+    assert set(names(include_self=False, recursive=False)) == {"inner", "last"}
+
+
+def test_own_variables():
+    network = nested()
+    network.build((1, 4))
+    assert [len(_compat.own_variables(layer)) for layer in network.layers] == [0, 2]
+    normalization = keras.layers.BatchNormalization()
+    normalization.build((1, 4))
+    assert _compat.own_variables(normalization) == normalization.weights
+
+
+def test_current_path():
+    with keras.name_scope("outer"):
+        assert _compat.current_path() == "outer"
+
+
+def test_to_snake_case():
+    for kind in (keras.layers.Dense, keras.layers.LayerNormalization, keras.layers.GRUCell):
+        arguments = [2] if kind is not keras.layers.LayerNormalization else []
+        name = kind(*arguments).name
+        assert re.fullmatch(rf"{_compat.to_snake_case(kind.__name__)}(_\d+)?", name), name
+
+
+def test_an_optimizer_clips_by_its_public_attributes():
+    """The optimizer step takes them away while it updates shards."""
+    weight = keras.Variable(np.zeros(1, "float32"))
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=0.5)
+    optimizer.apply([tf.constant([4.0])], [weight])
+    optimizer.clipvalue = None
+    optimizer.apply([tf.constant([4.0])], [weight])
+    assert float(weight.value[0]) == -4.5
+
+
+# --- TensorFlow. ---
+
+
+def test_with_cardinality():
+    data = tf.data.Dataset.from_tensor_slices(np.ones((4, 1, 2), "float32"))
+    data = _compat.with_cardinality(data.map(lambda x: (x, x)), 7)
+    assert int(data.cardinality()) == 7
+    assert len(list(data)) == 4
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile(loss="mse")
+    steps = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: steps.append(watch.params))
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(data, verbose=0, callbacks=[watch])
+    assert steps[0]["steps"] == 7, "Keras reads it"
+
+
+def test_expect_many_traces():
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger, level = tf.get_logger(), tf.get_logger().level
+    logger.addHandler(handler)
+    logger.setLevel("WARNING")
+    try:
+        for wrap in (_compat.expect_many_traces, lambda function: function):
+            assert not texts
+            function = wrap(tf.function(lambda x: x + 1, autograph=False))
+            for size in range(20):
+                function(tf.zeros([size]))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert any("retracing" in text for text in texts), "there is nothing to silence any more"
+
+
+def test_is_on_a_tape():
+    x, other = tf.zeros([2]), tf.zeros([2])
+    assert not _compat.is_on_a_tape([x])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        assert _compat.is_on_a_tape([other, x + 1]) and not _compat.is_on_a_tape([other])
+
+
+def test_functions_can_be_looked_up():
+    inner = tf.function(lambda x: tf.reshape(x, [6]) + 1.0, autograph=False)
+    outer = tf.function(lambda x: inner(x) * 2.0, autograph=False)
+    concrete = outer.get_concrete_function(tf.TensorSpec([2, 3]))
+    (called,) = [
+        operation.node_def.attr["f"].func.name
+        for operation in concrete.graph.get_operations()
+        if "PartitionedCall" in operation.type
+    ]
+    graph = _compat.graph_of_function(concrete.graph, called)
+    assert [6] in [op.outputs[0].shape for op in graph.get_operations() if op.outputs]
+    assert _compat.graph_of_function(concrete.graph, "no_such_function") is None
+    assert called in _compat.function_names()
+    assert _compat.function_def(called).signature.name == called
+    with pytest.raises((ValueError, tf.errors.NotFoundError)):
+        _compat.function_def("no_such_function")
+
+
+def test_a_built_layer_takes_weights_again():
+    layer = keras.layers.Identity()
+    layer(tf.zeros([1]))
+    with pytest.raises(ValueError, match="cannot add new elements of state"):
+        layer.add_weight(shape=(1,))
+    _compat.take_weights(layer)
+    layer.add_weight(shape=(1,))
+
+
+def test_constants_are_copied():
+    def captures():
+        with tf.Graph().as_default():
+            order = tf.constant([1, 0])
+            function = tf.function(lambda: tf.transpose(tf.zeros([2, 3]), order), autograph=False)
+            return len(function.get_concrete_function().captured_inputs)
+
+    with _compat.constants_are_copied():
+        assert captures() == 0
+    assert captures() == 1, "TensorFlow copies constants by itself now, or it stays patched"
+
+
+def test_functions_of_a_forgotten_context_are_deleted_without_a_complaint(monkeypatch):
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    counts = _compat.atomic_function.RUNTIME_FUNCTION_REFS
+
+    def delete_a_forgotten_function():
+        concrete = tf.function(lambda: tf.zeros([]), autograph=False).get_concrete_function()
+        assert concrete() == 0
+        _compat.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # as a new context has none
+        del concrete
+        gc.collect()
+
+    for forgets in (False, True):
+        monkeypatch.setattr(_compat.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts))
+        complaints.clear()
+        if forgets:
+            _compat.forget_context()
+        delete_a_forgotten_function()
+        assert bool(complaints) != forgets
+
+
+def test_what_outlives_a_mesh_is_forgotten(monkeypatch):
+    """That a second mesh works then, tests/distributed/mesh_checks.py shows."""
+    monkeypatch.setattr(
+        _compat.atomic_function,
+        "RUNTIME_FUNCTION_REFS",
+        dict(_compat.atomic_function.RUNTIME_FUNCTION_REFS),
+    )
+    with tf.device("CPU:0"):
+        tf.zeros([])
+    assert _compat.context._device_parsing_cache
+    _compat.forget_context()
+    assert not _compat.context._device_parsing_cache
+    device = types.SimpleNamespace(clear_tpu_core_ids=lambda: None)
+    monkeypatch.setattr(_compat.api, "_dtensor_singleton", device)
+    _compat.forget_dtensor_device()
+    assert _compat.api._dtensor_singleton is None
