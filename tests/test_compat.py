@@ -337,12 +337,21 @@ def test_functions_can_be_looked_up():
 
 
 def test_a_built_layer_takes_weights_again():
-    layer = keras.layers.Identity()
-    layer(tf.zeros([1]))
+    class Late(keras.layers.Layer):
+        is_here = False
+
+        def build(self, input_shape):
+            if self.is_here:
+                self.kernel = self.add_weight(shape=(1,))
+
+    layer = Late()
+    layer.build(None)
+    layer.is_here = True
     with pytest.raises(ValueError, match="cannot add new elements of state"):
-        layer.add_weight(shape=(1,))
+        layer.build(None)
     _compat.take_weights(layer)
-    layer.add_weight(shape=(1,))
+    layer.build(None)
+    assert layer.weights
 
 
 def test_constants_are_copied():

@@ -32,7 +32,7 @@ def _parser():
     prepare.add_argument("--out", required=True, help="the folder to write")
     prepare.add_argument("--seed", type=int, default=0, help="of the embedded corpus")
     prepare.add_argument(
-        "--num-train", type=int, default=40000, help="training pairs of the embedded corpus"
+        "--num-train", type=int, default=30000, help="training pairs of the embedded corpus"
     )
 
     train = commands.add_parser("train", help="train a translation model")

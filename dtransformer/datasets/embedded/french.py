@@ -1,251 +1,140 @@
 """The rules of French: elision, contraction, agreement, determiners, conjugation.
 
-Phrases are written without elision ("le ami", "je ai") while they are put together, and
-`elide` shortens the words of a whole sentence at the end.
+Phrases are put together without elision and contraction ("à le ami", "de le pain"); `smooth` does
+both for a whole sentence at the end.
 """
 
-from typing import NamedTuple
-
-VOWELS = "aàâeéèêëiîïoôuùûyœ"
-# Words before which nothing is shortened although they start with a vowel or an h.
-NEVER_ELIDED_BEFORE = frozenset("huit huitième haut haute onze onzième".split())
-# Words that lose their last vowel before another vowel.
-ELIDED = frozenset("je me ne se le la de que ce".split())
-
-# Adjectives with a form of their own before a masculine noun that starts with a vowel.
-VOWEL_FORMS = {"beau": "bel", "nouveau": "nouvel", "vieux": "vieil"}
-INVARIABLE = frozenset(("marron", "en retard", "en avance"))
+import functools
+import re
 
 PERSONS = ("je", "il", "nous", "vous", "ils")
-REFLEXIVES = {"je": "me", "il": "se", "nous": "nous", "vous": "vous", "ils": "se"}
-
-_POSSESSIVES = {  # owner -> before a masculine, a feminine, a plural noun
-    "my": ("mon", "ma", "mes"),
-    "your": ("votre", "votre", "vos"),
-    "his": ("son", "sa", "ses"),
-    "her": ("son", "sa", "ses"),
-    "our": ("notre", "notre", "nos"),
-    "their": ("leur", "leur", "leurs"),
+_ENDINGS = {
+    "er": ("e", "e", "ons", "ez", "ent"),
+    "ir": ("is", "it", "issons", "issez", "issent"),
+    "re": ("s", "", "ons", "ez", "ent"),
+    "future": ("ai", "a", "ons", "ez", "ont"),
+    "imperfect": ("ais", "ait", "ions", "iez", "aient"),
 }
+# Infinitive: present of je, il, nous, vous, ils | stem of the future | participle.
+_IRREGULAR = """
+    acheter: achète achète achetons achetez achètent | achèter | acheté
+    aller: vais va allons allez vont | ir | allé
+    avoir: ai a avons avez ont | aur | eu
+    boire: bois boit buvons buvez boivent | boir | bu
+    devoir: dois doit devons devez doivent | devr | dû
+    écrire: écris écrit écrivons écrivez écrivent | écrir | écrit
+    être: suis est sommes êtes sont | ser | été
+    lire: lis lit lisons lisez lisent | lir | lu
+    partir: pars part partons partez partent | partir | parti
+    pouvoir: peux peut pouvons pouvez peuvent | pourr | pu
+    prendre: prends prend prenons prenez prennent | prendr | pris
+    venir: viens vient venons venez viennent | viendr | venu
+    voir: vois voit voyons voyez voient | verr | vu
+    vouloir: veux veut voulons voulez veulent | voudr | voulu
+"""
+_WITH_ETRE = frozenset("aller arriver partir rester venir".split())
+_STATES = frozenset("aimer avoir coûter être vouloir".split())  # their past is the imperfect
+# A tense as English has it -> the French tense, or the auxiliary whose present it takes.
+TENSES = {"present": "present", "progressive": "present", "past progressive": "imperfect"}
+TENSES |= {"past": "compound", "will": "future", "going to": "aller", "can": "pouvoir"}
+TENSES |= {"must": "devoir", "want to": "vouloir"}
+NEGATIONS = {"": "", "not": "pas", "never": "jamais", "no longer": "plus"}
+# English, then French before a masculine, a feminine and a plural noun.
+_DETERMINERS = """the le la les, a un une des, this ce cette ces, any de de de, my mon ma mes,
+    his son sa ses, her son sa ses, your votre votre vos, our notre notre nos,
+    their leur leur leurs"""
+_DETERMINERS = {words.split()[0]: words.split()[1:] for words in _DETERMINERS.split(",")}
+_BEFORE_VOWEL = {"ce": "cet", "ma": "mon", "sa": "son"}
+_BEFORE_VOWEL |= {"beau": "bel", "nouveau": "nouvel", "vieux": "vieil"}
+_VOWEL = r"(?!(?:huit|onze)\b)[aàâeéèêiîoôuœyh]"  # every other h of this corpus is mute
+_ELIDED = re.compile(rf"\b(je|me|ne|que|le|la|de) (?={_VOWEL})", re.IGNORECASE)
+_CONTRACTED = {"à le": "au", "à les": "aux", "de le": "du", "de les": "des"}
 
 
-def starts_with_vowel(text):
-    """Returns whether words are shortened before `text` (the h of this lexicon is silent)."""
-    first = text.split(" ", 1)[0].rstrip(",")
-    return first[:1].lower() in VOWELS + "h" and first not in NEVER_ELIDED_BEFORE
-
-
-def elide(text):
-    """Returns a sentence with its words shortened before vowels.
+def smooth(text):
+    """Returns a text with its words shortened and contracted.
 
     Example:
 
-    >>> elide("je ai le ami de Anna parce que il ne est pas ici")
-    "j'ai l'ami d'Anna parce qu'il n'est pas ici"
+    >>> smooth("je ne ai pas parlé à les enfants de le hôtel")
+    "je n'ai pas parlé aux enfants de l'hôtel"
     """
-    words = text.split(" ")
-    pieces = []
-    for word, following in zip(words, words[1:] + [""]):
-        if word in ELIDED and starts_with_vowel(following):
-            pieces.append(word[:-1] + "'")
-        elif word == "si" and following in ("il", "ils"):
-            pieces.append("s'")
-        else:
-            pieces.append(word + " ")
-    return "".join(pieces).rstrip(" ")
+    text = re.sub(r"\bde des?\b", "de", text)  # besoin de (des) clés
+    text = _ELIDED.sub(lambda match: match[1][:-1] + "'", text)
+    return re.sub(r"\b(à|de) les?\b", lambda match: _CONTRACTED[match[0]], text)
 
 
-def contract(preposition, phrase):
-    """Returns a preposition joined to a noun phrase: "au", "aux", "du", "des".
-
-    After "de", the indefinite and partitive articles vanish ("besoin de pain").
-
-    Example:
-
-    >>> contract("à", "le marché"), contract("de", "les enfants"), contract("de", "le ami")
-    ('au marché', 'des enfants', 'de le ami')
-    """
-    if not phrase:
-        return preposition
-    head, _, last = preposition.rpartition(" ")
-    article, _, noun = phrase.partition(" ")
-    if last == "de" and article in ("des", "du", "de"):
-        joined = f"de {noun.removeprefix('la ').removeprefix('le ')}"
-    elif last in ("à", "de") and article == "les":
-        joined = f"{'aux' if last == 'à' else 'des'} {noun}"
-    elif last in ("à", "de") and article == "le" and not starts_with_vowel(noun):
-        joined = f"{'au' if last == 'à' else 'du'} {noun}"
-    else:
-        joined = f"{last} {phrase}"
-    return f"{head} {joined}".strip()
+def before(word, following):
+    """Returns a determiner or adjective as it stands before a word: "mon amie", "vieil ami"."""
+    vowel = re.match(_VOWEL, following, re.IGNORECASE)
+    return _BEFORE_VOWEL.get(word, word) if vowel else word
 
 
 def plural_of(word):
-    """Returns the plural of a noun or of a masculine or feminine adjective."""
-    if word in INVARIABLE or word[-1] in "sxz":
+    """Returns the plural of a noun or an adjective."""
+    if word[-1] in "sx":
         return word
-    if word.endswith(("eau", "eu")) and word != "bleu":
-        return word + "x"
     if word.endswith("al"):
         return word[:-2] + "aux"
-    return word + "s"
+    return word + ("x" if word.endswith("eau") else "s")
 
 
-def agree(word, feminine, plural):
-    """Returns a past participle in a gender and a number.
-
-    Example:
-
-    >>> agree("arrivé", feminine=True, plural=True), agree("pris", False, True)
-    ('arrivées', 'pris')
-    """
-    word = word + "e" if feminine else word
-    return plural_of(word) if plural else word
+def agree(masculine, feminine, phrase):
+    """Returns the form of an adjective or a participle that agrees with a `phrases.Phrase`."""
+    word = feminine if phrase.feminine else masculine
+    return plural_of(word) if phrase.plural else word
 
 
-def adjective(masculine, feminine_form, feminine, plural, before=""):
-    """Returns an adjective in a gender and a number.
-
-    Args:
-        masculine: the masculine singular.
-        feminine_form: the feminine singular.
-        feminine: whether the noun is feminine.
-        plural: whether the noun is plural.
-        before: the word that follows where the adjective stands before the noun ("bel ami").
-
-    Returns:
-        The form.
-    """
-    word = feminine_form if feminine else masculine
-    if plural:
-        return plural_of(word)
-    if before and not feminine and starts_with_vowel(before):
-        return VOWEL_FORMS.get(word, word)
-    return word
-
-
-def comparative(word):
-    """Returns an agreed adjective in the comparative: "plus grand", but "meilleur"."""
-    if word in ("bon", "bons", "bonne", "bonnes"):
-        return "meilleur" + word.removeprefix("bonn").removeprefix("bon")
-    return f"plus {word}"
-
-
-def determiner(kind, following, feminine=False, plural=False, mass=False, adjective_first=False):
-    """Returns the French word for an English determiner.
-
-    Args:
-        kind: the English determiner ("the", "a", "some", "this", "my", "which", …).
-        following: the words that stand after it, for "cet", "mon amie", "de l'eau".
-        feminine: whether the noun is feminine.
-        plural: whether the noun is plural.
-        mass: whether the noun is a substance ("some bread").
-        adjective_first: whether an adjective stands before the noun ("de grandes maisons").
-
-    Returns:
-        The determiner before elision; an empty string for "no-article".
-    """
-    vowel = starts_with_vowel(following)
-    if kind in ("the", "generic"):
-        return "les" if plural else "la" if feminine else "le"
-    if kind == "a":
-        return "une" if feminine else "un"
+def determiner(kind, following, feminine, plural, mass, adjective_first):
+    """Returns the French word for an English determiner, or for none, before some words."""
+    if kind == "some" and mass:
+        return "de la" if feminine else "de le"
     if kind == "some":
-        if mass:
-            return "de la" if feminine else "de le" if vowel else "du"
         return "de" if adjective_first else "des"
-    if kind == "this":
-        return "ces" if plural else "cette" if feminine else "cet" if vowel else "ce"
-    if kind == "which":
-        return adjective("quel", "quelle", feminine, plural)
-    if kind in _POSSESSIVES:
-        masculine_form, feminine_form, plural_form = _POSSESSIVES[kind]
-        if plural:
-            return plural_form
-        return feminine_form if feminine and not vowel else masculine_form
-    return {
-        "many": "beaucoup de",
-        "how many": "combien de",
-        "several": "plusieurs",
-        "no-article": "",
-    }[kind]
+    return before(_DETERMINERS[kind or "the"][2 if plural else feminine], following)
 
 
-class FrenchVerb(NamedTuple):
-    """A French verb with what cannot be derived from its infinitive."""
-
-    infinitive: str
-    present: tuple  # one form for each of PERSONS
-    future_stem: str
-    participle: str
-    auxiliary: str = "avoir"
-    reflexive: bool = False
-
-    def form(self, tense, person):
-        """Returns the form of a simple tense.
-
-        Args:
-            tense: "present", "imperfect", "future" or "conditional".
-            person: one of `PERSONS`.
-
-        Returns:
-            The form without the subject.
-
-        Example:
-
-        >>> regular_verb("manger").form("imperfect", "nous")
-        'mangions'
-        """
-        index = PERSONS.index(person)
-        if tense == "present":
-            return self.present[index]
-        if tense == "future":
-            return self.future_stem + ("ai", "a", "ons", "ez", "ont")[index]
-        ending = ("ais", "ait", "ions", "iez", "aient")[index]
-        stem = self.future_stem if tense == "conditional" else self._imperfect_stem(ending)
-        return stem + ending
-
-    def _imperfect_stem(self, ending):
-        if self.infinitive == "être":
-            return "ét"
-        stem = self.present[2].removesuffix("ons")
-        if ending[0] == "i":  # "mangeons" but "mangions", "commençons" but "commencions"
-            if stem.endswith("ge"):
-                return stem[:-1]
-            if stem.endswith("ç"):
-                return stem[:-1] + "c"
-        return stem
-
-
-# Verbs in -er whose stem changes before a silent ending: stem -> stem there.
-# The second element says whether the future changes too.
-_STEM_CHANGES = {
-    "acheter": ("achèt", True),
-    "lever": ("lèv", True),
-    "préférer": ("préfèr", False),
-    "espérer": ("espèr", False),
-    "appeler": ("appell", True),
-    "nettoyer": ("nettoi", True),
-    "essayer": ("essai", True),
-}
-
-
-def regular_verb(infinitive, auxiliary="avoir", reflexive=False):
-    """Returns the verb of a regular infinitive in -er, -ir (like finir) or -re (like attendre)."""
+@functools.cache
+def _forms(infinitive):
+    """Returns the five forms of the present, the stem of the future and the participle."""
+    irregular = re.search(rf"\b{infinitive}: (.*) \| (.*) \| (.*)", _IRREGULAR)
+    if irregular:
+        return irregular[1].split(), irregular[2], irregular[3]
     stem, ending = infinitive[:-2], infinitive[-2:]
-    future_stem = infinitive
-    if ending == "er":
-        changed, in_future = _STEM_CHANGES.get(infinitive, (stem, False))
-        future_stem = changed + "er" if in_future else infinitive
-        plural = stem + "e" if stem.endswith("g") else stem
-        plural = stem[:-1] + "ç" if stem.endswith("c") else plural
-        present = (changed + "e", changed + "e", plural + "ons", stem + "ez", changed + "ent")
-        participle = stem + "é"
-    elif ending == "ir":
-        present = tuple(stem + end for end in ("is", "it", "issons", "issez", "issent"))
-        participle = stem + "i"
-    else:
-        future_stem = infinitive[:-1]
-        present = tuple(stem + end for end in ("s", "", "ons", "ez", "ent"))
-        participle = stem + "u"
-    return FrenchVerb(infinitive, present, future_stem, participle, auxiliary, reflexive)
+    present = [stem + end for end in _ENDINGS[ending]]
+    if stem.endswith("g"):
+        present[2] = stem + "eons"
+    return present, infinitive.removesuffix("e"), stem + {"er": "é", "ir": "i", "re": "u"}[ending]
+
+
+def conjugate(infinitive, tense, person):
+    """Returns a form of a verb, regular or of the table, in the present, imperfect or future."""
+    present, future, _ = _forms(infinitive)
+    index = PERSONS.index(person)
+    if tense == "present":
+        return present[index]
+    ending = _ENDINGS[tense][index]
+    if tense == "future":
+        return future + ending
+    stem = "ét" if infinitive == "être" else present[2].removesuffix("ons")
+    return (stem.removesuffix("e") if ending[0] == "i" else stem) + ending  # mangeait, mangions
+
+
+def clause(subject, verb, tense, polarity="", clitic="", agreement=None):
+    """Returns a subject with its verb: "elle ne va pas la lire"; see `phrases.clause`."""
+    tense, after = TENSES[tense], ""
+    if tense == "compound" and verb.infinitive in _STATES:
+        tense = "imperfect"
+    if tense == "compound":
+        with_etre = verb.infinitive in _WITH_ETRE
+        finite = conjugate("être" if with_etre else "avoir", "present", subject.person)
+        agreement, after = subject if with_etre else agreement, _forms(verb.infinitive)[2]
+        after = agree(after, after + "e", agreement) if agreement else after
+    elif tense in ("present", "imperfect", "future"):
+        finite = conjugate(verb.infinitive, tense, subject.person)
+    else:  # the pronoun stands before the infinitive
+        finite = conjugate(tense, "present", subject.person)
+        clitic, after = "", f"{clitic} {verb.infinitive}"
+    negation = NEGATIONS[polarity]
+    start = f"{subject.french} {'ne' if negation else ''} {clitic} {finite} {negation}"
+    return f"{start} {after} {verb.french_tail}"

@@ -1,282 +1,148 @@
-"""The nouns of the corpus, as tables.
-
-A noun stands in one table, its kind; a verb asks for kinds (`verbs.py`), so that nobody
-eats a table. A row reads
-
-    english[/plural]  french[/plural]  gender
-
-with an underscore for a space, a plural only where it is irregular, and "-" for a plural
-that does not exist. Every English word has one sense here, hence one translation.
-"""
+"""The words of the corpus, as tables: every English word has one sense, hence one translation."""
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
 
 from dtransformer.datasets.embedded import english, french
 
+# Kind: English[/plural, where irregular, or - for none] French gender, ...
+_NOUNS = """
+    kin: mother/- mère f, father/- père m, brother frère m, sister sœur f, son fils m, uncle oncle m
+    kin: daughter fille f, aunt tante f, cousin cousin m, friend ami m, neighbor voisin m
+    person: man/men homme m, woman/women femme f, boy garçon m, girl fille f, nurse infirmière f
+    person: child/children enfant m, doctor médecin m, student étudiant m, actress actrice f
+    animal: dog chien m, cat chat m, horse cheval m, bird oiseau m, cow vache f, mouse/mice souris f
+    fruit: apple pomme f, orange orange f, strawberry fraise f, tomato/tomatoes tomate f, egg œuf m
+    food: bread/- pain m, cheese/- fromage m, meat/- viande f, rice/- riz m, soup/- soupe f
+    drink: water/- eau f, milk/- lait m, tea/- thé m, coffee/- café m, wine/- vin m, beer/- bière f
+    text: book livre m, letter lettre f, newspaper journal m, story histoire f
+    object: key clé f, phone téléphone m, bag sac m, suitcase valise f, box boîte f, gift cadeau m
+    object: umbrella parapluie m, photo photo f, watch montre f, mirror miroir m
+    furniture: table table f, chair chaise f, bed lit m, lamp lampe f, sofa canapé m
+    clothes: shirt chemise f, dress robe f, coat manteau m, hat chapeau m, shoe chaussure f
+    vehicle: car voiture f, bike vélo m, boat bateau m
+    transport: train train m, bus bus m, plane avion m
+    site: station gare f, market marché m, hotel hôtel m, museum musée m, school école f
+    site: hospital hôpital m, restaurant restaurant m, library bibliothèque f, beach plage f
+    building: house maison f, church église f, castle château m, bridge pont m, garden jardin m
+    show: movie film m, lesson leçon f, party fête f, concert concert m
+"""
 
-class Noun(NamedTuple):
-    """A noun in both languages; a plural is None where there is none."""
+# English, comparative ("more" for long adjectives, - for none), masculine, feminine, place: kinds
+# and nouns that it suits. It stands "before" or "after" the French noun; an "attribute" stands
+# before the noun only, a "predicate" behind "is" only.
+_ADJECTIVES = """
+    big bigger grand grande before: site building furniture vehicle bag suitcase box
+    small smaller petit petite before: object furniture animal building vehicle
+    tall taller grand grande predicate: person kin
+    young younger jeune jeune before: man woman doctor nurse actress
+    old older vieux vieille before: man woman animal object clothes furniture vehicle building site
+    new - nouveau nouvelle attribute: object clothes furniture vehicle text doctor
+    good better bon bonne before: fruit food drink book story movie concert hotel restaurant
+    beautiful more beau belle before: clothes building horse bird beach
+    red - rouge rouge after: clothes vehicle bag suitcase box umbrella furniture apple
+    black - noir noire after: clothes vehicle bag suitcase box umbrella furniture animal
+    expensive more cher chère after: clothes furniture vehicle watch phone bag hotel restaurant
+    interesting more intéressant intéressante after: text movie museum lesson
+    intelligent more intelligent intelligente after: person kin
+    cold - froid froide after: drink soup meat
+    broken - cassé cassée after: lamp chair phone watch umbrella mirror
+    happy happier heureux heureuse after: person kin
+    tired more fatigué fatiguée predicate: person kin
+    sick - malade malade predicate: person kin dog cat horse
+"""
 
-    kind: str
-    english: str
-    english_plural: str
-    french: str
-    french_plural: str
-    feminine: bool
+# English[/past, where irregular] tail | French tail | group | kinds and nouns of its object, or of
+# its subject in "cost" and "schedule". An "instant" has no progressive.
+_VERBS = """
+    eat/ate | manger | event | fruit food
+    drink/drank | boire | event | drink
+    buy/bought | acheter | event | fruit food drink book newspaper object clothes furniture vehicle
+    sell/sold | vendre | event | object clothes furniture vehicle house
+    read/read | lire | event | text
+    write/wrote | écrire | event | letter book story
+    close | fermer | event | box bag suitcase
+    visit | visiter | event | museum castle church school
+    take/took | prendre | event | transport
+    look at | regarder | event | photo animal clothes building person
+    look for | chercher | event | object clothes dog cat person kin
+    wait for | attendre | event | transport person kin
+    help | aider | event | person kin
+    see/saw | voir | instant | person kin animal building transport
+    find/found | trouver | instant | object clothes animal
+    lose/lost | perdre | instant | object clothes
+    break/broke | casser | instant | lamp chair phone watch umbrella mirror
+    go/went to | aller à | motion | site
+    come/came from | venir de | motion | site
+    stay at | rester à | motion | site
+    sing/sang | chanter | activity |
+    work | travailler | activity |
+    play tennis | jouer à le tennis | activity |
+    play the piano | jouer de le piano | activity |
+    give/gave | donner | giving | text object clothes
+    show | montrer | giving | text object clothes
+    have/had | avoir | state | object clothes furniture vehicle animal house garden
+    want | vouloir | state | object clothes furniture vehicle fruit food drink dog cat
+    need | avoir besoin de | state | object clothes furniture vehicle
+    like | aimer | liking | fruit food drink animal text clothes site
+    be/was | être | be |
+    be/was | avoir | age |
+    cost/cost | coûter | cost | object clothes furniture vehicle
+    leave/left | partir | schedule | transport
+    arrive | arriver | schedule | transport
+    end | finir | schedule | show
+"""
 
-
-_NOUN_TABLES = {
-    "kin": """
-        mother/-      mère          f
-        father/-      père          m
-        grandmother/- grand-mère    f
-        grandfather/- grand-père    m
-        brother       frère         m
-        sister        sœur          f
-        son           fils          m
-        daughter      fille         f
-        uncle         oncle         m
-        aunt          tante         f
-        cousin        cousin        m
-        friend        ami           m
-        neighbor      voisin        m
-    """,
-    "youngster": """
-        boy           garçon        m
-        girl          fille         f
-        child/children  enfant      m
-    """,
-    "adult": """
-        man/men       homme         m
-        woman/women   femme         f
-        teacher       professeur    m
-        doctor        médecin       m
-        nurse         infirmière    f
-        baker         boulanger     m
-        student       étudiant      m
-        actor         acteur        m
-        lawyer        avocat        m
-    """,
-    "animal": """
-        dog           chien         m
-        cat           chat          m
-        horse         cheval        m
-        bird          oiseau        m
-        rabbit        lapin         m
-    """,
-    "fruit": """
-        apple         pomme         f
-        orange        orange        f
-        strawberry    fraise        f
-        tomato/tomatoes  tomate      f
-        potato/potatoes  pomme_de_terre/pommes_de_terre  f
-        egg           œuf           m
-    """,
-    "snack": """
-        cake          gâteau        m
-        sandwich      sandwich      m
-        pizza         pizza         f
-    """,
-    "food": """
-        bread/-       pain          m
-        cheese/-      fromage       m
-        meat/-        viande        f
-        fish/-        poisson       m
-        rice/-        riz           m
-        chocolate/-   chocolat      m
-        soup/-        soupe         f
-    """,
-    "drink": """
-        water/-       eau           f
-        milk/-        lait          m
-        tea/-         thé           m
-        coffee/-      café          m
-        wine/-        vin           m
-    """,
-    "text": """
-        book          livre         m
-        letter        lettre        f
-        newspaper     journal       m
-        story         histoire      f
-    """,
-    "object": """
-        key           clé           f
-        phone         téléphone     m
-        bag           sac           m
-        suitcase      valise        f
-        box           boîte         f
-        umbrella      parapluie     m
-        ticket        billet        m
-        photo         photo         f
-        gift          cadeau        m
-        ball          ballon        m
-        camera        appareil_photo/appareils_photo  m
-    """,
-    "dish": """
-        glass         verre         m
-        cup           tasse         f
-        plate         assiette      f
-        knife/knives  couteau       m
-        bottle        bouteille     f
-    """,
-    "furniture": """
-        table         table         f
-        chair         chaise        f
-        bed           lit           m
-        lamp          lampe         f
-        sofa          canapé        m
-    """,
-    "part": """
-        door          porte         f
-        window        fenêtre       f
-    """,
-    "clothes": """
-        shirt         chemise       f
-        dress         robe          f
-        coat          manteau       m
-        hat           chapeau       m
-        shoe          chaussure     f
-        scarf/scarves écharpe       f
-    """,
-    "vehicle": """
-        car           voiture       f
-        bike          vélo          m
-        boat          bateau        m
-    """,
-    "transport": """
-        bus           bus           m
-        train         train         m
-        plane         avion         m
-    """,
-    "building": """
-        house         maison        f
-        church        église        f
-        castle        château       m
-        bridge        pont          m
-        school        école         f
-        hotel         hôtel         m
-        museum        musée         m
-        hospital      hôpital       m
-        restaurant    restaurant    m
-        library       bibliothèque  f
-        shop          magasin       m
-    """,
-    "room": """
-        kitchen       cuisine       f
-        bedroom       chambre       f
-        office        bureau        m
-    """,
-    "area": """
-        city          ville         f
-        village       village       m
-        park          parc          m
-        garden        jardin        m
-        beach         plage         f
-        street        rue           f
-        river         rivière       f
-    """,
-    "nature": """
-        tree          arbre         m
-        flower        fleur         f
-    """,
-    "thought": """
-        idea          idée          f
-        answer        réponse       f
-        question      question      f
-        problem       problème      m
-        word          mot           m
-    """,
-    "work": """
-        lesson        leçon         f
-    """,
-    "show": """
-        movie         film          m
-        song          chanson       f
-        game          match/matchs           m
-        trip          voyage        m
-    """,
+NAMES = {"Paul": False, "Lucas": False, "Thomas": False, "Anna": True, "Alice": True, "Marie": True}
+TIMES = {  # English|French
+    "present": ("now|maintenant", "today|aujourd'hui", "at the moment|en ce moment"),
+    "past": ("yesterday|hier", "last week|la semaine dernière", "last year|l'année dernière"),
+    "future": ("tomorrow|demain", "tonight|ce soir", "next week|la semaine prochaine"),
 }
 
-# Sets that cut across the tables: what verbs ask for besides whole kinds.
-_GROUPS = {
-    "person": "kin youngster adult",
-    "openable": "door window box bag suitcase gift letter bottle",
-    "closable": "door window box bag suitcase",
-    "cuppable": "tea coffee",
-    "bottled": "water milk wine",
-    "written": "letter book story",
-    "readable": "book letter newspaper story",
-    "picture": "photo flower garden river beach tree house",
-    "watchable": "movie game",
-    "machine": "car bike boat phone camera chair lamp bed",
-    "fragile": "glass cup plate bottle window chair lamp phone camera",
-    "washable": "shirt dress scarf car plate cup glass knife",
-    "cleanable": "kitchen bedroom office house table window car",
-    "given": "gift book photo flower key bag cake ticket umbrella newspaper",
-    "sendable": "letter photo book gift ticket",
-    "losable": "key phone ticket bag umbrella hat camera photo",
-    "visitable": "museum castle church village city school",
-    "understandable": "question problem answer word lesson story",
-    "wanted": "bike book cake dog cat camera pizza car house",
-    "owned": "car bike boat house dog cat horse camera garden bed sofa phone umbrella book idea "
-    "question problem ticket",
-    "scheduled": "movie lesson game trip",
-}
+Noun = namedtuple("Noun", "kind english english_plural french french_plural feminine")
+Adjective = namedtuple("Adjective", "english comparative masculine feminine place")
+Verb = namedtuple("Verb", "base past english_tail infinitive french_tail group nouns")
 
 
-def _parse_noun(kind, row):
-    english_cell, french_cell, gender = row.split()
-    singular, _, plural = english_cell.replace("_", " ").partition("/")
-    french_singular, _, french_plural = french_cell.replace("_", " ").partition("/")
-    if plural == "-":
-        return Noun(kind, singular, None, french_singular, None, gender == "f")
-    return Noun(
-        kind,
-        singular,
-        plural or english.plural_of(singular),
-        french_singular,
-        french_plural or french.plural_of(french_singular),
-        gender == "f",
-    )
+def _rows(table, separator):
+    return [[cell.strip() for cell in row.split(separator)] for row in table.strip().splitlines()]
 
 
-def rows(table):
-    """Returns the lines of a table that are not empty."""
-    return [row for row in table.splitlines() if row.strip()]
+def _noun(kind, words, translation, gender):
+    singular, _, plural = words.partition("/")
+    plural = "" if plural == "-" else plural or english.inflected(singular)
+    return Noun(kind, singular, plural, translation, french.plural_of(translation), gender == "f")
 
 
-NOUNS = {
-    noun.english: noun
-    for kind, table in _NOUN_TABLES.items()
-    for noun in (_parse_noun(kind, row) for row in rows(table))
-}
+def _verb(words, translation, group, suited):
+    forms, _, english_tail = words.partition(" ")
+    base, _, past = forms.partition("/")
+    infinitive, _, french_tail = translation.partition(" ")
+    past = past or base.removesuffix("e") + "ed"
+    return Verb(base, past, english_tail, infinitive, french_tail, group, nouns(suited))
+
+
+NOUNS = [_noun(kind, *cell.split()) for kind, row in _rows(_NOUNS, ":") for cell in row.split(",")]
 
 
 @functools.cache
 def nouns(names):
-    """Returns the nouns of kinds, groups and single words, as a tuple in table order.
+    """Returns the nouns of kinds ("drink") and single words ("tea"), as a tuple."""
+    return tuple(noun for noun in NOUNS if {noun.kind, noun.english} & set(names.split()))
 
-    Args:
-        names: a string of kinds ("food"), groups ("openable") and nouns ("key").
 
-    Returns:
-        A tuple of `Noun`.
+ADJECTIVES = {Adjective(*words.split()): nouns(suited) for words, suited in _rows(_ADJECTIVES, ":")}
+VERBS = [_verb(*cells) for cells in _rows(_VERBS, "|")]
 
-    Raises:
-        KeyError: a name that is none of them.
 
-    Example:
+@functools.cache
+def adjectives(noun, *places):
+    """Returns the adjectives that suit a noun and stand in one of `places`, as a tuple."""
+    return tuple(item for item in ADJECTIVES if item.place in places and noun in ADJECTIVES[item])
 
-    >>> [noun.french for noun in nouns("drink")][:2]
-    ['eau', 'lait']
-    """
-    found = []
-    for name in names.split():
-        if name in _NOUN_TABLES:
-            found += [noun for noun in NOUNS.values() if noun.kind == name]
-        elif name in _GROUPS:
-            found += nouns(_GROUPS[name])
-        else:
-            found.append(NOUNS[name.replace("_", " ")])
-    return tuple(dict.fromkeys(found))
+
+@functools.cache
+def verbs(groups):
+    """Returns the verbs of some groups, as a tuple."""
+    return tuple(verb for verb in VERBS if verb.group in groups.split())

@@ -1,135 +1,74 @@
-"""Numbers and clock times as words, in English and in French."""
+"""Numbers, clock times and dates as words, each as (English, French)."""
 
-_ENGLISH_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen"
-).split()
-_ENGLISH_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SMALL = """zero|zéro one|un two|deux three|trois four|quatre five|cinq six|six seven|sept
+    eight|huit nine|neuf ten|dix eleven|onze twelve|douze thirteen|treize fourteen|quatorze
+    fifteen|quinze sixteen|seize seventeen|dix-sept eighteen|dix-huit nineteen|dix-neuf"""
+_SMALL = [words.split("|") for words in _SMALL.split()]
+_TENS = """twenty|vingt thirty|trente forty|quarante fifty|cinquante sixty|soixante
+    seventy|soixante eighty|quatre-vingt ninety|quatre-vingt"""
+_TENS = [words.split("|") for words in _TENS.split()]
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
+_ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
+DAYS = """Monday|lundi Tuesday|mardi Wednesday|mercredi Thursday|jeudi Friday|vendredi
+    Saturday|samedi Sunday|dimanche""".split()
+MONTHS = """January|janvier February|février March|mars April|avril May|mai June|juin July|juillet
+    August|août September|septembre October|octobre November|novembre December|décembre""".split()
 
-_FRENCH_SMALL = (
-    "zéro un deux trois quatre cinq six sept huit neuf dix onze douze treize quatorze quinze "
-    "seize dix-sept dix-huit dix-neuf"
-).split()
-_FRENCH_TENS = "- - vingt trente quarante cinquante soixante soixante quatre-vingt".split()
-_FRENCH_TENS.append("quatre-vingt")
 
-
-def english_number(number):
-    """Returns a number from 0 to 999 as English words.
-
-    Args:
-        number: an integer from 0 to 999.
-
-    Returns:
-        The words, without "and" after the hundreds, as in American English.
+def number(value, feminine=False):
+    """Returns a number from 0 to 999, as it stands before a noun.
 
     Example:
 
-    >>> english_number(281)
-    'two hundred eighty-one'
+    >>> number(281), number(21, feminine=True)
+    (('two hundred eighty-one', 'deux cent quatre-vingt-un'), ('twenty-one', 'vingt et une'))
     """
-    _check(number)
-    hundreds, rest = divmod(number, 100)
-    words = [_ENGLISH_SMALL[hundreds], "hundred"] if hundreds else []
-    if rest >= 20:
-        tens, units = divmod(rest, 10)
-        words.append(_ENGLISH_TENS[tens] + (f"-{_ENGLISH_SMALL[units]}" if units else ""))
-    elif rest or not hundreds:
-        words.append(_ENGLISH_SMALL[rest])
-    return " ".join(words)
+    hundreds, rest = divmod(value, 100)
+    if not hundreds:
+        english, french = _below_hundred(rest)
+        return english, french + "e" * (feminine and french.endswith("un"))
+    english, french = number(rest, feminine) if rest else ("", "")
+    several = f"{_SMALL[hundreds][1]} cent{'' if rest else 's'}" if hundreds > 1 else "cent"
+    return f"{_SMALL[hundreds][0]} hundred {english}".strip(), f"{several} {french}".strip()
 
 
-def french_number(number, feminine=False):
-    """Returns a number from 0 to 999 as French words, as they stand before a noun.
-
-    The traditional spelling: hyphens below one hundred only, "et" in 21, 31, … 71, an "s" for
-    several whole hundreds and for eighty when nothing follows.
-
-    Args:
-        number: an integer from 0 to 999.
-        feminine: whether the counted noun is feminine ("une", "vingt et une").
-
-    Returns:
-        The words.
-
-    Example:
-
-    >>> french_number(281)
-    'deux cent quatre-vingt-un'
-    """
-    _check(number)
-    hundreds, rest = divmod(number, 100)
-    words = []
-    if hundreds > 1:
-        words.append(_FRENCH_SMALL[hundreds])
-    if hundreds:
-        words.append("cents" if hundreds > 1 and not rest else "cent")
-    if rest or not hundreds:
-        words.append(_french_below_hundred(rest))
-    text = " ".join(words)
-    # "onze" ends in another word than "un", so that only 1, 21, … 61, 81 change.
-    if feminine and (text == "un" or text.endswith((" un", "-un"))):
-        text += "e"
-    return text
-
-
-def clock_time(hour, minute=0):
-    """Returns a time of the day as people say it.
-
-    Args:
-        hour: 0 (midnight) to 12 (noon).
-        minute: a multiple of five, 0 to 55.
-
-    Returns:
-        A tuple of the English and the French words.
-
-    Example:
-
-    >>> clock_time(3, 30)
-    ('half past three', 'trois heures et demie')
-    """
-    english_hour, french_hour = _hour(hour)
-    if minute == 0:
-        return (english_hour if hour in (0, 12) else f"{english_hour} o'clock"), french_hour
-    if minute == 30:
-        # "demi" agrees with "heure"; "midi" and "minuit" are masculine.
-        half = "demi" if hour in (0, 12) else "demie"
-        return f"half past {english_hour}", f"{french_hour} et {half}"
-    if minute < 30:
-        french_minute = "et quart" if minute == 15 else french_number(minute)
-        return f"{_minute(minute)} past {english_hour}", f"{french_hour} {french_minute}"
-    english_hour, french_hour = _hour(hour + 1)
-    left = 60 - minute
-    french_minute = "le quart" if left == 15 else french_number(left)
-    return f"{_minute(left)} to {english_hour}", f"{french_hour} moins {french_minute}"
-
-
-def _check(number):
-    if not 0 <= number <= 999:
-        raise ValueError(f"Number words are known for 0 to 999. Received: {number}.")
-
-
-def _french_below_hundred(number):
-    if number < 20:
-        return _FRENCH_SMALL[number]
-    tens, units = divmod(number, 10)
-    stem = _FRENCH_TENS[tens]
-    if tens in (7, 9):
-        units += 10
+def _below_hundred(value):
+    if value < 20:
+        return _SMALL[value]
+    tens, units = divmod(value, 10)
+    english, french = _TENS[tens - 2]
+    english += f"-{_SMALL[units][0]}" if units else ""
+    units += 10 * (tens in (7, 9))
     if units == 0:
-        return "quatre-vingts" if tens == 8 else stem
-    if units in (1, 11) and tens < 8:
-        return f"{stem} et {_FRENCH_SMALL[units]}"
-    return f"{stem}-{_FRENCH_SMALL[units]}"
+        return english, french + "s" * (tens == 8)
+    return english, french + (" et " if units in (1, 11) and tens < 8 else "-") + _SMALL[units][1]
 
 
-def _hour(hour):
-    if hour == 0:
-        return "midnight", "minuit"
-    if hour == 12:
-        return "noon", "midi"
-    return english_number(hour), f"{french_number(hour, feminine=True)} heure{'s' * (hour > 1)}"
+def clock_time(hour, minute):
+    """Returns a time of the day: an hour from 0 (midnight) to 11, minutes by fives."""
+    to = minute > 30
+    hour, minute = hour + to, 60 - minute if to else minute
+    english, french = number(hour, feminine=True)
+    french += " heures" if hour > 1 else " heure"
+    if hour in (0, 12):
+        english, french = ("noon", "midi") if hour else ("midnight", "minuit")
+    if minute == 0:
+        return english + " o'clock" * (hour > 0), french
+    english_minute, french_minute = number(minute)
+    if minute == 15:
+        english_minute, french_minute = "a quarter", "le quart" if to else "et quart"
+    if minute == 30:  # "demi" agrees with "heure"
+        english_minute, french_minute = "half", "et demie" if hour else "et demi"
+    if to:
+        return f"{english_minute} to {english}", f"{french} moins {french_minute}"
+    return f"{english_minute} past {english}", f"{french} {french_minute}"
 
 
-def _minute(minute):
-    return "a quarter" if minute == 15 else english_number(minute)
+def date(day, month):
+    """Returns a date: a day from 1 to 31, a month from 0 to 11."""
+    english, french = number(day)
+    tens, hyphen, last = english.rpartition("-")
+    english_month, french_month = MONTHS[month].split("|")
+    english = tens + hyphen + _ORDINALS.get(last, last + "th")
+    french = "premier" if day == 1 else french
+    return f"the {english} of {english_month}", f"le {french} {french_month}"
