@@ -15,7 +15,10 @@ import sys
 import tempfile
 import time
 
-from workload import command_of, report_of, translation_trainer
+import paths  # noqa: F401
+
+from harness.measure import translation_trainer
+from harness.printed import report_of
 
 
 def parse_arguments():
@@ -92,8 +95,8 @@ def main():
     options = {k: v for k, v in vars(args).items() if k not in ("worker", "folder")}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [__file__, *sys.argv[1:], "--folder", args.folder or folder, "--worker"]
-        command = command_of(args.ranks, arguments)
-        report = report_of(options, "results", {"saving": command}, '"cost"', 1200)
+        programs = {"saving": (args.ranks, arguments)}
+        report = report_of(options, "results", programs, '"cost"', 1200)
     print(json.dumps(report, indent=2))
 
 

@@ -19,9 +19,10 @@ import sys
 import tempfile
 import time
 
-from workload import command_of
+import paths  # noqa: F401
 
 from dtransformer.parallel import job
+from harness.launch import command_of
 
 
 def parse_arguments():
@@ -48,8 +49,6 @@ def work(args):
     from dtransformer.datasets.batching import TranslationBatches
     from dtransformer.layers import CrossEntropyLoss
     from dtransformer.models import TranslationTransformer
-
-    pass
     from dtransformer.trainers import ModelCheckpoint, Trainer
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(optimizer_shard=args.ranks > 1))

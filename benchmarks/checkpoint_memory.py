@@ -17,15 +17,11 @@ import sys
 import tempfile
 import time
 
-from workload import (
-    command_of,
-    passing_bytes,
-    peak_bytes,
-    report_of,
-    translation_trainer,
-)
+import paths  # noqa: F401
 
 from dtransformer.parallel.sharded_variable import own_shards
+from harness.measure import passing_bytes, peak_bytes, translation_trainer
+from harness.printed import report_of
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -51,8 +47,6 @@ def parse_arguments():
 
 def work(args):
     import dtransformer
-
-    pass
     from dtransformer.trainers.checkpoint import Checkpoint
 
     fields = {} if args.worker == "save" else CASES[args.worker][1]
@@ -95,10 +89,10 @@ def main():
     options = {k: v for k, v in vars(args).items() if k not in ("worker", "folder", "cases")}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [__file__, *sys.argv[1:], "--folder", folder, "--worker"]
-        commands = {"save": command_of(1, [*arguments, "save"])}
+        programs = {"save": (1, [*arguments, "save"])}
         for case in args.cases.split(","):
-            commands[case] = command_of(CASES[case][0], [*arguments, case])
-        report = report_of(options, "cases", commands, '"peak_bytes"', 1200)
+            programs[case] = CASES[case][0], [*arguments, case]
+        report = report_of(options, "cases", programs, '"peak_bytes"', 1200)
     print(json.dumps(report, indent=2))
 
 

@@ -13,7 +13,10 @@ import argparse
 import json
 import sys
 
-from workload import command_of, report_of, translation_trainer
+import paths  # noqa: F401
+
+from harness.measure import translation_trainer
+from harness.printed import report_of
 
 
 def parse_arguments():
@@ -70,11 +73,11 @@ def main():
     if args.worker is not None:
         return work(args)
     options = {k: v for k, v in vars(args).items() if k not in ("worker", "levels")}
-    commands = {
-        level: command_of(args.ranks, [__file__, *sys.argv[1:], "--worker", level])
+    programs = {
+        level: (args.ranks, [__file__, *sys.argv[1:], "--worker", level])
         for level in args.levels.split(",")
     }
-    report = report_of(options, "levels", commands, "elements_sent", timeout=600)
+    report = report_of(options, "levels", programs, "elements_sent", timeout=600)
     print(json.dumps(report, indent=2))
 
 

@@ -14,9 +14,11 @@ import statistics
 import sys
 import time
 
-from workload import command_of, json_with, output_lines, translation_trainer
+import paths  # noqa: F401
 
 from dtransformer.parallel import job
+from harness.measure import translation_trainer
+from harness.printed import printed_json
 
 # Name -> ranks, local devices of each, fields of the parallel config.
 LAYOUTS = {
@@ -52,8 +54,6 @@ def work(args):
 
     import dtransformer
 
-    pass
-
     _, local_devices, fields = LAYOUTS[args.worker]
     config = dtransformer.TransformerOpParallelConfig(
         **fields,
@@ -79,8 +79,8 @@ def work(args):
 def launch(layout, arguments):
     """Run a layout's ranks; return what rank 0 printed."""
     num_ranks = LAYOUTS[layout][0]
-    command = command_of(num_ranks, [__file__, *arguments, "--worker", layout])
-    return json_with("step_seconds", output_lines(layout, command, timeout=900))
+    arguments = [__file__, *arguments, "--worker", layout]
+    return printed_json(layout, num_ranks, arguments, "step_seconds", timeout=900)
 
 
 def main():

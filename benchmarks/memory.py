@@ -14,21 +14,17 @@ more than that for model and training: where it is not enough, the case has `"fi
 
 import argparse
 import json
-import os
 import pathlib
 import resource
 import statistics
-import subprocess
 import sys
 import time
 
-from workload import (
-    command_of,
-    json_with,
-    passing_bytes,
-    peak_bytes,
-    translation_trainer,
-)
+import paths  # noqa: F401
+
+from harness.launch import launch, tail
+from harness.measure import passing_bytes, peak_bytes, translation_trainer
+from harness.printed import json_with
 
 # Name -> number of ranks, fields of the parallel config.
 CASES = {
@@ -123,19 +119,16 @@ def run(case, arguments, budget):
 
 def start(case, arguments, budget):
     num_ranks = CASES[case][0]
-    command = command_of(num_ranks, [__file__, *arguments, "--worker", case])
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"} if budget else None
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1200, env=environment, check=False
-    )
-    result = json_with("peak_bytes", done.stdout.splitlines())
+    environment = {"MALLOC_ARENA_MAX": "2"} if budget else None
+    done = launch(num_ranks, [__file__, *arguments, "--worker", case], 1200, environment)
+    result = json_with("peak_bytes", done.stdout)
     if result and not done.returncode:
         return {"fits": True, **result}
     if budget:
         words = ("bad_alloc", "allocat", "OOM", "ResourceExhausted", "MemoryError")
         told = [line for line in done.stderr.splitlines() if any(word in line for word in words)]
         return {"fits": False, "exit": done.returncode, "said": told[-1:] or done.stderr[-500:]}
-    sys.exit(f"{case} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    sys.exit(f"{case} failed:\n{tail(done.stdout, done.stderr)}")
 
 
 def main():

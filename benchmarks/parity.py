@@ -1,7 +1,7 @@
 """Training under many layouts of a job, beside training in one process.
 
 Small encoder-decoders are trained from the same seed; losses and weights are compared.
-Prints a table, or JSON. The layouts' names are in tests/distributed/layouts.py.
+Prints a table, or JSON. The layouts' names are in harness/layouts.py.
 
     python benchmarks/parity.py [--layouts 'dp2mp2@*' 'mp8@*+sp'] [--networks tied]
         [--steps 20] [--json]
@@ -10,35 +10,36 @@ Prints a table, or JSON. The layouts' names are in tests/distributed/layouts.py.
 import argparse
 import fnmatch
 import json
-import pathlib
 import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import paths  # noqa: F401
 
-from tests.distributed import layouts  # noqa: E402
-from tests.tolerances import PARITY_LOSS, PARITY_WEIGHTS  # noqa: E402
+from harness.compare import differences
+from harness.layouts import LAYOUTS
+from harness.networks import EPSILON, NETWORKS
+from harness.runs import Run, launch_runs
+from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
+from harness.training import STEPS, train
 
-SECONDS_OF_A_RUN = 240  # on a busy machine
 COMPARED = ("loss", "weights")
 
 
-def measure(network, layout, folder, expected):
+def measure(run, folder, expected):
     """Return one entry of the results."""
+    layout = run.layout
     entry = {"layout": layout.name, "ranks": layout.ranks, "devices": layout.devices}
-    results = layouts.read_all(folder, network, layout)
-    if results is None:
-        return {**entry, "network": network, "passes": False}
-    found = layouts.differences(results, expected, network)
+    entry["network"] = run.task
+    if errors := run.errors(folder):
+        print(errors, file=sys.stderr)
+        return {**entry, "passes": False}
+    found = {}
+    for results in reversed(run.read(folder)):  # ranks of a pipeline have different weights
+        found.update(results)
+    found = differences(found, expected, run.task)
     passes = found["loss"] <= PARITY_LOSS and found["weights"] <= PARITY_WEIGHTS
-    return {**entry, "network": network, **found, "passes": passes}
-
-
-def tracebacks(output):
-    """Return what ranks have written from the first traceback on."""
-    start = output.find("Traceback (most recent call last)")
-    return output[output.rfind("\n", 0, start) + 1 :][:20000] if start >= 0 else output[-8000:]
+    return {**entry, **found, "passes": passes}
 
 
 def table(entries, networks):
@@ -61,27 +62,27 @@ def main():
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=[n for n, layout in layouts.LAYOUTS.items() if layout.level + layout.stages == 1],
+        default=[n for n, layout in LAYOUTS.items() if layout.level + layout.stages == 1],
         help="names, or patterns of them; '*+shard?' are those of a sharded optimizer, '*pp*' "
         "those of a pipeline",
     )
     parser.add_argument(
         "--networks",
         nargs="+",
-        choices=layouts.NETWORKS,
+        choices=NETWORKS,
         help="by default all that hold the layouts' promises",
     )
-    parser.add_argument("--steps", type=int, default=layouts.STEPS)
-    parser.add_argument("--epsilon", type=float, default=layouts.EPSILON, help="AdamW's")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--epsilon", type=float, default=EPSILON, help="AdamW's")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     chosen = [
         layout
-        for name, layout in layouts.LAYOUTS.items()
+        for name, layout in LAYOUTS.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in arguments.layouts)
     ]
     if not chosen:
-        parser.error(f"no layout has such a name; there are {', '.join(layouts.LAYOUTS)}")
+        parser.error(f"no layout has such a name; there are {', '.join(LAYOUTS)}")
 
     sharded = all(layout.level for layout in chosen)
     default = ["adamw", "sgd", "lion"] if sharded else ["untied", "tied"]
@@ -90,33 +91,19 @@ def main():
     arguments.networks = arguments.networks or default
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:
-        # Four ranks wait for ever where one mesh of all of them follows a mesh of each.
-        launch = lambda layout: (layout.ranks, layout.level == 3)
-        for num_ranks, level_3 in sorted({launch(layout) for layout in chosen}):
-            runs = [
-                f"{network}/{layout.name}"
-                for layout in chosen
-                if launch(layout) == (num_ranks, level_3)
-                for network in arguments.networks
-            ]
+        runs = [Run(network, layout) for layout in chosen for network in arguments.networks]
+        for num_ranks in sorted({layout.ranks for layout in chosen}):
+            together = [run for run in runs if run.layout.ranks == num_ranks]
             start = time.perf_counter()
-            code, output = layouts.launch_runs(
-                num_ranks, folder, runs, SECONDS_OF_A_RUN * len(runs), options
-            )
+            launch_runs(num_ranks, together, folder, options)
             seconds = time.perf_counter() - start
-            print(f"{num_ranks} ranks: {len(runs)} runs in {seconds:.0f} s", file=sys.stderr)
-            if code:
-                print(tracebacks(output), file=sys.stderr)
+            print(f"{num_ranks} ranks: {len(together)} runs in {seconds:.0f} s", file=sys.stderr)
         expected = {
-            (network, blocks): layouts.train(network, arguments.steps, arguments.epsilon, blocks)[1]
+            (network, blocks): train(network, arguments.steps, arguments.epsilon, blocks)[1]
             for network in arguments.networks
             for blocks in sorted({layout.num_blocks for layout in chosen})
         }
-        entries = [
-            measure(network, layout, folder, expected[network, layout.num_blocks])
-            for layout in chosen
-            for network in arguments.networks
-        ]
+        entries = [measure(run, folder, expected[run.task, run.layout.num_blocks]) for run in runs]
     print(json.dumps(entries, indent=2) if arguments.json else table(entries, arguments.networks))
     sys.exit(not all(entry["passes"] for entry in entries))
 

@@ -16,11 +16,13 @@ import statistics
 import sys
 import time
 
-from workload import command_of, passing_bytes, report_of
+import paths  # noqa: F401
 
 from dtransformer.parallel.pipeline import schedules
 from dtransformer.parallel.pipeline.instruction import BACKWARD, FORWARD
 from dtransformer.parallel.pipeline.simulator import ideal_of
+from harness.measure import passing_bytes
+from harness.printed import report_of
 
 
 def parse_arguments():
@@ -105,11 +107,11 @@ def main():
     if args.worker is not None:
         return work(args)
     options = {k: v for k, v in vars(args).items() if k not in ("worker", "cases", "save_timeline")}
-    commands = {
-        case: command_of(args.stages, [__file__, *sys.argv[1:], "--worker", case])
+    programs = {
+        case: (args.stages, [__file__, *sys.argv[1:], "--worker", case])
         for case in args.cases.split(",")
     }
-    report = report_of(options, "cases", commands, "instant_sends", timeout=900)
+    report = report_of(options, "cases", programs, "instant_sends", timeout=900)
     print(json.dumps(report, indent=2))
 
 

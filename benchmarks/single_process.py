@@ -65,8 +65,9 @@ def batches():
 
 
 def product_shapes():
-    """Return {(rows, inner, columns): number} of the forward pass' plain products, and
-    the same of the batched ones of attention, for all heads.
+    """Return the products of the forward pass: the plain ones, and attention's of all heads.
+
+    Both are {(rows, inner, columns): number}.
     """
     tokens = BATCH * LENGTH
     square = LAYERS * 4 + LAYERS * 8  # projections of self and cross attention

@@ -1,4 +1,4 @@
-"""What all tests share: a clean parallel config, and the place of the real data."""
+"""What all tests share: a clean parallel config, the place of the real data, ranks' results."""
 
 import os
 import pathlib
@@ -7,6 +7,23 @@ import keras
 import pytest
 
 import dtransformer
+from tests.shared_runs import SharedRuns, read_by, shared_folder
+
+# The file that starts most ranks; meanwhile other workers do what needs none.
+FIRST = "test_parity.py"
+
+
+def pytest_collection_modifyitems(items):
+    """Let long files come before short ones, so that the workers of pytest-xdist end together."""
+
+    def place(item):
+        reads_runs = item.get_closest_marker("runs") is not None
+        return item.path.name != FIRST, reads_runs, -item.path.stat().st_size, item.path
+
+    places = {}
+    for item in items:  # all tests of a file together
+        places[item.path] = min(place(item), places.get(item.path, place(item)))
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +43,9 @@ def shared_data():
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; name its place with DTRANSFORMER_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ranks_of(request, tmp_path_factory):
+    """A function of a run's name that returns what each of its ranks gives."""
+    return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items))

@@ -136,7 +136,7 @@ def test_hooks_exist(kind, make):
 
 
 def test_a_variable_of_another_class_is_tracked():
-    layer = keras.layers.Identity()
+    layer = keras.layers.Layer()
     for trainable in (True, False):
         layer._track_variable(keras.Variable(1.0, trainable=trainable))
     assert (len(layer.trainable_weights), len(layer.non_trainable_weights)) == (1, 1)

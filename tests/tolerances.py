@@ -1,4 +1,7 @@
-"""Every tolerance of the tests, once, and what they are relative to."""
+"""The tolerances of tests on one process, and what they are relative to.
+
+Those of a job against one process are in harness/tolerances.py, as benchmarks have them, too.
+"""
 
 import numpy as np
 import tensorflow as tf
@@ -41,11 +44,6 @@ def assert_all_close(actual, expected, tolerance):
         allowed = tolerance * max(sizes[name], floor)
         assert error <= allowed, f"{name} is off by {error:.3g}, allowed are {allowed:.3g}"
 
-
-# Several ranks against one process after 20 steps in float32.
-PARITY_LOSS = 1e-5
-PARITY_WEIGHTS = 2e-5
-PARITY_LOGITS = 1e-4
 
 # Training on one process against the same steps by hand or by Keras, in float32.
 TRAINING = 2e-5

@@ -9,35 +9,71 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.trainers.checkpoint import Checkpoint
-from tests.distributed import checkpoints
-from tests.distributed.checkpoints import (
-    GRID,
+from harness.layouts import layout_of
+from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks import checkpoints
+from tests.distributed.tasks.checkpoints import (
+    ALONE,
+    CHAIN,
     OTHER_SEED,
     REPLICATED,
+    RESTORED,
     RESUMED,
     checkpoint_of,
-    read,
     replicated,
 )
-from tests.distributed.launch import launch, needs_horovod
-from tests.distributed.layouts import ALONE
-from tests.tolerances import PARITY_LOSS
+from tests.shared_runs import needs_horovod
 
-pytestmark = needs_horovod
-each_pair = pytest.mark.parametrize(["saved", "restored"], list(itertools.product(GRID, GRID)))
+
+def run(task, layout):
+    return f"tests.distributed.tasks.checkpoints:{task}/{layout}"
+
+
+SAVED = [run("save_and_restore", name) for name in CHAIN]
+pytestmark = [needs_horovod, pytest.mark.runs(*SAVED)]
+
+
+def pair(saved, restored):
+    """One layout restores what another one has saved: of 81 pairs 17 are in the quick suite."""
+    is_quick = saved in RESTORED[restored]
+    marks = [] if is_quick else [pytest.mark.long]
+    if not is_quick and restored != ALONE:
+        marks.append(pytest.mark.runs(run("restore_the_others", restored)))
+    return pytest.param(saved, restored, marks=marks)
+
+
+each_pair = pytest.mark.parametrize(
+    ["saved", "restored"], [pair(*names) for names in itertools.product(CHAIN, CHAIN)]
+)
+each_layout = pytest.mark.parametrize("name", CHAIN)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where all checkpoints and results are, one process' and two ranks'."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    checkpoints.save(folder, ALONE.name)
-    for work in ("save", "restore"):
-        code, output = launch(2, ["-m", "tests.distributed.checkpoints", work, folder], timeout=400)
-        assert code == 0, output[-8000:]
-    checkpoints.restore_all(folder, ALONE.name)
-    checkpoints.resume(folder, RESUMED[0])
-    return folder
+def folder(ranks_of):
+    """The folder of all checkpoints."""
+    for name in SAVED:
+        ranks_of(name)
+    return ranks_of.folder
+
+
+@pytest.fixture(scope="module")
+def losses_of(folder, ranks_of):
+    """A function of two layouts: the losses of one that goes on from the other's checkpoint."""
+    found = {}
+
+    def losses(saved, restored):
+        if restored != ALONE:
+            task = "save_and_restore" if saved in RESTORED[restored] else "restore_the_others"
+            return ranks_of(run(task, restored))[0]["restored"][saved]
+        if saved not in found:
+            trainer = checkpoints.new_trainer(seed=OTHER_SEED)
+            is_quick = saved in RESTORED[ALONE]
+            for name in CHAIN:
+                if (name in RESTORED[ALONE]) == is_quick:
+                    found[name] = checkpoints.restore(trainer, folder, name, ALONE)
+        return found[saved]
+
+    return losses
 
 
 def tensors_of(path):
@@ -51,7 +87,8 @@ def state_of(path):
 
 
 @each_pair
-def test_a_restored_state_is_the_saved_one_to_the_last_bit(saved, restored, folder):
+def test_a_restored_state_is_the_saved_one_to_the_last_bit(saved, restored, folder, losses_of):
+    losses_of(saved, restored)  # it has been saved again
     expected = state_of(checkpoint_of(folder, saved))
     found = state_of(checkpoint_of(folder, saved, restored))
     assert found.keys() == expected.keys()
@@ -60,28 +97,28 @@ def test_a_restored_state_is_the_saved_one_to_the_last_bit(saved, restored, fold
 
 
 @each_pair
-def test_losses_after_it_are_those_of_the_uninterrupted_run(saved, restored, folder):
-    found = read(folder, f"{restored}-restored")[saved]
-    np.testing.assert_allclose(found, read(folder, f"{saved}-after"), rtol=PARITY_LOSS)
+def test_losses_after_it_are_those_of_the_uninterrupted_run(saved, restored, ranks_of, losses_of):
+    expected = ranks_of(run("save_and_restore", saved))[0]["after"]
+    np.testing.assert_allclose(losses_of(saved, restored), expected, rtol=PARITY_LOSS)
 
 
-@pytest.mark.parametrize("name", GRID)
+@each_layout
 def test_names_and_shapes_do_not_depend_on_the_layout(name, folder):
-    expected = state_of(checkpoint_of(folder, ALONE.name))
+    expected = state_of(checkpoint_of(folder, ALONE))
     found = state_of(checkpoint_of(folder, name))
     assert {n: x.shape for n, x in found.items()} == {n: x.shape for n, x in expected.items()}
     assert found["network/source_embedding/table"].shape == (61, 32), "without padding"
     assert "optimizer/velocities/source_embedding/table" in found
 
 
-@pytest.mark.parametrize("name", GRID)
+@each_layout
 def test_each_byte_is_written_once(name, folder):
     path = checkpoint_of(folder, name)
     written = sum(file.stat().st_size for file in path.glob("state.data-*"))
     assert written == sum(value.nbytes for value in tensors_of(path).values())
     sizes = [file.stat().st_size for file in path.glob("state.data-*")]
-    assert len(sizes) == GRID[name].ranks
-    if GRID[name].stages == 1:
+    assert len(sizes) == layout_of(name).ranks
+    if layout_of(name).stages == 1:
         assert max(sizes) <= 1.1 * written / len(sizes), "ranks write about as much"
 
 
@@ -115,9 +152,12 @@ def test_what_one_rank_alone_holds_cannot_be_replaced(folder, tmp_path):
         checkpoints.new_trainer().restore(path)
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(name, folder):
-    results = read(folder / f"resumed-{name}", "results")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.runs(run("resume", name))) for name in RESUMED],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(name, ranks_of):
+    results = ranks_of(run("resume", name))[0]
     uninterrupted, resumed = results["uninterrupted"], results["resumed"]
     assert len(uninterrupted["losses"]) == 10 and len(resumed["losses"]) == 7
     assert resumed["losses"] == uninterrupted["losses"][3:]

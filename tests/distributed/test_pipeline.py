@@ -1,93 +1,28 @@
-"""Promise: a pipeline gives the numbers of one process, and a rank has its stage's weights only."""
+"""Promise: a rank has its stage only; stages skip and measure together, and say what is wrong."""
+
+import itertools
 
 import numpy as np
 import pytest
 
 from dtransformer import parallel_config
 from dtransformer.layers.block import BlockStack
-from dtransformer.trainers import Trainer
-from tests.distributed import layouts
-from tests.distributed.launch import needs_horovod
-from tests.distributed.layouts import ALONE, assert_same, parse, weights
-from tests.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
+from harness.compare import weights
+from harness.networks import make
+from harness.runs import Run
+from harness.tolerances import PARITY_LOGITS, PARITY_LOSS
+from tests.distributed.tasks import pipeline
+from tests.distributed.test_parity import LONG, RUNS, alone, network_of
+from tests.shared_runs import each
+from tests.tolerances import TRAINING
 
-pytestmark = needs_horovod
-
-# One launch for each number of ranks; all schedules with a decoder alone: test_stages.py. The
-# whole grid: python benchmarks/parity.py --layouts '*pp*'
-RUNS = """
-    deep_dropout/pp2m4-1f1b@2x1 deep_tied/pp2m2-interleaved2@2x1 deep_tied/mp2pp2m2-1f1b@2x2
-    deep_dropout/pp4m4-1f1b@4x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2 deep/mp2pp2m2-1f1b@4x1+rows+sp
-""".split()
-USED = ("deep_tied/pp2m2-interleaved2@2x1", "deep_tied/mp2pp2m2-1f1b@2x2")
-each = pytest.mark.parametrize("run", RUNS)
-each_used = pytest.mark.parametrize("run", USED)
+PIPELINES = [run for run in RUNS if Run.of(run).layout.stages > 1]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    """What one process gives, by network and number of micro-batches, which dropout depends on."""
-    results = {}
-    for run in RUNS:
-        key = _key(run)
-        if key not in results:
-            network, parts = key
-            layouts.Layout(parts=parts).start()
-            trainer, results[key] = layouts.train(network)
-            if run in USED:
-                results[key] |= layouts.use(trainer, network, folder, ALONE)
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks_of(folder, alone):
-    """A function of a run that returns what each of its ranks gives."""
-    return layouts.reader(folder, RUNS, USED)
-
-
-@pytest.fixture(scope="module")
-def expected_of(alone):
-    """A function of a run that returns what one process gives."""
-    return lambda run: alone[_key(run)]
-
-
-def _key(run):
-    network, layout = parse(run)
-    return network, layout.parts if network == "deep_dropout" else 1
-
-
-@each
-def test_losses_and_weights_are_those_of_one_process(run, ranks_of, expected_of):
-    found, expected = {}, expected_of(run)
-    for results in ranks_of(run):
-        found.update(results)
-    assert weights(found, "final").keys() == weights(expected, "final").keys()
-    differences = layouts.differences(found, expected, parse(run)[0])
-    assert differences["loss"] <= PARITY_LOSS
-    assert differences["weights"] <= PARITY_WEIGHTS, differences["where"]
-
-
-@each
-def test_ranks_agree_to_the_last_bit(run, ranks_of):
-    first, *others = ranks_of(run)
-    have = [weights(results, "final") for results in ranks_of(run)]
-    for other in others:
-        np.testing.assert_array_equal(other["losses"], first["losses"])
-    for path in {path for own in have for path in own}:
-        one, *more = [own[path] for own in have if path in own]
-        for weight in more:
-            np.testing.assert_array_equal(weight, one)
-
-
-@each
-def test_a_rank_has_its_stage_only(run, ranks_of, expected_of):
-    network, layout = parse(run)
-    whole = weights(expected_of(run), "final")
+@each(PIPELINES, LONG, lambda run: [alone(run)])
+def test_a_rank_has_its_stage_only(run, ranks_of):
+    network, layout = network_of(run), Run.of(run).layout
+    of_all = weights(ranks_of(alone(run))[0], "final")
     stacks = _stacks(network, layout)
     for rank, results in enumerate(ranks_of(run)):
         stage = rank * layout.stages // layout.ranks
@@ -100,7 +35,7 @@ def test_a_rank_has_its_stage_only(run, ranks_of, expected_of):
         }
         assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("key_kernel")} == names
         is_last = stage == layout.stages - 1
-        tables = {path for path in whole if path.endswith("embedding/table")}
+        tables = {path for path in of_all if path.endswith("embedding/table")}
         has_tables = stage == 0 or (is_last and network != "deep")
         assert {path for path in own if path in tables} == (tables if has_tables else set())
         assert any("head/" in path for path in own) == (network == "deep" and is_last)
@@ -108,40 +43,113 @@ def test_a_rank_has_its_stage_only(run, ranks_of, expected_of):
 
 def _stacks(network, layout):
     with parallel_config(pipeline_stage=layout.stages, pipeline_chunks=layout.chunks):
-        model, _ = layouts.make(network)
+        model, _ = make(network)
     return [layer for layer in model._flatten_layers() if isinstance(layer, BlockStack)]
 
 
-@each_used
-def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of, expected_of):
+def stages(task, schedule="1f1b"):
+    """Return the name of a run on two stages with four micro-batches."""
+    return f"tests.distributed.tasks.pipeline:{task}/pp2m4-{schedule}@2x1"
+
+
+def one_process(task, layout="m4@1x1"):
+    """Return the name of a run in one process."""
+    return f"tests.distributed.tasks.pipeline:{task}/{layout}"
+
+
+@pytest.mark.runs(stages("overflow_on_one_stage"))
+def test_an_overflow_on_one_stage_is_skipped_on_all(ranks_of):
+    ranks = ranks_of(stages("overflow_on_one_stage"))
+    for found in ranks:
+        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
+        assert found["loss_scale"][3] == found["loss_scale"][2] / 2
+        after = found["weights"]
+        assert [after[i] == after[i - 1] for i in range(1, 5)] == [False, True, False, False]
+        assert len(after[0]) == 1  # its own stage's
+    first, last = (rank["weights"][-1] for rank in ranks)
+    assert first != last
+
+
+@pytest.mark.runs(stages("keras_metrics"), one_process("keras_metrics"))
+def test_keras_metrics_are_those_of_one_process(ranks_of):
+    (expected,) = ranks_of(one_process("keras_metrics"))
+    for rank in ranks_of(stages("keras_metrics")):
+        for name, values in expected.items():
+            assert rank[name] == pytest.approx(values, rel=TRAINING), name
+
+
+LOSSES = stages("losses", "1f1b"), stages("losses", "gpipe"), stages("losses", "interleaved2")
+LOSSES_ALONE = one_process("losses", "alone@1x1")
+
+
+@each(LOSSES, reads=lambda run: [LOSSES_ALONE])
+def test_losses_of_every_schedule_are_those_of_one_process(run, ranks_of):
+    (expected,) = ranks_of(LOSSES_ALONE)
+    losses = ranks_of(run)[0]["without_sleeps"]
+    assert losses == pytest.approx(expected["without_sleeps"], rel=PARITY_LOSS)
+
+
+@each(LOSSES)
+def test_sleeps_before_instructions_change_nothing(run, ranks_of):
     for rank in ranks_of(run):
-        expected = expected_of(run)
-        np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
-        np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+        losses = rank["without_sleeps"]
+        assert len(rank["with_sleeps"]) == 4 and len(set(losses)) == 10
+        assert all(others == losses for others in rank["with_sleeps"])
+        assert rank == ranks_of(run)[0]
 
 
-@each_used
-@pytest.mark.parametrize("search", ["greedy", "beam"])
-def test_translations_are_those_of_one_process(run, search, ranks_of, expected_of):
-    for rank in ranks_of(run):
-        np.testing.assert_array_equal(rank[search], expected_of(run)[search])
+@pytest.mark.runs(stages("v_shaped"), one_process("v_shaped"))
+def test_a_placement_of_neighbours_on_one_stage_gives_the_numbers_of_one_process(ranks_of):
+    (expected,), ranks = ranks_of(one_process("v_shaped")), ranks_of(stages("v_shaped"))
+    for found, blocks in zip(ranks, (["block_0", "block_3"], ["block_1", "block_2"])):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=PARITY_LOSS)
+        assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=PARITY_LOSS)
+        np.testing.assert_allclose(found["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+        assert found["blocks"] == blocks
+    # Between the chunks 1 and 2, which are on one stage, nothing is sent.
+    forth, back = ["blocks/block_0", False], ["blocks/block_2", True]
+    assert sorted(ranks[0]["sent"]) == 4 * [forth] + 4 * [back]
+    forth, back = ["blocks/block_2", False], ["blocks/block_0", True]
+    assert sorted(ranks[1]["sent"]) == 4 * [back] + 4 * [forth]
 
 
-@each_used
-def test_weights_saved_by_the_job_load_in_one_process(run, ranks_of, folder):
-    network, layout = parse(run)
-    model, _ = layouts.make(network)
-    trained = {}
-    for results in ranks_of(run):
-        trained.update(weights(results, "final"))
-    Trainer(model).load_weights(layouts.weights_file(folder, network, layout))
-    assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
+@pytest.mark.runs(stages("reports"))
+def test_the_timeline_has_all_computations_and_transfers_in_order(ranks_of):
+    first, last = ranks_of(stages("reports"))
+    assert first["events"] == last["events"]
+    assert 0 < first["bubble"] < 1
+    events = {(name, stage): (start, end) for name, stage, start, end in first["events"]}
+    way = [("F{}", 0), ("a<{}.1", 1), ("F{}.1", 1), ("B{}.1", 1), ("g<{}", 0), ("B{}", 0)]
+    assert events.keys() == {(name.format(k), stage) for name, stage in way for k in range(4)}
+    for k in range(4):
+        times = [events[name.format(k), stage] for name, stage in way]
+        assert all(start <= end for start, end in times)
+        assert all(before[0] <= after[1] for before, after in itertools.pairwise(times))
+        starts = [start for start, _ in times]
+        assert starts == sorted(starts)
 
 
-@each_used
-def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of, expected_of):
-    expected = weights(expected_of(run), "final")
-    for results in ranks_of(run):
-        loaded = weights(results, "loaded")
-        assert loaded.keys() == weights(results, "final").keys()
-        assert_same(loaded, {path: expected[path] for path in loaded})
+@pytest.mark.runs(stages("reports"))
+def test_transfers_and_activations_are_reported(ranks_of):
+    first, last = ranks_of(stages("reports"))
+    shape = [pipeline.ROWS // 4, pipeline.WIDTH, 16]
+    num_bytes = 4 * shape[0] * shape[1] * shape[2]
+    assert first["sent"] == 4 * [["blocks/block_1", shape, False, num_bytes]]
+    assert last["sent"] == 4 * [["blocks/block_1", shape, True, num_bytes]]
+    assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two micro-batches, one
+
+
+@pytest.mark.runs(stages("errors"))
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("rows", ["6 rows", "micro_batch_num=4", "a multiple of 4"]),
+        ("last_rows", ["5 rows", "micro_batch_num=4"]),
+        ("order", ["theirs differ", "shuffle=False"]),
+    ],
+)
+def test_every_rank_says_what_is_wrong_with_a_batch(name, words, ranks_of):
+    for rank in ranks_of(stages("errors")):
+        message, is_built = rank[name]
+        assert all(word in message for word in words), message
+        assert is_built == (name == "order")

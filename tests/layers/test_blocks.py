@@ -80,9 +80,9 @@ def test_decoder_layer(policy, post, hidden_act, shape):
     batch, target, source, *sizes = shape
     causal, padding = decoder_masks(rng, batch, target, source)
     full = weights_of.attention_mask(rng, batch, target, source)
-    for causal, memory_mask in ((None, None), (causal, padding), (causal, full)):
+    for decoder_mask, memory_mask in ((None, None), (causal, padding), (causal, full)):
         options = dict(post_layernorm_residual=post, hidden_act=hidden_act)
-        masks = dict(decoder_mask=causal, memory_mask=memory_mask)
+        masks = dict(decoder_mask=decoder_mask, memory_mask=memory_mask)
         compare(
             policy,
             lambda: TransformerDecoderLayer(*sizes, **NO_DROPOUT, **options),

@@ -1,4 +1,4 @@
-"""Promise: a checkpoint is complete or not there, damage is named, and what does not fit is told."""
+"""Promise: a checkpoint is complete or not there, damage is named, misfits are told."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders, writer
-from tests.tolerances import PARITY_LOSS
+from harness.tolerances import PARITY_LOSS
 
 NUM_BATCHES = 6
 FORMAT_1 = pathlib.Path(__file__).parent / "format_1"

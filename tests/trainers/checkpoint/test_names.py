@@ -1,9 +1,9 @@
-"""Promise: a variable's name in a checkpoint does not depend on what the process has made before."""
+"""Promise: a variable's name in a checkpoint does not depend on what the process made before."""
 
 import keras
 
 from dtransformer.trainers.checkpoint.names import names_of
-from tests.distributed.jobs import translation_model
+from harness.networks import translation_model
 
 
 def sequential():

@@ -1,12 +1,6 @@
-"""What stages of a pipeline do on real ranks, besides parity: a program that tests launch.
+"""What stages of a pipeline do on real ranks, besides parity."""
 
-horovodrun -np 2 python -m tests.distributed.stages FOLDER [SLEEPY_RUNS]
-"""
-
-import json
-import pathlib
 import random
-import sys
 import time
 
 import keras
@@ -21,24 +15,15 @@ from dtransformer.parallel import job
 from dtransformer.parallel.pipeline import schedules
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from tests.distributed import jobs
-from tests.trainers.pipeline.v_schedule import V_SCHEDULE
+from harness.tasks import HitRate
+from tests.parallel.pipeline.v_schedule import V_SCHEDULE
 
-NUM_STAGES, ROWS, WIDTH, VOCAB = 2, 8, 6, 12
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}  # and the number of their chunks
+ROWS, WIDTH, VOCAB_SIZE = 8, 6, 12
 SECONDS = 2e-3  # most that a stage sleeps before an instruction
 
 
-def start(**fields):
-    """Join the job as a pipeline; alone as one process that takes the same micro-batches."""
-    stages = NUM_STAGES if job.size() > 1 else 1
-    if stages == 1:
-        fields = {"micro_batch_num": fields.get("micro_batch_num", 1)}
-    dtransformer.init(dtransformer.TransformerOpParallelConfig(pipeline_stage=stages, **fields))
-
-
 def words(seed=0):
-    ids = np.random.default_rng(seed).integers(4, VOCAB, (ROWS, WIDTH + 1)).astype("int32")
+    ids = np.random.default_rng(seed).integers(4, VOCAB_SIZE, (ROWS, WIDTH + 1)).astype("int32")
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -50,7 +35,7 @@ class Scale(Layer):
         self.pipeline_stage = stage
 
     def build(self, shape, *args):
-        self.scale = self.add_weight((VOCAB,), "ones", axes=(None,), name="scale")
+        self.scale = self.add_weight((VOCAB_SIZE,), "ones", axes=(None,), name="scale")
         self.built = True
 
     def call(self, x, flags):
@@ -79,11 +64,10 @@ class TwoScales(keras.Model):
 
 
 def overflow_on_one_stage():
-    start(micro_batch_num=4)
     trainer = Trainer(TwoScales())
     trainer.compile(keras.optimizers.Adam(0.01), CrossEntropyLoss())
     _, labels = words()
-    x = np.random.default_rng(1).normal(size=(ROWS, WIDTH, VOCAB)).astype("float16")
+    x = np.random.default_rng(1).normal(size=(ROWS, WIDTH, VOCAB_SIZE)).astype("float16")
     result = {"weights": []}
     for step in range(5):
         overflows = np.arange(ROWS) == (5 if step == 2 else -1)
@@ -96,17 +80,16 @@ def overflow_on_one_stage():
 
 def small_model(**options):
     options = {"hidden_size": 16, "num_heads": 2, "dropout_rate": 0.0, **options}
-    return CausalLM(VOCAB, num_layers=4, **options)
+    return CausalLM(VOCAB_SIZE, num_layers=4, **options)
 
 
 def keras_metrics():
-    start(micro_batch_num=4)
     trainer = Trainer(small_model())
     trainer.compile(
         "adam",
         CrossEntropyLoss(),
         metrics=["sparse_categorical_accuracy"],
-        weighted_metrics=[jobs.HitRate()],
+        weighted_metrics=[HitRate()],
     )
     weights = np.random.default_rng(2).random((ROWS, WIDTH)).astype("float32")
     options = {"sample_weight": weights, "epochs": 3, "shuffle": False, "verbose": 0}
@@ -116,51 +99,49 @@ def keras_metrics():
     return {name: [*map(float, logs[name]), float(evaluation[name])] for name in names}
 
 
-def losses_of_sleepy_stages(num_runs):
-    """Losses of runs of ten steps, without sleeps and with them, for each schedule."""
-    run, result = PipelineStep.run, {}
-    rng = random.Random(job.rank())
+def losses():
+    """Losses of ten steps, and of four times the same ones with sleeps."""
+    trainer = Trainer(small_model())
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
+    trainer.network.build()
+    first = trainer.network.get_weights()
+    result = {"without_sleeps": _ten_steps(trainer), "with_sleeps": []}
+    run, rng = PipelineStep.run, random.Random(job.rank())
 
     def sleepy(step, instruction):
         time.sleep(rng.random() * SECONDS)
         run(step, instruction)
 
-    for schedule, chunks in SCHEDULES.items():
-        start(micro_batch_num=4, pipeline_schedule=schedule, pipeline_chunks=chunks)
-        trainer = Trainer(small_model())
-        trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
-        trainer.network.build()
-        first = trainer.network.get_weights()
-        result[schedule] = []
-        PipelineStep.run = run
-        for _ in range(1 + num_runs // 3):
+    PipelineStep.run = sleepy
+    try:
+        for _ in range(4 if job.size() > 1 else 0):
             trainer.network.set_weights(first)
-            result[schedule].append(losses_of_ten_steps(trainer))
-            PipelineStep.run = sleepy
-    PipelineStep.run = run
+            result["with_sleeps"].append(_ten_steps(trainer))
+    finally:
+        PipelineStep.run = run
     return result
 
 
-def losses_of_ten_steps(trainer):
+def _ten_steps(trainer):
     logs = [trainer.train_on_batch(*words(s), return_dict=True) for s in range(10)]
     return [float(log["step_loss"]) for log in logs]
 
 
-def losses_alone():
-    start()
-    trainer = Trainer(small_model())
-    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
-    return losses_of_ten_steps(trainer)
-
-
 def v_shaped():
     """Ten steps of a schedule of the tests' own, whose last chunk is on the first stage."""
-    start(micro_batch_num=4, pipeline_schedule="v", pipeline_chunks=2)
+    schedules.SCHEDULES["v"] = V_SCHEDULE
+    stages = min(job.size(), 2)
+    options = {"pipeline_schedule": "v", "pipeline_chunks": 2} if stages > 1 else {}
+    dtransformer.init(
+        dtransformer.TransformerOpParallelConfig(
+            pipeline_stage=stages, micro_batch_num=4, **options
+        )
+    )
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
-    result = {"losses": losses_of_ten_steps(trainer)}
+    result = {"losses": _ten_steps(trainer)}
     result["evaluation"] = float(trainer.evaluate(*words(1), verbose=0, return_dict=True)["loss"])
-    result["logits"] = trainer.predict(words(1)[0], verbose=0).tolist()
+    result["logits"] = trainer.predict(words(1)[0], verbose=0)
     blocks = [block for block in trainer.network.blocks.blocks if block.weights]
     result["blocks"] = [block.name for block in blocks]
     sent = [c for c in trainer.communication_report().collectives if c.kind == "send/recv"]
@@ -170,7 +151,6 @@ def v_shaped():
 
 def reports():
     """The timeline and what is sent, of a step with four micro-batches of two rows."""
-    start(micro_batch_num=4)
     trainer = Trainer(small_model())
     trainer.compile("adam", CrossEntropyLoss())
     trainer.train_on_batch(*words())
@@ -190,7 +170,6 @@ def reports():
 
 def errors():
     """What is said of wrong batches, before anything is built, and when stages differ."""
-    start(micro_batch_num=4)
     found = {}
     x, y = words()
     for name, rows, options in (
@@ -209,20 +188,5 @@ def errors():
     return found
 
 
-JOBS = {
-    job.__name__: job for job in (overflow_on_one_stage, keras_metrics, reports, errors, v_shaped)
-}
-
-
-def main(folder, num_runs=12):
-    schedules.SCHEDULES["v"] = V_SCHEDULE
-    dtransformer.init()
-    results = {name: job() for name, job in JOBS.items()}
-    results["losses_of_sleepy_stages"] = losses_of_sleepy_stages(int(num_runs))
-    path = pathlib.Path(folder) / f"rank{job.rank()}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
-    dtransformer.shutdown()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+_ALL = overflow_on_one_stage, keras_metrics, losses, v_shaped, reports, errors
+TASKS = {task.__name__: task for task in _ALL}

@@ -1,27 +1,22 @@
-"""Collectives against NumPy and numeric differentiation: the program that tests launch.
+"""Collectives against NumPy and numeric differentiation.
 
-horovodrun -np 3 python -m tests.distributed.collective_checks FOLDER
-
-Every rank knows the inputs of all ranks, runs every check and writes the failures of
-each to FOLDER/rank<r>.json. A check never stops in its middle, or the others would wait.
+Every rank knows the inputs of all ranks, runs every check and gives the failures of each. A
+check never stops in its middle, or the others would wait.
 """
 
 import functools
 import itertools
-import json
 import os
-import pathlib
 import runpy
-import sys
 import traceback
 
 import numpy as np
 import tensorflow as tf
 
-import dtransformer
 from dtransformer.parallel import collectives, job
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.call import Call
+from harness.launch import REPOSITORY
 from tests.tolerances import BLOCKS, NUMERIC_DERIVATIVE
 
 SHAPES = [(), (1,), (2, 3), (8, 10), (99, 77), (2, 4, 6, 8)]
@@ -605,8 +600,8 @@ def recomputed_and_in_a_custom_gradient():
     expect(abs(of_weight - x * slopes[job.rank()]) < 1e-5, f"got {of_weight}")
 
 
-def main(folder):
-    dtransformer.init()
+def checks():
+    """Run all checks for this number of ranks; return their failures, by name."""
     all_groups()
     results = {}
     for name, (sizes, function) in CHECKS.items():
@@ -617,13 +612,13 @@ def main(folder):
             except Exception:
                 failures.append(traceback.format_exc()[-3000:])
             results[name] = list(failures)
-    if job.size() % 2 == 0:
-        example = pathlib.Path(__file__).parents[2] / "examples/hybrid_parallel.py"
-        results["hybrid_losses"] = runpy.run_path(example)["train"](mp=2)
-    path = pathlib.Path(folder) / f"rank{job.rank()}.json"
-    path.write_text(json.dumps(results), encoding="utf-8")
-    job.barrier()
+    return results
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def hybrid_example():
+    """Train as examples/hybrid_parallel.py does; on several ranks with two of a model."""
+    train = runpy.run_path(REPOSITORY / "examples/hybrid_parallel.py")["train"]
+    return {"losses": train(mp=min(job.size(), 2))}
+
+
+TASKS = {"checks": checks, "hybrid_example": hybrid_example}

@@ -1,4 +1,4 @@
-"""Small training jobs, run alike by one process and by every rank of several."""
+"""Small trainings with an option each, run alike by one process and by every rank of several."""
 
 import keras
 import numpy as np
@@ -6,24 +6,15 @@ import tensorflow as tf
 
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import TranslationTransformer
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
+from harness.networks import VOCAB_SIZE, translation_model
+from harness.training import STEPS, Record
 
-VOCAB, STEPS, BATCH = 60, 20, 8
-
-
-class Record(keras.callbacks.Callback):
-    """Keeps the logs of every step."""
-
-    def on_train_begin(self, logs=None):
-        self.logs = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.logs.append({name: float(value) for name, value in logs.items()})
+BATCH = 8
 
 
-def global_batches(num_batches=STEPS, vocab_size=VOCAB, seed=0):
+def global_batches(num_batches=STEPS, vocab_size=VOCAB_SIZE, seed=0):
     """Batches of sentences of different lengths, as lists of (source, target) rows."""
     rng = np.random.default_rng(seed)
 
@@ -58,22 +49,8 @@ def share(batches, weighted=False):
     return tf.data.Dataset.from_generator(examples, output_signature=spec)
 
 
-def translation_model(vocab_size=VOCAB, **options):
-    return TranslationTransformer(
-        vocab_size,
-        **{
-            "hidden_size": 16,
-            "num_heads": 2,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "dropout_rate": 0.0,
-            **options,
-        },
-    )
-
-
 def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, **compile_options):
-    """Train on the global batches; return what a test compares."""
+    """Train on this rank's rows of the batches; return what a test compares."""
     trainer = Trainer(model)
     trainer.compile(
         optimizer or keras.optimizers.AdamW(3e-3),
@@ -86,8 +63,8 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
     dev_data = share(global_batches(3, model.vocab_size, seed=1), weighted)
     evaluation = trainer.evaluate(dev_data, return_dict=True, verbose=0)
     return {
-        "step_losses": [logs["step_loss"] for logs in record.logs],
-        "gradient_norms": [logs["gradient_norm"] for logs in record.logs],
+        "step_losses": record["step_loss"],
+        "gradient_norms": record["gradient_norm"],
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},
         "evaluation": {name: float(value) for name, value in evaluation.items()},
         "weights": float(sum(np.abs(weight).sum() for weight in model.get_weights())),
@@ -100,12 +77,12 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
 class Classifier(keras.Model):
     """A model of plain Keras layers, with random weights that ranks do not agree on."""
 
-    vocab_size = VOCAB
+    vocab_size = VOCAB_SIZE
 
     def __init__(self):
         super().__init__()
-        self.embedding = keras.layers.Embedding(VOCAB, 8)
-        self.dense = keras.layers.Dense(VOCAB, kernel_regularizer=keras.regularizers.L2(0.01))
+        self.embedding = keras.layers.Embedding(VOCAB_SIZE, 8)
+        self.dense = keras.layers.Dense(VOCAB_SIZE, kernel_regularizer=keras.regularizers.L2(0.01))
 
     def call(self, inputs, training=False):
         return self.dense(self.embedding(inputs["target"]))
@@ -168,19 +145,19 @@ def overflow():
     return result
 
 
-def sharded(run, level, **fields):
-    """Run a job with every weight cut over the ranks."""
+def sharded(task, level, **fields):
+    """Do a task with every weight sharded over the ranks."""
     with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0, **fields):
-        return run()
+        return task()
 
 
-def in_micro_batches(run):
-    """Run a job as it is alone, and in micro-batches on several ranks."""
+def in_micro_batches(task):
+    """Do a task as it is alone, and in micro-batches on several ranks."""
     with parallel_config(micro_batch_num=2 if job.size() > 1 else 1):
-        return run()
+        return task()
 
 
-JOBS = {
+TASKS = {
     "untied": lambda: train(translation_model()),
     "tied": lambda: train(translation_model(shared_embeddings=True, tied_head=True)),
     # Rows travel as rows where they are few, as a table where they are many.
@@ -191,19 +168,19 @@ JOBS = {
     "micro_batches": lambda: in_micro_batches(lambda: train(translation_model())),
     "dropout": lambda: train(translation_model(dropout_rate=0.2), num_batches=3),
     "overflow": overflow,
-    "sharded_overflow": lambda: sharded(overflow, 2),
-    "gathered_overflow": lambda: sharded(overflow, 3),
-    "slices_of_micro_batches": lambda: sharded(
+    "overflow_at_level_2": lambda: sharded(overflow, 2),
+    "overflow_at_level_3": lambda: sharded(overflow, 3),
+    "sharded_sums_of_micro_batches": lambda: sharded(
         lambda: in_micro_batches(lambda: train(translation_model())),
         2,
         gradient_accumulation_shard=True,
     ),
-    "gathered_and_recomputed": lambda: sharded(
+    "level_3_recomputed": lambda: sharded(
         lambda: in_micro_batches(lambda: train(translation_model(tied_head=True))),
         3,
         recompute=True,
     ),
-    "gathered_plain_keras_loss": lambda: sharded(
+    "level_3_plain_keras_loss": lambda: sharded(
         lambda: train(
             translation_model(),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -19,7 +19,7 @@ from dtransformer.parallel.pipeline.instruction import (
 from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.pipeline.simulator import simulate
 from dtransformer.parallel.pipeline.timeline import most_alive
-from tests.trainers.pipeline.v_schedule import V_SCHEDULE
+from tests.parallel.pipeline.v_schedule import V_SCHEDULE
 
 STAGES = (2, 3, 4, 8)
 # Name, p, m, v of everything that is tried.

@@ -1,0 +1,16 @@
+"""What tests and benchmarks share: ranks that are started, layouts, and small networks.
+
+Not part of the installed package. From the bottom up:
+
+    launch.py      starts a program on several ranks, bounded in time
+    printed.py     JSON that such programs print
+    layouts.py     how a job may be divided, by name
+    networks.py    small networks and their optimizers, by name
+    batches.py     what they are trained on
+    training.py    trains a network, and uses it in every other way
+    tasks.py       other small trainings, each with an option of its own
+    runs.py        a task under a layout; the files with what its ranks give
+    rank.py        the program that runs them on a rank
+    compare.py     differences from one process, within tolerances.py
+    measure.py     a larger network, and what memory a step takes: for benchmarks
+"""

@@ -1,0 +1,49 @@
+"""What the small networks are trained on: sentences of random words."""
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.parallel import job
+
+# Rows, source and target positions of the two kinds of batches: what the axes of every
+# layout divide, and what they do not.
+EVEN, UNEVEN = (8, 16, 8), (6, 13, 11)
+
+
+def batches(num_batches, vocab_size, seed, same_rows=False):
+    """Return batches of (inputs, labels): sentences of different lengths, padded.
+
+    The two kinds of batches come in turn; with `same_rows` they have the same number of rows.
+    """
+    rng = np.random.default_rng(seed)
+
+    def sentences(num_rows, width):
+        lengths = rng.integers(1, width, num_rows)
+        rows = [rng.integers(4, vocab_size, length) for length in lengths]
+        return np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype("int32")
+
+    made = []
+    for number in range(num_batches):
+        num_rows, source_width, target_width = UNEVEN if number % 2 else EVEN
+        num_rows = EVEN[0] if same_rows else num_rows
+        source, labels = sentences(num_rows, source_width), sentences(num_rows, target_width)
+        target = np.pad(labels, ((0, 0), (1, 0)), constant_values=2)[:, :-1]
+        labels[range(num_rows), np.count_nonzero(labels, axis=1)] = 3
+        made.append(({"source": source, "target": target}, labels))
+    return made
+
+
+def replica_share(of_all, num_rows=None):
+    """Return a dataset of this replica's rows of each batch.
+
+    Args:
+        of_all: list of `batches`.
+        num_rows: of a batch of all replicas, where that is always the same.
+    """
+    index, count = job.data_shard()
+    num_rows = num_rows and num_rows // count
+    ids = tf.TensorSpec([num_rows, None], "int32")
+    return tf.data.Dataset.from_generator(
+        lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in of_all),
+        output_signature=({"source": ids, "target": ids}, ids),
+    )

@@ -1,0 +1,145 @@
+"""How a job may be divided: layouts, and the tables of those that are tried."""
+
+import dataclasses
+import itertools
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a job is divided.
+
+    Args:
+        data, model: into how many the batch and the operations are divided.
+        ranks, devices: number of ranks, and of devices of each rank.
+        rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
+        sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
+        level: of optimizer sharding; weights of 1 KB and more are sharded.
+        stages, micro_batches, schedule, chunks: of a pipeline; without stages, the number
+            of micro-batches of a step.
+    """
+
+    data: int = 1
+    model: int = 1
+    ranks: int = 1
+    devices: int = 1
+    rows: bool = False
+    sequence: bool = False
+    level: int = 0
+    stages: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    @property
+    def name(self):
+        """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
+        axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
+        schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
+        axes += f"pp{self.stages}" * (self.stages > 1)
+        axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
+        axes += f"-{schedule}" * (self.stages > 1)
+        options = "+rows" * self.rows + "+sp" * self.sequence
+        options += f"+shard{self.level}" * (self.level > 0)
+        return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
+
+    @property
+    def num_blocks(self):
+        """The number of blocks of the networks that are trained in a pipeline."""
+        return max(4, self.stages * self.chunks)
+
+    @property
+    def joins_ranks(self):
+        """Whether a mesh has devices of several ranks."""
+        return self.model > self.devices
+
+    def start(self):
+        """Join the job under this layout."""
+        import dtransformer  # the tables are read without it
+
+        config = dtransformer.TransformerOpParallelConfig(
+            data_parallel=self.data,
+            model_parallel=self.model,
+            vocab_emb_dp=not self.rows,
+            sequence_parallel=self.sequence,
+            optimizer_shard=self.level,
+            parallel_optimizer_threshold=1,
+            pipeline_stage=self.stages,
+            micro_batch_num=self.micro_batches,
+            pipeline_schedule=self.schedule,
+            pipeline_chunks=self.chunks,
+        )
+        dtransformer.init(config, local_devices=self.devices)
+
+
+ALONE = Layout()
+_NAME = re.compile(
+    r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
+    r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|[a-z_]+)(?P<chunks>\d+)?)?"
+    r"@(?P<ranks>\d+)x(?P<devices>\d+)"
+    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+shard(?P<level>\d))?"
+)
+
+
+def layout_of(name):
+    """Return the `Layout` of a name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"no layout has the name {name!r}; one is 'dp2mp2@2x2+rows+sp'")
+    fields = {field: value for field, value in match.groupdict().items() if value}
+    return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(k, v) for k, v in fields.items()})
+
+
+_WORDS = {"rows": True, "sequence": True}
+
+# data, model, ranks, devices of each rank
+_GRIDS = (
+    *[(2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 4), (1, 4, 1, 4)],
+    *[(8, 1, 1, 8), (4, 2, 1, 8), (2, 4, 1, 8), (1, 8, 1, 8)],
+    *[(2, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 2), (1, 4, 2, 2)],
+    *[(4, 1, 4, 1), (2, 2, 4, 1), (1, 4, 4, 1)],
+)
+_OPTIONS = tuple(itertools.product((False, True), repeat=2))
+DIVIDED = tuple(
+    Layout(*grid, *options) for grid in _GRIDS for options in _OPTIONS[: None if grid[1] > 1 else 1]
+)
+
+_SHARDED_GRIDS = (2, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 2), (4, 2, 4, 2)
+SHARDED = tuple(Layout(*grid, level=level) for grid in _SHARDED_GRIDS for level in (1, 2, 3))
+
+# stages, micro-batches
+_PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
+_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+# With the other ways to divide the work: ranks, devices of each, and what else there is.
+_PIPELINES_OF_MORE = (
+    (2, 2, {"model": 2}),
+    (4, 1, {"model": 2}),
+    (4, 1, {"model": 2, "rows": True, "sequence": True}),
+    (4, 2, {"model": 2, "data": 2}),
+    (2, 2, {"model": 2, "schedule": "interleaved", "chunks": 2}),
+    (4, 1, {"data": 2}),
+    (4, 1, {"data": 2, "level": 1}),
+    (4, 1, {"data": 2, "level": 2}),
+    (4, 2, {"data": 2, "model": 2, "level": 2}),
+    (2, 2, {"data": 2}),
+)
+PIPELINES = (
+    *(
+        Layout(
+            ranks=stages,
+            stages=stages,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            chunks=chunks,
+        )
+        for schedule, chunks in _SCHEDULES.items()
+        for stages, micro_batches in _PIPELINES
+    ),
+    *(
+        Layout(ranks=ranks, devices=devices, stages=2, micro_batches=2, **others)
+        for ranks, devices, others in _PIPELINES_OF_MORE
+    ),
+)
+
+# What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
+LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES)}

@@ -1,0 +1,114 @@
+"""Small networks and their optimizers, which are trained alike under every layout."""
+
+import keras
+
+from dtransformer.models import CausalLM, TranslationTransformer
+
+VOCAB_SIZE = 60
+_UNDIVIDED = 61  # a vocabulary that no axis divides
+# Adam divides by the size of a gradient, even if that is rounding noise: docs/parity.md.
+EPSILON = 1e-6
+_SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64}
+
+
+def translation_model(vocab_size=VOCAB_SIZE, **options):
+    """Return an encoder-decoder of one block each, without dropout, or as the options say."""
+    return TranslationTransformer(
+        vocab_size,
+        **{
+            "hidden_size": 16,
+            "num_heads": 2,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "dropout_rate": 0.0,
+            **options,
+        },
+    )
+
+
+def untied(epsilon, **options):
+    """Two vocabularies and a head with a bias; blocks that normalize first."""
+    model = translation_model(_UNDIVIDED, target_vocab_size=59, head_bias=True, **_SIZES, **options)
+    return model, keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon)
+
+
+def tied(epsilon, **options):
+    """One table for source, target and head; blocks that normalize last; clipping."""
+    model = translation_model(
+        _UNDIVIDED,
+        shared_embeddings=True,
+        tied_head=True,
+        positions="learned",
+        post_layernorm_residual=True,
+        **_SIZES,
+        **options,
+    )
+    return model, _clipped_adamw(epsilon)
+
+
+def adamw(epsilon, **options):
+    """As `untied`; clipped by the norm of all gradients, and some weights do not decay."""
+    return _without_decay(_clipped_adamw(epsilon), **options)
+
+
+def sgd(_, **options):
+    """As `adamw`, with momentum; each gradient is clipped by its own norm."""
+    optimizer = keras.optimizers.SGD(0.03, momentum=0.9, weight_decay=0.01, clipnorm=0.2)
+    return _without_decay(optimizer, **options)
+
+
+def lion(_, **options):
+    """As `adamw`; moves every element alike."""
+    optimizer = keras.optimizers.Lion(3e-4, weight_decay=0.1, global_clipnorm=0.5)
+    return _without_decay(optimizer, **options)
+
+
+def deep_dropout(epsilon, **options):
+    """As `tied`, with dropout: its masks depend on the number of micro-batches."""
+    return tied(epsilon, dropout_rate=0.1, **options)
+
+
+def deep_causal(epsilon, encoder_layers, decoder_layers):
+    """A language model, tied."""
+    num_layers = encoder_layers + decoder_layers
+    model = CausalLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
+    return model, _clipped_adamw(epsilon)
+
+
+def _clipped_adamw(epsilon):
+    return keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
+
+
+def _without_decay(optimizer, **options):
+    model, _ = untied(EPSILON, **options)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    return model, optimizer
+
+
+# Those for pipelines have more blocks.
+DEEP_NETWORKS = {
+    "deep": adamw,
+    "deep_tied": tied,
+    "deep_dropout": deep_dropout,
+    "deep_causal": deep_causal,
+}
+NETWORKS = {
+    "untied": untied,
+    "tied": tied,
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    **DEEP_NETWORKS,
+}
+
+
+def make(network, epsilon=EPSILON, num_blocks=4):
+    """Return a network and its optimizer.
+
+    Args:
+        network: its name.
+        epsilon: AdamW's.
+        num_blocks: of the networks for pipelines.
+    """
+    blocks = {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks - num_blocks // 2}
+    return NETWORKS[network](epsilon, **(blocks if network in DEEP_NETWORKS else {}))

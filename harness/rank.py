@@ -1,0 +1,83 @@
+"""Runs tasks on this rank and writes what they give: the program that is launched.
+
+    horovodrun -np 2 python -m harness.rank FOLDER TASK/LAYOUT ...
+
+A task that raises is the end of its run, not of the others; the traceback is written instead
+of results. One that does not end prints where all threads are, and the rank ends.
+"""
+
+import argparse
+import faulthandler
+import gc
+import importlib
+import inspect
+import os
+import resource
+import sys
+import traceback
+
+import keras
+
+import dtransformer
+from harness import training
+from harness.networks import EPSILON
+from harness.runs import SECONDS_OF_A_RUN, Run
+
+RANK = int(os.environ.get("HOROVOD_RANK", "0"))
+
+
+def task_of(name):
+    """Return the function of a task's name."""
+    if ":" not in name:
+        return training.task_of(name)
+    module, _, name = name.partition(":")
+    return importlib.import_module(module).TASKS[name]
+
+
+def do(run, **options):
+    """Start the layout and do the task; return its results, a dict.
+
+    Args:
+        run: a `Run`.
+        **options: arguments for a task that takes them: `folder`, `layout` and others.
+    """
+    task = task_of(run.task)
+    dtransformer.set_seed(0)
+    keras.config.set_dtype_policy("float32")
+    run.layout.start()
+    taken = inspect.signature(task).parameters
+    options["layout"] = run.layout
+    return task(**{name: value for name, value in options.items() if name in taken}) or {}
+
+
+def cpu_seconds():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("runs", nargs="+", type=Run.of, metavar="TASK/LAYOUT")
+    parser.add_argument("--steps", type=int, default=training.STEPS)
+    parser.add_argument("--epsilon", type=float, default=EPSILON)
+    parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
+    arguments = parser.parse_args()
+    options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
+    for run in arguments.runs:
+        faulthandler.dump_traceback_later(arguments.seconds, exit=True)
+        begin = cpu_seconds()
+        try:
+            run.write(arguments.folder, RANK, do(run, **options))
+        except Exception:  # the same on all ranks, as a rule: the next run can begin
+            text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
+            print(text, file=sys.stderr, flush=True)
+            run.error_file(arguments.folder, RANK).write_text(text)
+        keras.backend.clear_session()
+        gc.collect()
+        print(f"{run.name}: {cpu_seconds() - begin:.1f} s of CPU", file=sys.stderr, flush=True)
+    dtransformer.shutdown()  # waits for ranks that are still reading
+
+
+if __name__ == "__main__":
+    main()

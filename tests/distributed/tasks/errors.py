@@ -1,0 +1,113 @@
+"""What has to end in an error on every rank; tasks give the messages by what was wrong."""
+
+import pathlib
+
+import numpy as np
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.parallel import job
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.checkpoint import writer
+from harness.networks import translation_model
+from harness.tasks import global_batches, share
+
+
+def messages_of(*actions):
+    """Return what each action says, by its name."""
+    found = {}
+    for action in actions:
+        try:
+            action()
+        except ValueError as error:
+            found[action.__name__] = str(error)
+    return found
+
+
+def starts():
+    """Start wrongly, and train on different numbers of batches."""
+
+    def different_configs():
+        groups = 4 + job.rank()
+        config = dtransformer.TransformerOpParallelConfig(gradient_aggregation_group=groups)
+        dtransformer.init(config)
+
+    def different_seeds():
+        dtransformer.init(seed=job.rank())
+
+    def wrong_product():
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(data_parallel=3))
+
+    def different_numbers_of_batches():
+        trainer = Trainer(translation_model())
+        trainer.compile()
+        batches = share(global_batches(2 + job.rank()))
+        number = tf.data.experimental.assert_cardinality(2 + job.rank())
+        trainer.fit(batches.apply(number), verbose=0)
+
+    return messages_of(
+        different_configs, different_seeds, wrong_product, different_numbers_of_batches
+    )
+
+
+def batches():
+    """Give ranks of one mesh batches of different shapes."""
+
+    def different_shapes():
+        trainer = Trainer(translation_model())
+        trainer.compile("adam", CrossEntropyLoss(ignore_id=0))
+        ids = np.full((16, 8 + 8 * job.rank()), 5, "int32")
+        trainer.fit({"source": ids, "target": ids}, ids, batch_size=16, verbose=0)
+
+    return messages_of(different_shapes)
+
+
+def checkpoints(folder):
+    """Harm a checkpoint in ways that leave it as it is in the end."""
+    folder = pathlib.Path(folder) / "wrong-checkpoints"
+    trainer = Trainer(translation_model())
+    trainer.compile("adam")
+    trainer.save(folder / "good")
+    write = writer.write_shards
+
+    def file_that_cannot_be_written():
+        def fail(save):
+            if job.rank() == 1:
+                raise OSError("no space is left")
+            return write(save)
+
+        writer.write_shards = fail
+        try:
+            trainer.save(folder / "good")
+        finally:
+            writer.write_shards = write
+
+    def folder_that_cannot_be_made():
+        trainer.save(folder / "good" / "checkpoint.json" / "one")
+
+    def lost_file():
+        file = folder / "good" / "state.data-00001-of-00002"
+        if job.is_chief():
+            file.rename(folder / "lost")
+        job.barrier()
+        try:
+            trainer.restore(folder / "good")
+        finally:
+            job.barrier()
+            if job.is_chief():
+                (folder / "lost").rename(file)
+            job.barrier()
+
+    def other_network():
+        other = Trainer(translation_model(hidden_size=32))
+        other.compile("adam")
+        other.restore(folder / "good")
+
+    found = messages_of(
+        file_that_cannot_be_written, folder_that_cannot_be_made, lost_file, other_network
+    )
+    return found | {"restored in the end": trainer.restore(folder / "good").step}
+
+
+TASKS = {task.__name__: task for task in (starts, batches, checkpoints)}

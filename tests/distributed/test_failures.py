@@ -1,0 +1,34 @@
+"""Promise: a rank that fails ends the job, with its name, instead of a hang."""
+
+import pytest
+
+from harness.launch import launch, tail
+from tests.shared_runs import needs_horovod
+
+# How the last rank fails, what the ranks are together -> what the output says.
+FAILURES = {
+    ("kill", "model"): ["Process name: 1", "Exit code: 137"],
+    ("raise", "model"): ["this rank has had enough", "Process name: 1"],
+    ("midst", "stage"): ["this rank has had enough", "Process name: 1"],
+    ("save", "data"): ["Process name: 1", "Exit code: 137"],
+    # Horovod tells of these ranks as it does of those above.
+    ("kill", "data"): ["Process name: 1", "Exit code: 137"],
+    ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
+}
+LONG = [("kill", "data"), ("kill", "stage")]
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    "how, axis",
+    [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in FAILURES],
+)
+def test_a_rank_that_fails_ends_the_job(how, axis):
+    """Within the time of a start, five steps and a minute."""
+    done = launch(2, ["-m", "tests.distributed.failing", how, axis], timeout=180)
+    output = tail(done.stdout, done.stderr, 20000)
+    assert done.returncode != 0
+    assert "step 5" in output, output
+    assert "step 7" not in output
+    for words in FAILURES[how, axis]:
+        assert words in output, output

@@ -1,0 +1,116 @@
+"""Promise: a job gives the numbers of one process, whatever its layout."""
+
+import numpy as np
+import pytest
+
+from dtransformer.trainers import Trainer
+from harness.compare import assert_same, differences, weights
+from harness.networks import make
+from harness.runs import Run
+from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
+from harness.training import STEPS, USED, weights_file
+from tests.shared_runs import each
+
+# More layouts: python benchmarks/parity.py, with --layouts '*+shard?' and '*pp*'
+QUICK = """
+    untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp        untied/dp8@1x8
+    tied.used/mp2@2x1+rows+sp       tied/mp4@2x2+rows         untied/dp2mp2@2x2+sp
+    tied/dp2mp2@4x1+rows+sp
+
+    adamw/dp2@2x1+shard1            adamw/dp2@2x1+shard2      adamw/dp2@2x1+shard3
+    tied.used/dp2@2x1+shard3        sgd/dp2mp2@2x2+shard3     adamw/dp4@4x1+shard3
+
+    deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
+    deep_tied.used/mp2pp2m2-1f1b@2x2                          deep_tied/dp2pp2m2-1f1b@4x1+shard2
+    deep/mp2pp2m2-1f1b@4x1+rows+sp
+""".split()
+LONG = """
+    tied/mp2@1x2  untied/mp8@1x8+rows  untied/mp2@2x1  tied/dp4@4x1  untied/dp2mp2@4x1+rows
+    sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
+    deep_dropout/pp4m4-1f1b@4x1
+""".split()
+RUNS = [*QUICK, *LONG]
+USED_RUNS = [run for run in RUNS if USED in run]
+NETWORKS_USED = {Run.of(run).task.removesuffix(USED) for run in USED_RUNS}
+
+
+def network_of(run):
+    return Run.of(run).task.removesuffix(USED)
+
+
+def alone(run):
+    """Return the run of the same network in one process."""
+    network, layout = network_of(run), Run.of(run).layout
+    if network == "deep_dropout":  # its masks depend on the micro-batches
+        return f"{network}/m{layout.micro_batches}@1x1"
+    return f"{network}{USED * (network in NETWORKS_USED)}/alone@1x1"
+
+
+def together(ranks, kind):
+    """Return the weights that the ranks have, by path."""
+    have = [weights(results, kind) for results in reversed(ranks)]
+    return {path: weight for own in have for path, weight in own.items()}
+
+
+each_run = each(RUNS, LONG, lambda run: [alone(run)])
+each_used = each(USED_RUNS, LONG, lambda run: [alone(run)])
+
+
+@each_run
+def test_losses_and_weights_are_those_of_one_process(run, ranks_of):
+    ranks, (expected,) = ranks_of(run), ranks_of(alone(run))
+    assert len(set(expected["losses"])) == STEPS
+    assert together(ranks, "final").keys() == weights(expected, "final").keys()
+    found = {name: value for rank in reversed(ranks) for name, value in rank.items()}
+    found = differences(found, expected, network_of(run))
+    assert found["loss"] <= PARITY_LOSS
+    assert found["weights"] <= PARITY_WEIGHTS, found["where"]
+
+
+@each_run
+def test_initial_weights_do_not_depend_on_the_layout(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    assert_same(together(ranks_of(run), "initial"), weights(expected, "initial"))
+
+
+@each([run for run in RUNS if Run.of(run).layout.ranks > 1], LONG)
+def test_ranks_agree_to_the_last_bit(run, ranks_of):
+    ranks = ranks_of(run)
+    common = together(ranks, "final")
+    for rank in ranks:
+        np.testing.assert_array_equal(rank["losses"], ranks[0]["losses"])
+        for path, weight in weights(rank, "final").items():
+            np.testing.assert_array_equal(weight, common[path], err_msg=path)
+
+
+@each_used
+def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+
+
+@each_used
+@pytest.mark.parametrize("search", ["greedy", "beam"])
+def test_translations_are_those_of_one_process(run, search, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    for rank in ranks_of(run):
+        np.testing.assert_array_equal(rank[search], expected[search])
+
+
+@each_used
+def test_weights_saved_by_the_job_load_in_one_process(run, ranks_of):
+    trained = together(ranks_of(run), "final")
+    model, _ = make(network_of(run))
+    Trainer(model).load_weights(weights_file(ranks_of.folder, network_of(run), Run.of(run).layout))
+    assert_same(trained, {weight.path: weight.numpy() for weight in model.weights})
+
+
+@each_used
+def test_weights_saved_by_one_process_load_in_the_job(run, ranks_of):
+    expected = weights(ranks_of(alone(run))[0], "final")
+    for rank in ranks_of(run):
+        loaded = weights(rank, "loaded")
+        assert loaded.keys() == weights(rank, "final").keys()
+        assert_same(loaded, {path: expected[path] for path in loaded})

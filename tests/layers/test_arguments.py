@@ -1,0 +1,160 @@
+"""Wrong arguments of layers are refused, with what is allowed."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import layers, parallel_config
+from dtransformer.layers import (
+    Dropout,
+    FeedForward,
+    MultiHeadAttention,
+    Transformer,
+    TransformerEncoder,
+    VocabHead,
+)
+from dtransformer.models import TranslationTransformer
+from tests.tolerances import LAYERS, assert_all_close
+
+
+def model_with(**options):
+    sizes = {"source_vocab_size": 11, "hidden_size": 12, "num_heads": 3}
+    return TranslationTransformer(**{**sizes, **options})
+
+
+def encoder_with(**options):
+    sizes = {"num_layers": 1, "hidden_size": 12, "num_heads": 3, "ffn_hidden_size": 7}
+    return TransformerEncoder(**{**sizes, **options})
+
+
+@pytest.mark.parametrize("hidden_act", ["gelus", "", "get", "serialize", "Dense"])
+def test_an_unknown_activation_lists_what_exists(hidden_act):
+    for make in (
+        lambda: FeedForward(12, 7, hidden_act=hidden_act),
+        lambda: encoder_with(hidden_act=hidden_act),
+        lambda: model_with(hidden_act=hidden_act),
+    ):
+        with pytest.raises(ValueError, match=f"'{hidden_act}'") as caught:
+            make()
+        assert all(name in str(caught.value) for name in ("gelu", "relu", "silu", "tanh"))
+
+
+@pytest.mark.parametrize("hidden_act", ["gelu", "relu", "silu", "tanh", tf.sin])
+def test_every_keras_activation_and_any_callable(hidden_act):
+    layer = FeedForward(12, 7, dropout_rate=0.0, hidden_act=hidden_act)
+    x = np.random.default_rng(0).standard_normal((1, 2, 12)).astype("float32")
+    layer(x)
+    activation = hidden_act if callable(hidden_act) else keras.activations.get(hidden_act)
+    inner = activation(x @ layer.mapping_kernel.numpy())
+    expected = np.asarray(inner) @ layer.projection_kernel.numpy()
+    assert_all_close({"output": layer(x)}, {"output": expected}, LAYERS["float32"])
+
+
+@pytest.mark.parametrize("hidden_size, num_heads", [(12, 5), (12, 24), (16, 3)])
+def test_heads_have_to_divide_the_hidden_size(hidden_size, num_heads):
+    for make in (
+        lambda: MultiHeadAttention(hidden_size, num_heads),
+        lambda: encoder_with(hidden_size=hidden_size, num_heads=num_heads),
+        lambda: model_with(hidden_size=hidden_size, num_heads=num_heads),
+    ):
+        with pytest.raises(ValueError, match=f"{num_heads}.*{hidden_size}"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "sizes, model_parallel",
+    [
+        ({"num_heads": 3, "hidden_size": 12}, 2),
+        ({"num_heads": 4, "hidden_size": 12}, 3),
+        ({"num_heads": 4, "hidden_size": 12, "ffn_hidden_size": 7}, 4),
+    ],
+)
+def test_model_parallel_has_to_divide_what_it_cuts(sizes, model_parallel):
+    with parallel_config(model_parallel=model_parallel):
+        with pytest.raises(ValueError) as caught:
+            encoder_with(**{"ffn_hidden_size": 12 * model_parallel, **sizes})
+    message = str(caught.value)
+    assert f"model_parallel={model_parallel}" in message
+    wrong = {name: size for name, size in sizes.items() if size % model_parallel}
+    assert all(f"{name}={size}" in message for name, size in wrong.items())
+
+
+RATES = [
+    (lambda rate: Dropout(rate), "rate"),
+    (lambda rate: FeedForward(12, 7, dropout_rate=rate), "dropout_rate"),
+    (lambda rate: MultiHeadAttention(12, 3, hidden_dropout_rate=rate), "hidden_dropout_rate"),
+    (lambda rate: MultiHeadAttention(12, 3, attention_dropout_rate=rate), "attention_dropout_rate"),
+    (lambda rate: encoder_with(hidden_dropout_rate=rate), "dropout_rate"),
+    (lambda rate: encoder_with(attention_dropout_rate=rate), "attention_dropout_rate"),
+    (lambda rate: model_with(dropout_rate=rate), "dropout_rate"),
+    (lambda rate: model_with(attention_dropout_rate=rate), "attention_dropout_rate"),
+    (lambda rate: model_with(embedding_dropout_rate=rate), "rate"),
+    (lambda rate: layers.CrossEntropyLoss(rate), "label_smoothing"),
+]
+
+
+@pytest.mark.parametrize("make, name", RATES)
+@pytest.mark.parametrize("rate", [1, 1.0, -0.1, 1.5, float("nan")])
+def test_rates_out_of_range(make, name, rate):
+    with pytest.raises(ValueError, match=rf"{name}.*\[0, 1\).*{rate}"):
+        make(rate)
+
+
+@pytest.mark.parametrize("make, name", RATES)
+@pytest.mark.parametrize("rate", ["0.1", True])
+def test_rates_of_a_wrong_type(make, name, rate):
+    with pytest.raises(TypeError, match=f"{name}.*{rate}"):
+        make(rate)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: FeedForward(size, 7),
+        lambda size: FeedForward(12, size),
+        lambda size: MultiHeadAttention(12, size),
+        lambda size: layers.Linear(size),
+        lambda size: layers.VocabEmbedding(size, 12),
+        lambda size: layers.VocabEmbedding(10, size),
+        lambda size: VocabHead(size),
+        lambda size: layers.PositionEmbedding(size),
+        lambda size: encoder_with(ffn_hidden_size=size),
+        lambda size: Transformer(1, size, 12, 3, 7),
+        lambda size: model_with(source_vocab_size=size),
+        lambda size: model_with(hidden_size=size),
+        lambda size: model_with(decoder_layers=size),
+        lambda size: model_with(max_source_length=size),
+    ],
+)
+def test_sizes_are_positive_ints(make):
+    for size in (0, -2):
+        with pytest.raises(ValueError, match=f"at least 1, got {size}"):
+            make(size)
+    for size in (2.0, "2", True):
+        with pytest.raises(TypeError, match=f"must be an int, got {size!r}"):
+            make(size)
+
+
+@pytest.mark.parametrize("encoder_layers", [-1, 1.5, "2"])
+def test_the_number_of_encoder_layers(encoder_layers):
+    for make in (
+        lambda: Transformer(encoder_layers, 1, 12, 3, 7),
+        lambda: model_with(encoder_layers=encoder_layers),
+    ):
+        with pytest.raises((TypeError, ValueError), match="layers"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: layers.Linear(4, parallel="rows"), "'column', 'row' or None, got 'rows'"),
+        (lambda: layers.PositionEmbedding(4, kind="rotary"), "'learned' or 'sinusoidal'"),
+        (lambda: model_with(positions="rotary"), "'learned' or 'sinusoidal'"),
+        (lambda: model_with(target_vocab_size=9, shared_embeddings=True), "11.*9"),
+    ],
+)
+def test_wrong_choices(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,195 @@
+"""A layer or model is made again from its config."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import layers
+from dtransformer.layers import (
+    FeedForward,
+    Transformer,
+    TransformerEncoder,
+)
+from dtransformer.models import TranslationTransformer
+from tests.layers.test_weights import by_path
+
+LAYER_OPTIONS = {
+    "AttentionMask": ({}, [(2, 4)]),
+    "CrossEntropyLoss": ({"label_smoothing": 0.1, "ignore_id": 3, "vocab_size": 9}, None),
+    "Dropout": ({"rate": 0.25}, [(2, 4)]),
+    "FeedForward": (
+        {
+            "hidden_size": 12,
+            "ffn_hidden_size": 7,
+            "dropout_rate": 0.2,
+            "hidden_act": "relu",
+            "kernel_initializer": "he_normal",
+        },
+        [(2, 4, 12)],
+    ),
+    "LayerNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
+    "Linear": (
+        {"units": 5, "use_bias": False, "parallel": "row", "kernel_initializer": "ones"},
+        [(2, 12)],
+    ),
+    "MultiHeadAttention": (
+        {
+            "hidden_size": 12,
+            "num_heads": 3,
+            "hidden_dropout_rate": 0.2,
+            "attention_dropout_rate": 0.3,
+            "softmax_compute_type": "float64",
+            "kernel_initializer": "he_normal",
+        },
+        [(2, 4, 12)] * 3,
+    ),
+    "PositionEmbedding": (
+        {"max_length": 6, "kind": "learned", "initializer": "he_normal"},
+        [(2, 4, 12)],
+    ),
+    "RMSNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
+    "VocabEmbedding": (
+        {"vocab_size": 10, "embedding_size": 12, "initializer": "he_normal"},
+        [(2, 4)],
+    ),
+    "VocabHead": (
+        {"vocab_size": 10, "use_bias": True, "tied": False, "kernel_initializer": "he_normal"},
+        [(2, 4, 12)],
+    ),
+}
+BLOCK_OPTIONS = {
+    "hidden_size": 12,
+    "num_heads": 3,
+    "ffn_hidden_size": 7,
+    "attention_dropout_rate": 0.3,
+    "hidden_dropout_rate": 0.2,
+    "hidden_act": "relu",
+    "post_layernorm_residual": True,
+    "layernorm_compute_type": "float64",
+    "softmax_compute_type": "float64",
+}
+X, IDS = (2, 4, 12), (2, 4)
+LAYER_OPTIONS |= {
+    "TransformerEncoderLayer": (BLOCK_OPTIONS, [X]),
+    "TransformerDecoderLayer": (BLOCK_OPTIONS, [X, (2, 4, 4), X]),
+    "TransformerEncoder": (
+        {"num_layers": 2, "offset": 1, "network_layers": 5, **BLOCK_OPTIONS},
+        [X],
+    ),
+    "TransformerDecoder": (
+        {"num_layers": 2, "offset": 1, "network_layers": 5, **BLOCK_OPTIONS},
+        [X, (2, 4, 4), X],
+    ),
+    "Transformer": (
+        {"encoder_layers": 2, "decoder_layers": 1, **BLOCK_OPTIONS},
+        [X, IDS, X, (2, 4, 4)],
+    ),
+}
+PUBLIC = [
+    name
+    for name in layers.__all__
+    if isinstance(getattr(layers, name), type)
+    and name not in ("Layer", "TransformerBlock", "BlockStack")  # bases
+]
+
+
+def run(layer, shapes):
+    rng = np.random.default_rng(0)
+    tensors = [tf.constant(rng.integers(0, 2, shape), layer.compute_dtype) for shape in shapes]
+    return tf.nest.flatten(layer(*tensors))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_layer_is_made_again_from_its_config(name):
+    options, shapes = LAYER_OPTIONS[name]
+    cls = getattr(layers, name)
+    layer = cls(**options, name="the_layer", dtype="mixed_bfloat16")
+    again = cls.from_config(layer.get_config())
+    assert type(again) is cls and again.name == "the_layer"
+    assert again.dtype_policy.name == "mixed_bfloat16"
+    config = again.get_config()
+    assert config == layer.get_config()
+    for option, value in options.items():
+        assert config[option] == value, option
+    # Keras' own way, through JSON, as a saved model goes.
+    stored = keras.saving.serialize_keras_object(layer)
+    revived = keras.saving.deserialize_keras_object(stored)
+    assert type(revived) is cls and revived.get_config() == layer.get_config()
+    if shapes is None:
+        return
+    outputs = run(layer, shapes)
+    for other in (again, revived):
+        for expected, actual in zip(outputs, run(other, shapes), strict=True):
+            np.testing.assert_array_equal(tf.cast(actual, "float64"), tf.cast(expected, "float64"))
+        assert by_path(other).keys() == by_path(layer).keys()
+
+
+@keras.saving.register_keras_serializable("tests")
+def half(x):
+    return 0.5 * x
+
+
+@pytest.mark.parametrize(
+    "make, shapes",
+    [
+        (lambda: FeedForward(12, 7, hidden_act=half, name="it"), [X]),
+        (lambda: TransformerEncoder(1, 12, 3, 7, hidden_act=half, name="it"), [X]),
+        (lambda: Transformer(1, 1, 12, 3, 7, hidden_act=half, name="it"), [X, IDS, X, (2, 4, 4)]),
+    ],
+    ids=["FeedForward", "TransformerEncoder", "Transformer"],
+)
+def test_an_activation_of_the_users_own_survives_the_config(make, shapes):
+    layer = make()
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+    for expected, actual in zip(run(layer, shapes), run(again, shapes), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_model_is_made_again_from_its_config():
+    options = {
+        "source_vocab_size": 11,
+        "target_vocab_size": 9,
+        "hidden_size": 12,
+        "num_heads": 3,
+        "ffn_hidden_size": 7,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "dropout_rate": 0.2,
+        "attention_dropout_rate": 0.3,
+        "embedding_dropout_rate": 0.4,
+        "hidden_act": "gelu",
+        "positions": "learned",
+        "max_source_length": 8,
+        "max_target_length": 7,
+        "shared_embeddings": False,
+        "tied_head": True,
+        "head_bias": True,
+        "post_layernorm_residual": True,
+        "pad_id": 1,
+        "start_id": 0,
+        "end_id": 2,
+    }
+    model = TranslationTransformer(**options, dtype="mixed_bfloat16")
+    stored = keras.saving.serialize_keras_object(model)
+    again = keras.saving.deserialize_keras_object(stored)
+    assert type(again) is TranslationTransformer
+    for made in (again, TranslationTransformer.from_config(model.get_config())):
+        assert made.get_config() == model.get_config()
+        assert {option: made.get_config()[option] for option in options} == options
+        assert made.dtype_policy.name == "mixed_bfloat16"
+        model.build()
+        made.build()
+        for path, value in by_path(model).items():
+            np.testing.assert_array_equal(by_path(made)[path], value, path)
+
+
+def test_a_zero_stays_a_zero():
+    """Rates that are 0 are given, not left out."""
+    model = TranslationTransformer(
+        11, attention_dropout_rate=0.0, embedding_dropout_rate=0, dropout_rate=0.3
+    )
+    assert model.get_config()["attention_dropout_rate"] == 0.0
+    assert model.get_config()["embedding_dropout_rate"] == 0.0
+    assert model.source_dropout.rate == 0.0
+    assert model.transformer.encoder.blocks[0].attention.attention_dropout.rate == 0.0

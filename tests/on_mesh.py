@@ -1,0 +1,105 @@
+"""Tests whose body runs in a process with a mesh of four devices, and what they train there."""
+
+import functools
+
+import keras
+import numpy as np
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.trainers import Trainer
+from harness.networks import translation_model
+from tests.shared_runs import on_ranks
+
+ROWS, SOURCE_LENGTH, TARGET_LENGTH, HIDDEN, VOCAB_SIZE = 8, 12, 16, 32, 62
+# Elements of the residual streams.
+SOURCE, TARGET = ROWS * SOURCE_LENGTH * HIDDEN, ROWS * TARGET_LENGTH * HIDDEN
+
+
+def on_mesh(function):
+    """Make a test of a function that is run outside of a job, and may `start` meshes."""
+
+    @functools.wraps(function)
+    def body():
+        stop()
+        function()
+        stop()
+
+    return on_ranks("mp4@1x4")(body)
+
+
+def start(devices=4, **fields):
+    fields = {"model_parallel": 4, **fields}
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields), local_devices=devices)
+
+
+def stop():
+    dtransformer.shutdown()
+    dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
+    dtransformer.set_seed(0)
+
+
+def network(**options):
+    model = translation_model(
+        VOCAB_SIZE,
+        **{
+            "hidden_size": HIDDEN,
+            "num_heads": 4,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            **options,
+        },
+    )
+    model.build()
+    return model
+
+
+def batch(rows=ROWS, s=SOURCE_LENGTH, t=TARGET_LENGTH):
+    rng = np.random.default_rng(0)
+    source, target, labels = (rng.integers(4, VOCAB_SIZE, (rows, n), "int32") for n in (s, t, t))
+    return {"source": source, "target": target}, labels
+
+
+def trainer_of(model, optimizer=None, **options):
+    trainer = Trainer(model)
+    loss = CrossEntropyLoss(0.1, ignore_id=0)
+    trainer.compile(optimizer or keras.optimizers.AdamW(1e-2), loss, **options)
+    return trainer
+
+
+def losses(trainer, steps=3, **shape):
+    return [
+        float(trainer.train_on_batch(*batch(**shape), return_dict=True)["step_loss"])
+        for _ in range(steps)
+    ]
+
+
+@functools.cache
+def losses_alone():
+    """The losses of a network without a mesh; ask before one is started."""
+    return losses(trainer_of(network()))
+
+
+def report_after_a_step(model_options=None, **fields):
+    start(**fields)
+    trainer = trainer_of(network(**(model_options or {})))
+    losses(trainer, steps=1)
+    return trainer.communication_report()
+
+
+def sent_by(report, layer):
+    """The layer's collectives as a sorted list of (pass, kind, elements)."""
+    return sorted(
+        ("backward" if c.backward else "forward", c.kind, c.elements)
+        for c in report.of_layer(layer)
+    )
+
+
+def raises(error, words, function):
+    try:
+        function()
+    except error as caught:
+        for word in words:
+            assert word in str(caught), f"{word!r} is not in: {caught}"
+    else:
+        raise AssertionError(f"no {error.__name__} with {words}")

@@ -1,0 +1,63 @@
+"""Promise: a variable on a mesh is one tensor, of which a device holds its shard."""
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import layers
+from dtransformer.parallel.dtensor.batch import put_sharded
+from dtransformer.parallel.sharded_variable import own_shards
+from tests.on_mesh import (
+    HIDDEN,
+    network,
+    on_mesh,
+    raises,
+    start,
+    stop,
+    trainer_of,
+)
+
+
+@on_mesh
+def test_a_device_holds_its_shards_only():
+    start(vocab_emb_dp=False)
+    model = network()
+    plan = trainer_of(model).plan()
+    for row, variable in zip(plan.rows, model.variables):
+        for shard in variable.shards:
+            assert shard.numpy().nbytes == row.bytes_per_device, row
+        assert len(variable.shards) == row.num_shards
+    cut = sum(v.numpy().nbytes for v in model.variables if any(v.specs))
+    kept_whole = sum(v.numpy().nbytes for v in model.variables if not any(v.specs))
+    assert plan.bytes_per_device == cut / 4 + kept_whole
+    table = next(row for row in plan.rows if row.path.endswith("source_embedding/table"))
+    assert table.shape == (64, HIDDEN) and table.sharded_over == ("model", None)
+    assert f"{plan.bytes_per_device:,} in all" in str(plan)
+
+
+@on_mesh
+def test_first_weights_depend_on_seed_and_name_only():
+    alone = {v.path: v.numpy() for v in network().variables}
+    for fields in ({}, {"vocab_emb_dp": False}, {"model_parallel": 2}):
+        start(**fields)
+        for v in network().variables:
+            true = tuple(slice(size) for size in alone[v.path].shape)
+            np.testing.assert_array_equal(v.numpy()[true], alone[v.path], v.path)
+        stop()
+
+
+@on_mesh
+def test_a_variable_on_the_mesh_is_read_and_set_as_a_whole():
+    start()
+    layer = layers.FeedForward(HIDDEN, 4 * HIDDEN)
+    layer.build((None, None, HIDDEN))
+    kernel = layer.mapping_kernel
+    assert kernel.shape == (HIDDEN, 4 * HIDDEN) and len(kernel.shards) == 4
+    assert kernel.shards[0].shape == (HIDDEN, HIDDEN)
+    value = np.random.default_rng(0).normal(size=kernel.shape).astype("float32")
+    kernel.assign(value)
+    np.testing.assert_array_equal(kernel.numpy(), value)
+    np.testing.assert_array_equal(np.asarray(kernel), value)
+    np.testing.assert_array_equal(kernel.shards[2].numpy(), value[:, 2 * HIDDEN : 3 * HIDDEN])
+    assert own_shards([kernel]) == kernel.shards
+    put_sharded(value)
+    raises(RuntimeError, ["through its Trainer"], tf.function(lambda: kernel.value + 0))

@@ -1,0 +1,63 @@
+"""Promise: on a mesh layers send what the theory says, and reports show it."""
+
+from tests.on_mesh import (
+    HIDDEN,
+    ROWS,
+    SOURCE,
+    TARGET,
+    TARGET_LENGTH,
+    on_mesh,
+    report_after_a_step,
+    sent_by,
+)
+
+
+@on_mesh
+def test_blocks_send_what_the_theory_says():
+    report = report_after_a_step({"encoder_layers": 2, "decoder_layers": 2})
+    for number in range(2):
+        for stack, parts, entries in (("encoder", 2, SOURCE), ("decoder", 3, TARGET)):
+            block = f"{stack}/block_{number}"
+            assert sent_by(report, block) == [
+                *[("backward", "all-reduce", entries)] * parts,
+                *[("forward", "all-reduce", entries)] * parts,
+            ]
+            assert report.formula[block] == report.summed_elements(block) == 2 * parts * entries
+    # The gradient of the memory is added up over the decoder's blocks, and sent once.
+    assert [c.elements for c in report.of_layer("AddN")] == [SOURCE]
+    expected = {"loss", "accuracy", "head", "encoder", "decoder", "AddN"}
+    assert {c.layer.split("/")[0] for c in report.collectives} == expected
+    for part in ("loss", "accuracy"):
+        assert report.of_layer(part)
+        assert all(c.elements == ROWS * TARGET_LENGTH for c in report.of_layer(part)), part
+    assert sent_by(report, "head") == [("backward", "all-reduce", TARGET)]
+    assert {(c.over, c.group_size) for c in report.collectives} == {("model", 4)}
+    sent = sum(c.bytes_sent for c in report.of_layer("encoder/block_0"))
+    assert sent == 4 * SOURCE * 4 * 2 * 3 // 4, "a ring of four sends 2·3/4 of each"
+    assert "encoder/block_0/attention" in str(report) and "by the theory" in str(report)
+
+
+@on_mesh
+def test_under_sequence_parallelism_no_large_all_reduce_is_left():
+    report = report_after_a_step(sequence_parallel=True, vocab_emb_dp=False)
+    large = [
+        c
+        for c in report.collectives
+        if c.sent_as == "all-reduce" and c.elements > ROWS * TARGET_LENGTH
+    ]
+    assert not large, large
+    kinds = [entry[:2] for entry in sent_by(report, "encoder/block_0")]
+    assert kinds.count(("forward", "all-to-all")) == 4, "to gather and to scatter, twice"
+    assert kinds.count(("backward", "all-to-all")) == 4
+    # The norms' gains and offsets, and the biases after the sums: vectors of h.
+    small = [entry for entry in sent_by(report, "encoder/block_0") if entry[1] == "all-reduce"]
+    assert {entry[2] for entry in small} == {HIDDEN}
+    volume = report.summed_elements("encoder/block_0") - sum(entry[2] for entry in small)
+    assert volume == 4 * SOURCE, "as many bytes as all-reduces"
+
+
+@on_mesh
+def test_a_table_sharded_by_rows_sends_one_sum_a_look_up():
+    report = report_after_a_step(vocab_emb_dp=False)
+    assert sent_by(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
+    assert sent_by(report, "target_embedding") == [("forward", "all-reduce", TARGET)]

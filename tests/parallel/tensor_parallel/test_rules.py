@@ -1,0 +1,100 @@
+"""Promise: the rules say what is sharded, and users may change them."""
+
+import numpy as np
+
+import dtransformer
+from dtransformer import layers
+from dtransformer.parallel.dtensor.batch import local_value, put_replicated
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
+from harness.networks import translation_model
+from harness.tolerances import PARITY_LOSS
+from tests.on_mesh import (
+    HIDDEN,
+    VOCAB_SIZE,
+    losses,
+    losses_alone,
+    network,
+    on_mesh,
+    raises,
+    start,
+    stop,
+    trainer_of,
+)
+
+
+@on_mesh
+def test_a_layer_can_be_sharded_by_rules_of_its_own():
+    expected = losses_alone()
+    start()
+    model = translation_model(VOCAB_SIZE, hidden_size=HIDDEN, num_heads=4)
+    block = model.transformer.encoder.blocks[0]
+    block.feed_forward.shard(mlp=None)
+    model.build()
+    trainer = trainer_of(model)
+    np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+    assert not any(block.feed_forward.mapping_kernel.specs)
+    assert any(model.transformer.decoder.blocks[0].feed_forward.mapping_kernel.specs)
+    report = trainer.communication_report()
+    assert not report.of_layer("encoder/block_0/feed_forward")
+    assert len(report.of_layer("decoder/block_0/feed_forward")) == 2
+    raises(ValueError, ["before build"], lambda: block.feed_forward.shard(mlp=None))
+    raises(ValueError, ["'mpl'"], lambda: layers.FeedForward(8, 8).shard(mpl=None))
+    raises(ValueError, ["'stage'"], lambda: layers.FeedForward(8, 8).shard(mlp="stage"))
+
+
+@on_mesh
+def test_the_rules_are_the_users():
+    expected = losses_alone()
+    start(parallel_rules={"mlp": None, "vocab": None})
+    model = network()
+    np.testing.assert_allclose(losses(trainer_of(model)), expected, rtol=PARITY_LOSS)
+    cut = {name for v in model.variables for name, axis in zip(v.logical_axes, v.specs) if axis}
+    assert cut == {"heads"}
+
+
+class Doubling(layers.Layer):
+    """Two products with features between them that have a logical axis of their own."""
+
+    def build(self, shape):
+        self.first = self.add_weight((shape[-1], 8), axes=("embed", "states"), name="first")
+        self.second = self.add_weight((8, shape[-1]), axes=("states", "embed"), name="second")
+
+    def call(self, x):
+        (states,) = column_parallel(x, [self.first], ("states",))
+        return row_parallel(2 * states, self.second, ("states",))
+
+
+@on_mesh
+def test_a_layer_with_a_logical_axis_of_its_own():
+    x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype("float32")
+    rules = {"parallel_rules": {"states": "model"}}
+    with dtransformer.parallel_config(**rules):
+        expected = Doubling(name="doubling")(x)
+    start(**rules)
+    layer = Doubling(name="doubling")
+    layer.build(x.shape)
+    assert layer.first.specs == (None, "model") and layer.second.specs == ("model", None)
+    run = MeshFunction(lambda x: relayout(layer(x), (None,) * 3), layer.variables)
+    found = local_value(run(put_replicated(x)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@on_mesh
+def test_wrong_rules_are_refused():
+    start(parallel_rules={"embed": "model"})
+    raises(ValueError, ["query_kernel", "sharded twice", "'model'"], network)
+    stop()
+    start(parallel_rules={"positoin": None})
+    raises(ValueError, ["'positoin'", "no weight"], lambda: losses(trainer_of(network())))
+    stop()
+    start(parallel_rules={"norm": "model", "heads": None})
+    odd = layers.LayerNorm()
+    raises(ValueError, ["gamma", "(30,)", "'norm'", "4 shards"], lambda: odd.build((None, 30)))
+
+
+@on_mesh
+def test_heads_that_are_not_divisible_are_refused():
+    start()
+    raises(ValueError, ["model_parallel=4", "num_heads=2"], lambda: network(num_heads=2))

@@ -1,0 +1,123 @@
+"""Runs that several test files share: ranks are started once for all of them.
+
+A test says which runs it reads with the mark `runs`; the fixture `ranks_of` starts all that the
+chosen tests read, in one launch for each number of ranks, when the first result is asked for.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import sys
+
+import pytest
+
+from harness.launch import HOROVODRUN
+from harness.layouts import ALONE
+from harness.runs import Run, launch_runs
+
+needs_horovod = pytest.mark.skipif(
+    not HOROVODRUN.exists(),
+    reason="Horovod is not installed: dtransformer doctor --install-horovod",
+)
+
+
+def each(runs, long=(), reads=lambda run: ()):
+    """Parametrize a test by `run`.
+
+    Args:
+        runs: list of the runs' names.
+        long: those of them that belong to the long suite.
+        reads: a function of a run's name that returns what is read besides.
+    """
+    return pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(
+                run,
+                marks=[pytest.mark.runs(run, *reads(run)), *[pytest.mark.long] * (run in long)],
+            )
+            for run in runs
+        ],
+    )
+
+
+def on_ranks(layout):
+    """Make a test of a function: every rank of a layout calls it, and none may raise.
+
+    Args:
+        layout: its name.
+    """
+
+    def test_of(function):
+        tasks = vars(sys.modules[function.__module__]).setdefault("TASKS", {})
+        tasks[function.__name__] = function
+        name = f"{function.__module__}:{function.__name__}/{layout}"
+
+        @pytest.mark.runs(name)
+        def test(ranks_of):
+            ranks_of(name)
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+
+    return test_of
+
+
+def read_by(items):
+    """Return the names of all runs that tests read, each once."""
+    marks = [mark for item in items for mark in item.iter_markers("runs")]
+    return list(dict.fromkeys(name for mark in marks for name in mark.args))
+
+
+class SharedRuns:
+    """What the ranks of runs give; the workers of pytest-xdist share it.
+
+    Args:
+        folder: where results are, the same for all workers.
+        names: of all runs.
+    """
+
+    def __init__(self, folder, names):
+        self.folder = pathlib.Path(folder)
+        self._runs = [Run.of(name) for name in names]
+
+    def __call__(self, name):
+        """Return what each rank of a run gives, a list of dicts."""
+        run = Run.of(name)
+        assert run in self._runs, f"mark the test with pytest.mark.runs({name!r})"
+        if run.layout.ranks > 1 and not HOROVODRUN.exists():
+            pytest.skip(needs_horovod.kwargs["reason"])
+        self._launch(ALONE)  # first: other layouts load what one process has saved
+        self._launch(run.layout)
+        if errors := run.errors(self.folder):
+            pytest.fail(errors, pytrace=False)
+        return run.read(self.folder)
+
+    def _launch(self, layout):
+        """Launch all runs that start as a layout does, unless they have ended."""
+        start = _start(layout)
+        runs = [run for run in self._runs if _start(run.layout) == start]
+        with _locked(self.folder / f"{start}.lock"):
+            launch_runs(layout.ranks, runs, self.folder)
+
+
+def _start(layout):
+    """Return a name of the processes that a layout needs."""
+    return "alone" if layout.ranks == layout.devices == 1 else f"{layout.ranks}-ranks"
+
+
+@contextlib.contextmanager
+def _locked(path):
+    """Let one process of several in at a time."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def shared_folder(tmp_path_factory):
+    """Return a folder that is the same for all workers of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs"
+    folder.mkdir(exist_ok=True)
+    return folder

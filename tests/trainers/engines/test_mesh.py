@@ -1,0 +1,188 @@
+"""Promise: training on a mesh gives the numbers of one device, whatever the options."""
+
+import unittest.mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dtransformer
+from dtransformer import TransformerRecomputeConfig, layers
+from dtransformer.trainers import Trainer
+from harness.tolerances import PARITY_LOSS
+from tests.on_mesh import (
+    HIDDEN,
+    ROWS,
+    SOURCE_LENGTH,
+    VOCAB_SIZE,
+    batch,
+    losses,
+    losses_alone,
+    network,
+    on_mesh,
+    raises,
+    sent_by,
+    start,
+    stop,
+    trainer_of,
+)
+
+
+@on_mesh
+def test_dropout_on_the_mesh():
+    start(sequence_parallel=True)
+    one, two = (losses(trainer_of(network(dropout_rate=0.3)), steps=2) for _ in range(2))
+    assert one == two, "the seed decides"
+    dry = losses(trainer_of(network()), steps=1)[0]
+    assert one[0] != dry and abs(one[0] - dry) < 0.5 * dry
+
+
+@on_mesh
+def test_mixed_precision_on_the_mesh():
+    expected = losses(trainer_of(network(dtype="mixed_bfloat16")), steps=2)
+    start()
+    model = network(dtype="mixed_bfloat16")
+    np.testing.assert_allclose(losses(trainer_of(model), steps=2), expected, rtol=1e-2)
+    assert {v.dtype for v in model.variables} == {"float32"}
+
+
+@on_mesh
+def test_an_overflow_skips_the_step_on_every_device():
+    start()
+    model = network(dtype="mixed_float16")
+    trainer = trainer_of(model)
+    losses(trainer, steps=1)
+    trainer.optimizer.dynamic_scale.assign(2.0**60)
+    before = [v.numpy() for v in model.variables]
+    losses(trainer, steps=1)
+    for v, old in zip(model.variables, before):
+        np.testing.assert_array_equal(v.numpy(), old, v.path)
+    assert float(trainer.optimizer.dynamic_scale) == 2.0**59
+
+
+@on_mesh
+def test_optimizers_clip_by_the_norms_of_unsharded_gradients():
+    for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}):
+        optimizer = lambda: keras.optimizers.SGD(0.5, momentum=0.9, **options)
+        expected = losses(trainer_of(network(), optimizer()))
+        start(vocab_emb_dp=False)
+        np.testing.assert_allclose(
+            losses(trainer_of(network(), optimizer())), expected, rtol=PARITY_LOSS, err_msg=options
+        )
+        stop()
+
+
+@on_mesh
+def test_micro_batches_on_the_mesh():
+    expected = losses_alone()
+    start(micro_batch_num=2)
+    trainer = trainer_of(network())
+    np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+    report = trainer.communication_report()
+    # Twice two forward and two backward, of half the rows each.
+    assert len(sent_by(report, "encoder/block_0")) == 8
+    assert report.formula["encoder/block_0"] == 4 * ROWS * SOURCE_LENGTH * HIDDEN
+    stop()
+
+
+@on_mesh
+def test_recompute_on_the_mesh():
+    options = {"dropout_rate": 0.1}
+    start()
+    expected = losses(trainer_of(network(**options)))
+    stop()
+    for config, sums in (
+        (TransformerRecomputeConfig(recompute=True), 5),
+        (TransformerRecomputeConfig(recompute=True, mp_comm_recompute=False), 4),
+        (TransformerRecomputeConfig(recompute=True, recompute_slice_activation=True), 5.5),
+        (TransformerRecomputeConfig(select=("attention", "feed_forward", "norm")), 4),
+    ):
+        start(recompute=config)
+        trainer = trainer_of(network(**options))
+        np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+        report = trainer.communication_report()
+        assert report.formula["encoder/block_0"] == sums * ROWS * SOURCE_LENGTH * HIDDEN
+        assert report.summed_elements("encoder/block_0") == sums * ROWS * SOURCE_LENGTH * HIDDEN
+        stop()
+
+
+@on_mesh
+def test_updates_of_large_networks_are_compiled_on_every_device():
+    decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)
+    for optimizer in (
+        lambda: keras.optimizers.AdamW(decay, weight_decay=0.1),
+        lambda: keras.optimizers.SGD(0.5, momentum=0.9),
+        lambda: keras.optimizers.Nadam(1e-2),  # has a number that all weights share
+    ):
+        expected = losses(trainer_of(network(), optimizer()))
+        start()
+        with unittest.mock.patch("dtransformer.trainers.trainer._LARGE_NETWORK", 0):
+            trainer = trainer_of(network(), optimizer())
+            np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
+        assert int(trainer.optimizer.iterations.numpy()) == 3
+        stop()
+
+
+@on_mesh
+def test_an_optimizer_that_needs_unsharded_weights_is_refused():
+    start()
+    model = network()
+    raises(ValueError, ["Lamb", "AdamW"], lambda: trainer_of(model, keras.optimizers.Lamb()))
+    raises(ValueError, ["run_eagerly"], lambda: trainer_of(model, run_eagerly=True))
+
+
+@on_mesh
+def test_a_trainer_without_init_is_refused():
+    dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig(model_parallel=4))
+    raises(RuntimeError, ["dtransformer.init"], lambda: Trainer(network()))
+    stop()
+
+
+class Classifier(keras.Model):
+    """Plain Keras layers, one of them with a state, around a layer that is cut."""
+
+    def __init__(self):
+        super().__init__(name="classifier")
+        self.embedding = keras.layers.Embedding(VOCAB_SIZE, HIDDEN)
+        self.norm = keras.layers.BatchNormalization()
+        self.sharded = layers.FeedForward(HIDDEN, 4 * HIDDEN, dropout_rate=0.0, name="sharded")
+        self.dense = keras.layers.Dense(VOCAB_SIZE, kernel_regularizer="l2")
+
+    def call(self, inputs, training=False):
+        x = self.norm(self.embedding(inputs["target"]), training=training)
+        return self.dense(self.sharded(x, training=training))
+
+
+@on_mesh
+def test_plain_keras_layers_beside_ours():
+    def run():
+        keras.utils.set_random_seed(1)
+        model = Classifier()
+        trainer = Trainer(model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile(keras.optimizers.SGD(0.1), loss, metrics=["sparse_categorical_accuracy"])
+        inputs, labels = batch()
+        data = tf.data.Dataset.from_tensors((inputs, labels)).repeat(3)
+        history = trainer.fit(data, verbose=0, epochs=2).history
+        moving = [v.numpy() for v in model.norm.non_trainable_variables]
+        return history, moving, trainer.predict(inputs, verbose=0)
+
+    history, moving, outputs = run()
+    start()
+    mesh_history, mesh_moving, mesh_outputs = run()
+    for name in ("loss", "sparse_categorical_accuracy"):
+        np.testing.assert_allclose(mesh_history[name], history[name], rtol=1e-4, err_msg=name)
+    for mesh_value, value in zip(mesh_moving, moving):
+        np.testing.assert_allclose(mesh_value, value, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(mesh_outputs, outputs, rtol=1e-3, atol=1e-4)
+
+
+@on_mesh
+def test_rows_that_the_data_axis_does_not_divide():
+    expected = losses(trainer_of(network()), rows=7)
+    outputs = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
+    start(model_parallel=2)
+    np.testing.assert_allclose(losses(trainer_of(network()), rows=7), expected, rtol=PARITY_LOSS)
+    found = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
+    assert found.shape == outputs.shape
+    np.testing.assert_allclose(found, outputs, atol=1e-4)
