@@ -50,8 +50,13 @@ def prepare(
 
     Example:
 
-    >>> prepare("test-full.tgz", "data")  # doctest: +SKIP
-    (PosixPath('data/wmt14.en_fr.txt'), PosixPath('data/wmt14.fr_en.txt'))
+    >>> from dtransformer.datasets import write_sgm
+    >>> write_sgm("test.en.sgm", ["Good morning ."], "en", "newstest2014")
+    >>> write_sgm("test.fr.sgm", ["Bonjour ."], "fr", "newstest2014")
+    >>> for path in prepare(["test.en.sgm", "test.fr.sgm"], "data"):
+    ...     print(path)
+    data/wmt14.en_fr.txt
+    data/wmt14.fr_en.txt
     """
     files = _source_files(source)
     names = list(files)

@@ -56,7 +56,8 @@ class TranslationTransformer(TokenModel):
 
     Example:
 
-    >>> model = TranslationTransformer(100, hidden_size=16, num_heads=2)
+    >>> model = TranslationTransformer(
+    ...     100, hidden_size=16, num_heads=2, encoder_layers=1, decoder_layers=1)
     >>> source, target = tf.ones((2, 5), "int32"), tf.ones((2, 4), "int32")
     >>> model({"source": source, "target": target}).shape
     TensorShape([2, 4, 100])

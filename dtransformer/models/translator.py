@@ -23,9 +23,14 @@ class Translator:
 
     Example:
 
-    >>> translate = Translator(model, tokenizer, beam_size=4)  # doctest: +SKIP
-    >>> translate(["Good morning."])  # doctest: +SKIP
-    ['Bonjour.']
+    >>> from dtransformer.datasets import SubwordTokenizer
+    >>> from dtransformer.models import TranslationTransformer
+    >>> tokenizer = SubwordTokenizer.train(["Good morning.", "Bonjour."], vocab_size=39)
+    >>> model = TranslationTransformer(
+    ...     39, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1)
+    >>> translate = Translator(model, tokenizer, beam_size=1, max_length=5)
+    >>> len(translate(["Good morning.", ""]))
+    2
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def rules(config: TransformerOpParallelConfig | None = None) -> dict[str, str | 
 
     Example:
 
-    >>> rules(TransformerOpParallelConfig(model_parallel=2))["mlp"]
+    >>> rules(dtransformer.TransformerOpParallelConfig(model_parallel=2))["mlp"]
     'model'
     """
     config = config or get_parallel_config()

@@ -12,13 +12,13 @@ MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 
 
-def is_int(value) -> bool:
+def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def count(name: str, value) -> None:
     """Check a degree of parallelism or another count: an int of at least 1."""
-    if not is_int(value):
+    if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
@@ -32,7 +32,7 @@ def optional_count(name: str, value) -> None:
 
 def seed(name: str, value) -> None:
     """Check a seed: an int of at least 0."""
-    if not is_int(value):
+    if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
@@ -63,7 +63,7 @@ def shard_level(name: str, value) -> None:
     """Check a level of `optimizer_shard`: a bool, or an int from 0 to 3."""
     if isinstance(value, bool):
         return
-    if not is_int(value):
+    if not _is_int(value):
         raise TypeError(
             f"{name} must be False, True (level 1) or a level 0 to 3, "
             f"got {value!r} ({type(value).__name__})"
@@ -174,7 +174,7 @@ def check_supported(config) -> None:
     """
     for name, allowed in _NOT_YET.items():
         value = getattr(config, name)
-        if not any(value is a or value == a and type(value) is type(a) for a in allowed):
+        if not any(value is a or (value == a and type(value) is type(a)) for a in allowed):
             raise NotImplementedError(
                 f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
             )

@@ -1,33 +1,30 @@
 """Tokens per second, FLOP/s, and their share of what the machine can do."""
 
+import functools
 import time
 
 import tensorflow as tf
 
-_peak = None
 
-
+@functools.cache
 def measured_peak(size=1024, seconds=0.3):
     """Return the FLOP/s of large square float32 products on this rank's device.
 
     Measured once per process, by the best of several products.
 
     Args:
-        size: rows and columns of the matrices.
+        size: number of rows and columns of the matrices.
         seconds: how long to measure.
     """
-    global _peak
-    if _peak is None:
-        matrix = tf.random.stateless_normal([size, size], [0, 0])
-        product = tf.function(lambda x: tf.matmul(x, matrix))
-        product(matrix)
-        best, end = float("inf"), time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            product(matrix).numpy()
-            best = min(best, time.perf_counter() - start)
-        _peak = 2.0 * size**3 / best
-    return _peak
+    matrix = tf.random.stateless_normal([size, size], [0, 0])
+    product = tf.function(lambda x: tf.matmul(x, matrix))
+    product(matrix)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        product(matrix).numpy()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
 
 
 class Throughput:

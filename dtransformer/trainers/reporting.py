@@ -44,7 +44,12 @@ class Reporting(keras.Model):
 
         Example:
 
-        >>> print(trainer.plan())  # doctest: +SKIP
+        >>> print(trainer.plan())
+        weight                      shape  type     dimensions           sharded over  bytes per rank
+        ...
+        causal_lm/embedding/table   50×8   float32  (vocab_rows, embed)  (–, –)                 1,600
+        ...
+        20 weights of 9,480 elements; each device holds 9,480: ...
         """
         if not self.network.built:
             raise ValueError("the network has no weights yet: build it, or call it on a batch")
@@ -92,7 +97,15 @@ class Reporting(keras.Model):
 
         Example:
 
-        >>> print(trainer.memory_report(batch))  # doctest: +SKIP
+        >>> print(trainer.memory_report(inputs))
+        bytes of this rank   planned     measured
+        -----------------------------------------
+        weights               37,920       37,920
+        gradients             37,920       37,920
+        optimizer states      75,840       75,840
+        activations           24,720            –
+        all                  176,400            –
+        peak of the process        –  ...
         """
         if self.optimizer_step is None or self.optimizer_step.gradient_bytes is None:
             raise ValueError("no training step was run yet: call fit or train_on_batch first")
@@ -117,10 +130,6 @@ class Reporting(keras.Model):
 
         Raises:
             ValueError: there is no pipeline, or no step was run yet.
-
-        Example:
-
-        >>> print(trainer.timeline("step.png").bubble)  # doctest: +SKIP
         """
         if job.stage()[1] == 1:
             raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")

@@ -44,10 +44,14 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     Example:
 
-    >>> model = TranslationTransformer(100, hidden_size=16, num_heads=2)
-    >>> trainer = Trainer(model)
+    >>> from dtransformer.models import CausalLM
+    >>> texts = np.random.default_rng(0).integers(4, 50, (8, 6))
+    >>> data = tf.data.Dataset.from_tensor_slices((texts[:, :-1], texts[:, 1:])).batch(4)
+    >>> trainer = Trainer(CausalLM(50, hidden_size=8, num_heads=2, num_layers=1))
     >>> trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
-    >>> history = trainer.fit(dataset, epochs=2)  # doctest: +SKIP
+    >>> history = trainer.fit(data, epochs=2, verbose=0)
+    >>> len(history.history["loss"])
+    2
     """
 
     def __init__(self, network, **kwargs):

@@ -28,7 +28,6 @@ from dtransformer.datasets.wmt14_examples import EOT, PAD, faithful_examples
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import LossMonitor, StepTimer
 
@@ -70,7 +69,7 @@ def faithful_data(args):
     dataset = dataset.batch(args.batch_size, drop_remainder=True)
     if dtransformer.is_chief():
         print(f"{len(examples.source):,} pairs, {len(dataset)} steps an epoch")
-    index, count = job.data_shard()
+    index, count = dtransformer.data_shard()
     rows = lambda *batch: tf.nest.map_structure(lambda x: x[index::count], batch)
     special = {"pad_id": PAD, "start_id": PAD, "end_id": EOT}
     return dataset.map(rows).cache().prefetch(1), special, args.vocab_size, {}
@@ -81,15 +80,15 @@ def modern_data(args):
     sources, targets = read_tsv(args.data)
     tokenizer = SubwordTokenizer.train([*sources, *targets], args.vocab_size)
     special = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}
-    index, count = job.data_shard()
+    index, count = dtransformer.data_shard()
     batches = TranslationBatches(
         tokenizer.encode(sources),
         tokenizer.encode(targets),
         batch_size=args.batch_size,
         max_length=128,
-        pad_to_bucket=job.compiles_shapes(),
+        pad_to_bucket=dtransformer.compiles_shapes(),
         pad_to_multiple_of=args.mp,
-        pad_rows_to_multiple_of=job.rows_multiple_of(),
+        pad_rows_to_multiple_of=dtransformer.rows_multiple_of(),
         shard_index=index,
         num_shards=count,
         **special,

@@ -46,7 +46,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
     Example:
 
     >>> saving = ModelCheckpoint("runs/wmt14/checkpoints", every_steps=500, keep=3)
-    >>> trainer.fit(data, epochs=10, callbacks=[saving], resume=True)  # doctest: +SKIP
+    >>> history = trainer.fit(data, epochs=2, callbacks=[saving], resume=True, verbose=0)
     """
 
     def __init__(

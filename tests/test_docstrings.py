@@ -1,0 +1,54 @@
+"""The examples in docstrings say what happens."""
+
+import doctest
+import functools
+import importlib
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM
+
+ROOT = pathlib.Path(dtransformer.__file__).parent
+# What an example may use besides its own module's names.
+NAMES = {"dtransformer": dtransformer, "keras": keras, "np": np, "tf": tf}
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+def with_examples():
+    """Return the names of the modules that have examples."""
+    paths = [path for path in ROOT.rglob("*.py") if ">>> " in path.read_text("utf-8")]
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in paths]
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+@functools.cache
+def trained():
+    """Return a small trainer that has trained, for the examples of its methods, and its data."""
+    texts = np.random.default_rng(0).integers(4, 50, (8, 6))
+    inputs, labels = texts[:, :-1], texts[:, 1:]
+    trainer = dtransformer.Trainer(CausalLM(50, hidden_size=8, num_heads=2, num_layers=1))
+    trainer.compile(loss=CrossEntropyLoss(ignore_id=0))
+    data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(4)
+    trainer.fit(data, verbose=0)
+    return {"trainer": trainer, "data": data, "inputs": inputs}
+
+
+@pytest.mark.parametrize("name", with_examples())
+def test_examples(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runner, told = doctest.DocTestRunner(optionflags=FLAGS), []
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for test in finder.find(importlib.import_module(name), extraglobs=NAMES):
+        assert "+SKIP" not in test.docstring, f"{test.name}: show what can be run, or no '>>>'"
+        source = "".join(example.source for example in test.examples)
+        if "trainer." in source and "trainer =" not in source:
+            test.globs = {**trained(), **test.globs}
+        runner.run(test, out=told.append)
+    assert runner.tries, f"{name} has '>>>' in its source, but no docstring with an example"
+    assert not runner.failures, "".join(told)

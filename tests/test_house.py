@@ -1,0 +1,245 @@
+"""What holds the house up: who imports whom, how large files are, what they may not do."""
+
+import ast
+import functools
+import graphlib
+import pathlib
+import re
+import statistics
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "dtransformer"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
+BOTTOM = {"_compat", "errors", "quiet", "tables", "version"}
+ROOMS = {
+    "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets"},
+    "trainers": {"reports", "layers", "parallel"},
+    "reports": {"layers", "parallel"},
+    "models": {"layers", "parallel"},
+    "layers": {"parallel"},
+    "parallel": set(),
+    "datasets": set(),
+}
+# Plans that are computed without devices.
+PURE = (
+    "parallel/config.py",
+    "parallel/validators.py",
+    "parallel/topology.py",
+    "parallel/zero/partition.py",
+    "parallel/pipeline/placement.py",
+    "parallel/pipeline/schedules.py",
+    "parallel/pipeline/simulator.py",
+    "parallel/pipeline/timeline.py",
+)
+FRAMEWORKS = {"tensorflow", "keras", "horovod"}
+# What layers and models may not know of: where they are, and how what they compute is divided.
+HIDDEN_FROM_LAYERS = ("parallel.dtensor", "parallel.job", "parallel.trace", "parallel.collectives")
+MAY_IMPORT_HOROVOD = ("parallel/job.py", "parallel/launch.py", "cli/doctor.py")
+MAY_SET_GLOBALS = ("parallel/config.py", "parallel/job.py")
+MAX_LINES, MAX_MEDIAN_LINES = 400, 150
+
+
+# What is imported.
+
+
+def name_of(path):
+    """Return the dotted name of a module of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+def imports(path, everywhere=True):
+    """Return the set of the names of the modules that a file imports.
+
+    Args:
+        path: the file.
+        everywhere: whether imports inside of functions count, too.
+    """
+    found, todo = set(), [tree_of(path)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno} is relative: write the full name"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in MODULES else node.module)
+        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def relative(path):
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(module):
+    """Return the room of a module of the package; "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_no_import_circles():
+    graph = {name: imports(path, everywhere=False) & set(MODULES) for name, path in MODULES.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("modules import each other in a circle: " + " ← ".join(error.args[1]))
+
+
+def test_arrows_run_downwards():
+    wrong = []
+    for name, path in MODULES.items():
+        room = room_of(name)
+        allowed = {room, *BOTTOM, *ROOMS.get(room, set())}
+        for other in imports(path) & set(MODULES):
+            if room and room_of(other) and room_of(other) not in allowed:
+                wrong.append(f"{relative(path)} imports {other}")
+    assert not wrong, "\n".join(["not downwards:", *sorted(wrong)])
+
+
+def test_plans_need_no_framework():
+    """What is computed without devices can be tested, and read, without them."""
+    wrong = [
+        f"{file} imports {other}"
+        for file in PURE
+        for other in imports(PACKAGE / file)
+        if other.split(".")[0] in FRAMEWORKS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_layers_know_no_mesh():
+    wrong = []
+    for path in [*PACKAGE.glob("layers/*.py"), *PACKAGE.glob("models/*.py")]:
+        for other in imports(path):
+            inner = other.removeprefix("dtransformer.")
+            if other.startswith("horovod") or inner.startswith(HIDDEN_FROM_LAYERS):
+                wrong.append(f"{relative(path)} imports {other}")
+    assert not wrong, "\n".join(
+        ["layers and models call constrain() and parallel/tensor_parallel instead:", *sorted(wrong)]
+    )
+
+
+def test_horovod_is_imported_in_one_place():
+    wrong = [
+        relative(path)
+        for path in FILES
+        if any(other.startswith("horovod") for other in imports(path))
+        and relative(path) not in MAY_IMPORT_HOROVOD
+    ]
+    assert not wrong, f"use job.horovod() in {wrong}"
+
+
+def test_no_private_names_of_other_packages():
+    """They are in _compat.py, each with its reason and a test."""
+    wrong = []
+    for path in FILES:
+        if path.name == "_compat.py":
+            continue
+        wrong += [f"{relative(path)} imports {name}" for name in imports(path) if is_private(name)]
+        wrong += [f"{relative(path)} uses {name}" for name in private_attributes(path)]
+    assert not wrong, "\n".join(["private to other packages:", *sorted(wrong)])
+
+
+def is_private(name):
+    """Return whether a module of another package is none of its public ones."""
+    top, *inner = name.split(".")
+    if top == "dtransformer":
+        return False
+    starts = (("keras", "src"), ("tensorflow", "python"), ("tensorflow", "core"))
+    hidden = any((top, *inner[:1]) == start for start in starts)
+    return hidden or (top != "__future__" and any(part.startswith("_") for part in (top, *inner)))
+
+
+def private_attributes(path):
+    """Return the names like `tf.a._b` of a file, in which `tf` is an imported package."""
+    aliases = {}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            aliases.update({a.asname or a.name.split(".")[0]: a.name for a in node.names})
+    outside = {alias for alias, name in aliases.items() if not name.startswith("dtransformer")}
+    found = []
+    for node in ast.walk(tree_of(path)):
+        parts, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        is_outside = isinstance(inner, ast.Name) and inner.id in outside
+        if is_outside and any(part.startswith("_") and part[:2] != "__" for part in parts):
+            found.append(".".join([inner.id, *parts[::-1]]))
+    return found
+
+
+def test_examples_use_public_names():
+    public = {name for name in MODULES if (MODULES[name].name == "__init__.py")}
+    public |= {f"dtransformer.{name}" for name in ("errors", "parallel.config")}
+    public |= {
+        name for name in MODULES if re.fullmatch(r"dtransformer\.(datasets|trainers)\.\w+", name)
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {other}"
+        for path in ROOT.glob("examples/**/*.py")
+        for other in imports(path)
+        if other.split(".")[0] in ("dtransformer", "tests") and other not in public
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_of_tests():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {other}"
+        for path in [*FILES, *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]
+        for other in imports(path)
+        if other.split(".")[0] == "tests"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# How it is written.
+
+
+def test_sizes_of_files():
+    """A file holds one idea."""
+    sizes = {relative(path): len(path.read_text("utf-8").splitlines()) for path in FILES}
+    modules = {file: size for file, size in sizes.items() if not file.endswith("__init__.py")}
+    large = {file: size for file, size in sizes.items() if size > MAX_LINES}
+    median = statistics.median(modules.values())
+    told = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
+    assert not large, f"more than {MAX_LINES} lines: {large}; {told}"
+    assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {told}"
+
+
+def test_globals_are_set_in_one_place():
+    wrong = [
+        f"{relative(path)}:{node.lineno} sets {', '.join(node.names)}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Global) and relative(path) not in MAY_SET_GLOBALS
+    ]
+    assert not wrong, f"pass state, or put it into parallel/trace.py: {wrong}"
+
+
+def test_public_names_have_docstrings():
+    wrong = [
+        f"{relative(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in tree_of(path).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    wrong += [relative(path) for path in FILES if not ast.get_docstring(tree_of(path))]
+    assert not wrong, f"without a docstring: {wrong}"
