@@ -34,43 +34,43 @@ def make_groups(mp):
     if mp < 1 or size % mp:
         raise SystemExit(f"--model-parallel {mp} does not divide the {size} ranks of this job")
     starts = range(0, size, mp)
-    model_groups = [collectives.new_group(range(start, start + mp)) for start in starts]
-    data_groups = [collectives.new_group(range(first, size, mp)) for first in range(mp)]
-    return model_groups[rank // mp], data_groups[rank % mp]
+    model_parallel_groups = [collectives.new_group(range(start, start + mp)) for start in starts]
+    data_parallel_groups = [collectives.new_group(range(first, size, mp)) for first in range(mp)]
+    return model_parallel_groups[rank // mp], data_parallel_groups[rank % mp]
 
 
-def make_weights(model_group):
+def make_weights(model_parallel_group):
     """Return this rank's shards of weights that are the same for every number of ranks."""
     rng = np.random.default_rng(0)
     w1 = rng.normal(0, INPUTS**-0.5, [INPUTS, HIDDEN])
     w2 = rng.normal(0, HIDDEN**-0.5, [HIDDEN, OUTPUTS])
-    width = HIDDEN // model_group.size
-    mine = slice(model_group.index * width, (model_group.index + 1) * width)
+    width = HIDDEN // model_parallel_group.size
+    mine = slice(model_parallel_group.index * width, (model_parallel_group.index + 1) * width)
     values = {"w1": w1[:, mine], "b1": np.zeros(width), "w2": w2[mine], "b2": np.zeros(OUTPUTS)}
     return {name: tf.Variable(value, dtype="float32") for name, value in values.items()}
 
 
-def batches(num_steps, data_group):
+def batches(num_steps, data_parallel_group):
     """Yield this rank's rows of the global batches, the same for its model-parallel group."""
     rng = np.random.default_rng(1)
     teacher = rng.normal(0, INPUTS**-0.5, [INPUTS, OUTPUTS])
     for _ in range(num_steps):
         x = rng.normal(size=[BATCH, INPUTS])
         y = np.tanh(x @ teacher)
-        mine = slice(data_group.index, None, data_group.size)
+        mine = slice(data_parallel_group.index, None, data_parallel_group.size)
         yield tf.constant(x[mine], "float32"), tf.constant(y[mine], "float32")
 
 
 def train(mp=1, num_steps=10, learning_rate=0.2):
     """Train, and return the loss of every step."""
-    model_group, data_group = make_groups(mp)
-    weights = make_weights(model_group)
+    model_parallel_group, data_parallel_group = make_groups(mp)
+    weights = make_weights(model_parallel_group)
 
     @tf.function
     def step(x, target):
         with tf.GradientTape() as tape:
             h = tf.nn.gelu(x @ weights["w1"] + weights["b1"])
-            y = collectives.all_reduce_sum(h @ weights["w2"], model_group) + weights["b2"]
+            y = collectives.all_reduce_sum(h @ weights["w2"], model_parallel_group) + weights["b2"]
             # A collective's gradient is that of the sum of all ranks' losses. The ranks of a
             # model-parallel group all compute the loss of the same rows, so that each counts for
             # a share of it: the shares add up to the loss of the batch. (Counted in full, the
@@ -82,12 +82,12 @@ def train(mp=1, num_steps=10, learning_rate=0.2):
             # A weight's gradient is the sum over the ranks that hold a copy of it: the
             # data-parallel group for a shard, every rank for b2. By `share` that is the mean over
             # the batch.
-            copies = None if name == "b2" else data_group
+            copies = None if name == "b2" else data_parallel_group
             gradient = collectives.all_reduce_sum(gradient, copies)
             weights[name].assign_sub(learning_rate * gradient)
         return collectives.all_reduce_sum(share)
 
-    return [float(step(x, target)) for x, target in batches(num_steps, data_group)]
+    return [float(step(x, target)) for x, target in batches(num_steps, data_parallel_group)]
 
 
 def main():

@@ -41,7 +41,7 @@ class TraceContext:
     collective: str | None = None
 
 
-_current = contextvars.ContextVar("dtransformer_trace", default=TraceContext())
+_current = contextvars.ContextVar("dtransformer_trace", default=TraceContext())  # noqa: B039
 
 
 def current():

@@ -134,8 +134,8 @@ def _weight_bytes(row, variable):
 def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes that the blocks' activations take until the backward pass.
 
-    Those of one device, of the blocks of its pipeline stage. Attention keeps 5·i·b·s·h bytes and the mask of its
-    dropout, with items of i bytes, and 2·i·b·a·s² and a mask; the feed-forward layer
+    Those of one device, of the blocks of its pipeline stage. Attention keeps 5·i·b·s·h bytes and
+    the mask of its dropout, with items of i bytes, and 2·i·b·a·s² and a mask; the feed-forward layer
     9·i·b·s·h and a mask, two norms 2·i·b·s·h.
 
     Args:

@@ -1,4 +1,4 @@
-"""How a step is run: the trainer, its planes, schedules and callbacks."""
+"""How a step is run: the trainer, its engines, schedules and callbacks."""
 
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.trainer import Trainer

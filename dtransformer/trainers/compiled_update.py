@@ -44,7 +44,7 @@ def compiled_update(optimizer, units, devices):
         devices: for each unit the name of its device.
     """
     on_device = {}
-    for number, (unit, device) in enumerate(zip(units, devices, strict=True)):
+    for number, device in enumerate(devices):
         calls = on_device.setdefault(device, [[]])
         if sum(math.prod(units[i].shape) for i in calls[-1]) > _ELEMENTS_AT_ONCE:
             calls.append([])

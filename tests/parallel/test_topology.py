@@ -136,7 +136,7 @@ def test_what_is_printed():
 
 
 @pytest.mark.parametrize(
-    "fields, meshes, data_groups, shards",
+    "fields, meshes, data_parallel_groups, shards",
     [
         # One device a rank.
         (
@@ -150,7 +150,7 @@ def test_what_is_printed():
         (dict(model=4, local_devices=2), ((0, 1),), ((0,), (1,)), [(0, 1), (0, 1)]),
         (dict(data=4, model=2, local_devices=4), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
         (dict(data=2, model=4, local_devices=8), ((0,),), ((0,),), [(0, 1)]),
-        # Two pipeline stages: data groups stay within a stage.
+        # Two pipeline stages: data-parallel groups stay within a stage.
         (
             dict(stage=2, data=2, model=2, local_devices=2),
             ((0,), (1,), (2,), (3,)),
@@ -159,11 +159,11 @@ def test_what_is_printed():
         ),
     ],
 )
-def test_meshes_data_groups_and_shares(fields, meshes, data_groups, shards):
+def test_meshes_data_parallel_groups_and_shares(fields, meshes, data_parallel_groups, shards):
     topology = Topology(**fields)
     ranks = range(topology.num_ranks)
     assert tuple(dict.fromkeys(map(topology.model_parallel_group, ranks))) == meshes
-    assert tuple(dict.fromkeys(map(topology.data_parallel_group, ranks))) == data_groups
+    assert tuple(dict.fromkeys(map(topology.data_parallel_group, ranks))) == data_parallel_groups
     assert [topology.data_shard(rank) for rank in ranks] == shards
 
 
