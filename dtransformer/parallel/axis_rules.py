@@ -1,6 +1,6 @@
 """Logical names of dimensions, and the table that shards them over the mesh.
 
-A weight says `axes=("embed", "mlp")`, an activation is pinned with
+A weight says `axes=("embed", "mlp")`, an activation is laid out with
 `constrain(x, ("batch", "length", "mlp"))`. One table, `LOGICAL_AXES`, maps each logical
 name to the mesh axis that shards it. Where there is no mesh both do nothing, and a layer
 is an ordinary Keras layer.
@@ -175,7 +175,7 @@ def check_rules(used: set[str | None]):
 
 
 def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
-    """Pin a tensor's layout to what the rules give its logical axes.
+    """Lay a tensor out as the rules say of its logical axes.
 
     Args:
         x: a tensor.

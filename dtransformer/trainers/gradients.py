@@ -62,7 +62,7 @@ def reduce(
     """Return the sums of the gradients over the data-parallel group, as dense tensors.
 
     Dense gradients are reduced bucket by bucket. The gradient of an embedding, which
-    is a set of rows, travels as rows where that is less than the whole table.
+    is a set of rows, travels as rows where that is less than the full table.
 
     Args:
         gradients: list of tensors and `tf.IndexedSlices`.

@@ -46,7 +46,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
-        "--model_parallel", "--mp", type=int, default=1, dest="mp", help="slices of operations"
+        "--model_parallel", "--mp", type=int, default=1, dest="mp", help="shards of each operation"
     )
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     parser.add_argument("--pipeline_stage", type=int, default=1, help="stages of the network")

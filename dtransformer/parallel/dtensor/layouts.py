@@ -19,7 +19,7 @@ def make_layout(specs: Sequence[str | None]) -> dtensor.Layout:
 
 
 def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
-    """Pin the layout of a tensor on the mesh to a mesh axis, or None, for every dimension."""
+    """Change a tensor's layout on the mesh to a mesh axis, or None, for every dimension."""
     return dtensor.relayout(x, make_layout(specs))
 
 

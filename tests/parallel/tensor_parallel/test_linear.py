@@ -36,10 +36,10 @@ def test_single_layers_by_columns_and_rows():
         inputs = x if rank == 3 else x[:, 0]
         if job.mesh() is None:
             return run(tf.constant(inputs))
-        pinned = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
+        replicated = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
         read = [*first.variables, *second.variables]
         return [
-            local_value(part) for part in MeshFunction(pinned, read, True)(put_replicated(inputs))
+            local_value(part) for part in MeshFunction(replicated, read, True)(put_replicated(inputs))
         ]
 
     for rank in (2, 3):
