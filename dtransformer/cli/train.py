@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 import keras
+import tensorflow as tf
 
 import dtransformer
 from dtransformer.cli import runs
@@ -20,6 +21,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
@@ -43,11 +45,8 @@ class TimeLimit(keras.callbacks.Callback):
         self.end = time.monotonic() + self.seconds
 
     def on_train_batch_end(self, batch, logs=None):
-        over = time.monotonic() > self.end
-        hvd = job.horovod()
-        if hvd is not None:  # rank 0's clock decides
-            over = bool(hvd.broadcast(int(over), root_rank=0, name="time_limit"))
-        if over:
+        over = tf.constant(time.monotonic() > self.end)
+        if transport.broadcast(over, 0, job.whole_job(), "time_limit"):  # rank 0's clock decides
             self.model.stop_training = True
 
 

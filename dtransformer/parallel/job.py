@@ -35,12 +35,12 @@ class _Job:
     placement: Placement = Placement((0,))
     hvd: types.ModuleType | None = None
     groups: ProcessGroups = dataclasses.field(default_factory=ProcessGroups)
+    seed: int = 0
+    is_joined: bool = False
     model_parallel_group: Group | None = None
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
-    seed: int = 0
-    is_joined: bool = False
 
 
 _job = _Job()
@@ -102,16 +102,9 @@ def init(
     addresses = compare_ranks(hvd, config, seed, local_devices) if hvd else [None]
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd)
+    seed = _job.seed if seed is None else seed
     _job = _Job(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        topology=topology,
-        placement=config.placement,
-        hvd=hvd,
-        groups=groups,
-        seed=_job.seed if seed is None else seed,
-        is_joined=True,
+        rank, size, local_rank, topology, config.placement, hvd, groups, seed, is_joined=True
     )
     everyone = range(size)
     _job = dataclasses.replace(
@@ -254,8 +247,7 @@ def seed() -> int:
 def set_seed(value: int) -> None:
     """Set the seed that initial weights and dropout masks are derived from.
 
-    Initial weights depend on this seed and on the weight's path only, whatever
-    the layout of the job.
+    Initial weights depend on this seed and on their paths only, on every layout.
 
     Args:
         value: an int of at least 0, the same on every rank.
@@ -276,7 +268,7 @@ def whole_job() -> Group:
 
 
 def new_group(ranks: Iterable[int]) -> Group:
-    """Return the group of some ranks of the job.
+    """Return the `Group` of some ranks of the job.
 
     Every rank of the job calls it, also the ranks that are not in the group, with the
     same ranks and in the same order of calls. A second call with the same ranks returns
@@ -284,9 +276,6 @@ def new_group(ranks: Iterable[int]) -> Group:
 
     Args:
         ranks: iterable of ints, without repetition. Their order is the group's.
-
-    Returns:
-        A `Group`.
 
     Raises:
         ValueError: on every rank: `ranks` is empty, names a rank twice or one that the

@@ -26,8 +26,8 @@ class Topology:
         mesh_spans_data: whether a mesh has all devices of a stage: the data axis, too.
 
     Raises:
-        ValueError: the devices of a rank are neither a number of model-parallel copies nor
-            an even share of one.
+        ValueError: the devices of a rank are neither an even share of a stage's replica, nor
+            several replicas.
 
     Example:
 
@@ -46,12 +46,12 @@ class Topology:
     mesh_spans_data: bool = False
 
     def __post_init__(self):
-        copy, local = self.model * self.context, self.local_devices
-        if copy % local and (local % copy or self.data % (local // copy)):
+        replica, local = self.model * self.context, self.local_devices
+        if replica % local and (local % replica or self.data % (local // replica)):
             raise ValueError(
                 f"local_devices={local} must divide model_parallel={self.model}"
-                f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple of "
-                f"it that divides it times data_parallel={self.data}"
+                f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple "
+                f"of it that divides it times data_parallel={self.data}"
             )
 
     @classmethod

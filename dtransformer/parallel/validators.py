@@ -120,9 +120,10 @@ def axis_rules(name: str, value) -> None:
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
     for logical, axis in value.items():
-        if not isinstance(logical, str) or axis not in (*MESH_AXES, None):
+        allowed = (*MESH_AXES, None)
+        if not isinstance(logical, str) or axis not in allowed:
             raise ValueError(
-                f"{name} maps names to one of {', '.join(map(repr, (*MESH_AXES, None)))}; got {value!r}"
+                f"{name} maps names to one of {', '.join(map(repr, allowed))}; got {value!r}"
             )
 
 

@@ -85,15 +85,19 @@ def reduce(
             else:
                 dense[is_sharded[i]].append(i)
         for sharded, positions in dense.items():
-            add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
             name = f"{'shards' if sharded else 'gradients'}_{number}"
-            sums = by_dtype(
-                lambda tensors, kind: add_up(tensors, group, f"{name}_{kind}", dtype),
-                [gradients[i] for i in positions],
-            )
+            sums = _reduce_dense(group, [gradients[i] for i in positions], sharded, name, dtype)
             for i, total in zip(positions, sums):
                 reduced[i] = total
     return reduced
+
+
+def _reduce_dense(group, gradients, sharded, name, dtype):
+    """Reduce dense gradients of a bucket, those of one type together."""
+    add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
+    return by_dtype(
+        lambda tensors, kind: add_up(tensors, group, f"{name}_{kind}", dtype), gradients
+    )
 
 
 def _reduce_rows(group, rows, sharded, name):

@@ -165,12 +165,17 @@ class ShardedOptimizer:
                 new[i] = tf.cast(one.unit.value, one.replicated.dtype)
         for number, bucket in enumerate(self._buckets):
             positions = [i for i in bucket if i in new]
-            full = by_dtype(
-                lambda shards, shapes, dtype: flat_shards.all_gather(
-                    shards, shapes, self._group, f"weights_{number}_{dtype}"
-                ),
-                [new[i] for i in positions],
-                [self.shards[i].replicated.shape for i in positions],
-            )
-            for i, value in zip(positions, full):
-                self.shards[i].replicated.assign(value)
+            variables = [self.shards[i].replicated for i in positions]
+            self._all_gather([new[i] for i in positions], variables, f"weights_{number}")
+
+    def _all_gather(self, shards, variables, name):
+        """Assign to variables what the ranks have flat shards of, those of one type together."""
+        full = by_dtype(
+            lambda shards, shapes, dtype: flat_shards.all_gather(
+                shards, shapes, self._group, f"{name}_{dtype}"
+            ),
+            shards,
+            [variable.shape for variable in variables],
+        )
+        for variable, value in zip(variables, full):
+            variable.assign(value)

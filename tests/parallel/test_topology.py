@@ -145,7 +145,7 @@ def test_what_is_printed():
             ((0, 2), (1, 3)),
             [(0, 2), (0, 2), (1, 2), (1, 2)],
         ),
-        # The model axis inside of each rank, over two ranks, and shards of the batch inside of a rank.
+        # The model axis inside of each rank, over two ranks, and the data axis inside of a rank.
         (dict(data=2, model=2, local_devices=2), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),
         (dict(model=4, local_devices=2), ((0, 1),), ((0,), (1,)), [(0, 1), (0, 1)]),
         (dict(data=4, model=2, local_devices=4), ((0,), (1,)), ((0, 1),), [(0, 2), (1, 2)]),

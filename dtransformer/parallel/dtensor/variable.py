@@ -15,6 +15,7 @@ from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.dtensor.layouts import axis_size, make_layout, relayout
 from dtransformer.parallel.sharded_variable import ShardBounds, ShardedVariable
 
@@ -187,8 +188,7 @@ def all_gather_shards(variable: MeshVariable, shards: list[np.ndarray]) -> np.nd
     of_ranks = np.stack(shards)[None]  # [ranks, shards, ...]
     if group.size > 1 and any(variable.specs):
         name = f"gather.{variable.path}"
-        hvd, process_set = job.horovod(), group.process_set
-        of_ranks = hvd.allgather(of_ranks, name=name, process_set=process_set).numpy()
+        of_ranks = transport.all_gather(tf.constant(of_ranks[0]), group, name).numpy()
     value = np.empty(variable.shape, of_ranks.dtype)
     num_local = mesh.num_local_devices()
     for rank, of_rank in enumerate(of_ranks):

@@ -1,6 +1,7 @@
 """Gradients of weights that several stages have are added up."""
 
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline.own_stage import shared_layers
 
 
@@ -30,12 +31,10 @@ class SharedGradients:
         Args:
             gradients: for each trained weight a list of tensors, its gradient's shards.
         """
-        hvd, gradients = job.horovod(), list(gradients)
+        gradients = list(gradients)
         for i, path, group in self._shared:
             gradients[i] = [
-                hvd.allreduce(
-                    shard, op=hvd.Sum, name=f"copies_{path}_{n}", process_set=group.process_set
-                )
+                transport.all_reduce(shard, "Sum", group, f"copies_{path}_{n}")
                 for n, shard in enumerate(gradients[i])
             ]
         return gradients

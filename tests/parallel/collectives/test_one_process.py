@@ -1,5 +1,7 @@
 """Groups and collectives of one process, without Horovod."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -87,3 +89,10 @@ def test_wrong_calls(call, words, compiled):
     with pytest.raises(ValueError) as caught:
         (tf.function(call, autograph=False) if compiled else call)(tf.zeros([2, 3]))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_tensors_take_one_way_to_horovod():
+    package = pathlib.Path(dtransformer.__file__).parent
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    users = [name for name, text in texts.items() if "job.horovod()" in text]
+    assert users == ["transport"], "use a function of collectives/transport.py"
