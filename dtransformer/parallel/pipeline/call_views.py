@@ -5,6 +5,7 @@ its own, and gives placeholder outputs, or what was received, for those of other
 """
 
 import contextlib
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -21,7 +22,9 @@ def view(of):
         yield of
 
 
-def call_at_its_place(layer, compute, args, kwargs, placeholder=placeholder_outputs):
+def call_at_its_place(
+    layer, compute: Callable, args: tuple, kwargs: dict, placeholder: Callable = placeholder_outputs
+):
     """Return compute(*args, **kwargs), or what there is of it where another stage computes it.
 
     Args:
@@ -101,7 +104,7 @@ class CallNames:
     def __init__(self):
         self._numbers = {}
 
-    def next(self, layer):
+    def next(self, layer) -> str:
         """Return the name of a layer's next call."""
         number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
         return f"{layer.path}#{number}" if number else layer.path

@@ -1,6 +1,7 @@
 """A computation of a network, compiled for each of this rank's model chunks."""
 
 from dtransformer.parallel.pipeline.call_views import ChunkView, view
+from dtransformer.parallel.pipeline.dataflow import Dataflow
 from dtransformer.parallel.pipeline.placed_layers import trained_weights_of
 from dtransformer.parallel.zero.gather import unsharding
 
@@ -21,7 +22,7 @@ class ChunkFunctions:
         self._name = name
         self._compiled = {}
 
-    def of(self, chunk, dataflow, variant=None):
+    def of(self, chunk: int, dataflow: Dataflow, variant=None):
         """Return the compiled function of a chunk.
 
         Args:

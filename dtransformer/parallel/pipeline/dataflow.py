@@ -5,7 +5,9 @@ with placeholder outputs for all of them: it is not declared.
 """
 
 import dataclasses
+from collections.abc import Callable
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -50,15 +52,15 @@ class Dataflow:
     copies: dict = dataclasses.field(default_factory=dict)
     outputs: object = None
 
-    def sent_after(self, chunk):
+    def sent_after(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor`s that a chunk hands to the next one."""
         return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
 
-    def received_by(self, chunk):
+    def received_by(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor`s that a chunk has from the one before."""
         return self.sent_after(chunk - 1) if chunk else []
 
-    def copies_of(self, layer):
+    def copies_of(self, layer) -> frozenset[int]:
         """Return the chunks, besides its own, that need a copy of a layer's weights."""
         return self.copies.get(layer.path, frozenset())
 
@@ -71,7 +73,7 @@ class Dataflow:
         return "\n".join(lines)
 
     @classmethod
-    def of(cls, function, inputs, placement):
+    def of(cls, function: Callable, inputs, placement: Placement) -> "Dataflow":
         """Return the dataflow of a function of placed layers.
 
         Args:
@@ -85,7 +87,7 @@ class Dataflow:
         return _Recorder.run(function, inputs, placement).dataflow()
 
     @classmethod
-    def of_network(cls, network, inputs, placement):
+    def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
         """Return the dataflow of a network's training step.
 
         Args:

@@ -105,7 +105,7 @@ def zeros_like(specs):
     )
 
 
-def from_last(tensors, name):
+def from_last(tensors, name: str):
     """Return nested tensors of the stage with the network's outputs on every stage.
 
     Args:

@@ -5,6 +5,8 @@ Who sends to whom follows from the placement of the model chunks alone, whatever
 
 import dataclasses
 
+from dtransformer.parallel.pipeline.placement import Placement
+
 FORWARD, BACKWARD = "forward", "backward"
 SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
 SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
@@ -46,7 +48,7 @@ class Instruction:
         return f"{_LETTERS[self.kind]}{self.micro_batch}{chunk}"
 
 
-def with_transfers(computations, placement):
+def with_transfers(computations: list[Instruction], placement: Placement) -> list[Instruction]:
     """Return the computations of a stage with the sends and receives that they need.
 
     A stage says that it is ready to receive what its next computation needs before it
@@ -60,7 +62,7 @@ def with_transfers(computations, placement):
     return result
 
 
-def input_of(computation, placement):
+def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
     """Return the instruction of the same stage that gives a computation what it computes with.
 
     That is a receive, or the computation of a chunk before or after that is on the same stage:
@@ -82,7 +84,7 @@ def input_of(computation, placement):
     return Instruction(receive, k, chunk, peer)
 
 
-def send_of(computation, placement):
+def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:
     """Return the send of what a computation gives to another stage: a list of at most one."""
     k, chunk = computation.micro_batch, computation.chunk
     if computation.kind == FORWARD:
@@ -94,7 +96,7 @@ def send_of(computation, placement):
     return [Instruction(kind, k, chunk, peer)]
 
 
-def receive_of(send, placement):
+def receive_of(send: Instruction, placement: Placement) -> Instruction:
     """Return the instruction of the stage `send.peer` that receives a send."""
     sender = placement.stage_of(send.chunk)
     if send.kind == SEND_ACTIVATIONS:

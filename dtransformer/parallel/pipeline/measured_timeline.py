@@ -8,7 +8,7 @@ from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline.timeline import Event, Timeline
 
 
-def gather_timeline(computations, sent, received):
+def gather_timeline(computations: list[Event], sent: dict, received: dict) -> Timeline:
     """Return the `Timeline` of a step. All ranks have to call.
 
     Args:

@@ -1,20 +1,22 @@
 """What of a network this rank's pipeline stage has."""
 
+import keras
+
 from dtransformer.parallel import job
 from dtransformer.parallel.pipeline.placed_layers import placed_layers, stages_of
 
 
-def own_chunks():
+def own_chunks() -> tuple[int, ...]:
     """Return the numbers of the model chunks that this rank's stage has."""
     return job.placement().chunks_of(job.stage()[0])
 
 
-def has_outputs():
+def has_outputs() -> bool:
     """Return whether this rank's stage has the network's outputs."""
     return job.placement().last_chunk in own_chunks()
 
 
-def is_elsewhere(layer):
+def is_elsewhere(layer) -> bool:
     """Return whether other stages than this rank's have the layer's weights."""
     own, num_stages = job.stage()
     if num_stages == 1 or layer.pipeline_stage is None:
@@ -22,12 +24,12 @@ def is_elsewhere(layer):
     return own not in stages_of(layer, job.placement())
 
 
-def is_here(layer):
+def is_here(layer) -> bool:
     """Return whether this rank has the layer's weights."""
     return not is_elsewhere(layer)
 
 
-def check_here(layer):
+def check_here(layer) -> None:
     """Check that a placed layer that is called has its weights on this rank.
 
     Raises:
@@ -41,7 +43,7 @@ def check_here(layer):
         )
 
 
-def shared_layers(network):
+def shared_layers(network: keras.Model) -> list[tuple]:
     """Return (stages, layer) of each layer whose weights several stages have."""
     placement = job.placement()
     layers = [layer for layer in placed_layers(network) if layer.copied_to]
@@ -49,7 +51,7 @@ def shared_layers(network):
     return [(stages, layer) for stages, layer in shared if len(stages) > 1]
 
 
-def copied_weights(network):
+def copied_weights(network: keras.Model) -> list[keras.Variable]:
     """Return the weights of this rank that are copies of another stage's."""
     own, num_stages = job.stage()
     if num_stages == 1:

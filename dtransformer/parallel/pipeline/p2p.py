@@ -27,7 +27,7 @@ class PeerToPeer:
         self.ended = {}
         self._functions = {}
 
-    def send(self, tensors, peer, name):
+    def send(self, tensors: list[tf.Tensor], peer: int, name: str) -> concurrent.futures.Future:
         """Start to send tensors; return a future, which does not keep them.
 
         Args:
@@ -37,7 +37,7 @@ class PeerToPeer:
         """
         return self._start(tensors, peer, True, name)
 
-    def receive(self, specs, peer, name):
+    def receive(self, specs: list[tuple], peer: int, name: str) -> concurrent.futures.Future:
         """Start to receive tensors of known shapes; return a future of a list of them.
 
         Args:

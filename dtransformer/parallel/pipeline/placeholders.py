@@ -10,7 +10,7 @@ import tensorflow as tf
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
-def output_specs(layer, args, kwargs):
+def output_specs(layer, args: tuple, kwargs: dict):
     """Return nested `keras.KerasTensor`s like the results of layer(*args, **kwargs).
 
     They come from the layer's `compute_output_spec`, which by Keras' rules asks its
@@ -23,7 +23,7 @@ def output_specs(layer, args, kwargs):
     return keras.KerasTensor(tuple(first.shape), layer.compute_dtype)
 
 
-def placeholder_outputs(layer, args, kwargs):
+def placeholder_outputs(layer, args: tuple, kwargs: dict):
     """Return nested tensors like the results of layer(*args, **kwargs).
 
     Dimensions that are not known while tracing are those of the first input.
@@ -39,7 +39,7 @@ def placeholder_outputs(layer, args, kwargs):
     return tf.nest.map_structure(zeros, specs)
 
 
-def check_output(layer, number, x, args, kwargs):
+def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:
     """Check that a result of a layer is what other stages take it for.
 
     Args:

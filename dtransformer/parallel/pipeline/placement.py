@@ -37,7 +37,7 @@ class Placement:
             )
 
     @classmethod
-    def looped(cls, num_stages, chunks_per_stage=1):
+    def looped(cls, num_stages: int, chunks_per_stage: int = 1) -> "Placement":
         """Return the placement that goes through all stages, again and again.
 
         Args:
@@ -53,7 +53,7 @@ class Placement:
         return cls(tuple(range(num_stages)) * chunks_per_stage)
 
     @classmethod
-    def v_shaped(cls, num_stages, chunks_per_stage=2):
+    def v_shaped(cls, num_stages: int, chunks_per_stage: int = 2) -> "Placement":
         """Return the placement that goes through all stages, and back.
 
         The first stage then has the network's first and last layers. Reference: Qi et al., 2024,
@@ -69,51 +69,51 @@ class Placement:
         return cls(tuple(stage for way in ways for stage in way))
 
     @property
-    def num_stages(self):
+    def num_stages(self) -> int:
         """The number of stages."""
         return len(set(self.stage_of_chunk))
 
     @property
-    def num_chunks(self):
+    def num_chunks(self) -> int:
         """The number of model chunks of the network."""
         return len(self.stage_of_chunk)
 
     @property
-    def last_chunk(self):
+    def last_chunk(self) -> int:
         """The number of the chunk that has the network's outputs, and the loss."""
         return self.num_chunks - 1
 
-    def stage_of(self, chunk):
+    def stage_of(self, chunk: int) -> int:
         """Return the stage that has a chunk."""
         return self.stage_of_chunk[chunk]
 
-    def chunks_of(self, stage):
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the numbers of a stage's chunks, in the order of the network."""
         return tuple(c for c, other in enumerate(self.stage_of_chunk) if other == stage)
 
-    def local_index(self, chunk):
+    def local_index(self, chunk: int) -> int:
         """Return the number of a chunk among those of its stage, from 0."""
         return self.chunks_of(self.stage_of(chunk)).index(chunk)
 
-    def stage_before(self, chunk):
+    def stage_before(self, chunk: int) -> int | None:
         """Return the stage that has the chunk before one; None before the first."""
         return self.stage_of(chunk - 1) if chunk else None
 
-    def stage_after(self, chunk):
+    def stage_after(self, chunk: int) -> int | None:
         """Return the stage that has the chunk after one; None after the last."""
         return None if chunk == self.last_chunk else self.stage_of(chunk + 1)
 
-    def is_local(self, chunk):
+    def is_local(self, chunk: int) -> bool:
         """Return whether what a chunk gives the next one stays on its stage."""
         return self.stage_after(chunk) == self.stage_of(chunk)
 
     @property
-    def stage_pairs(self):
+    def stage_pairs(self) -> list[tuple[int, int]]:
         """The pairs of stages, the lower first, that send each other something."""
         pairs = zip(self.stage_of_chunk, self.stage_of_chunk[1:])
         return sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]})
 
-    def describe(self, chunk):
+    def describe(self, chunk: int) -> str:
         """Return what a chunk is called in errors.
 
         Example:

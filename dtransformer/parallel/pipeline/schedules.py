@@ -19,7 +19,7 @@ from dtransformer.parallel.pipeline.instruction import (
 from dtransformer.parallel.pipeline.placement import Placement
 
 
-def gpipe(stage, placement, num_micro_batches):
+def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
     """All forward passes, then all backward passes: m micro-batches are alive at once.
 
     Args:
@@ -40,7 +40,9 @@ def gpipe(stage, placement, num_micro_batches):
     return [Instruction(kind, k, chunk) for kind in (FORWARD, BACKWARD) for k in numbers]
 
 
-def one_forward_one_backward(stage, placement, num_micro_batches):
+def one_forward_one_backward(
+    stage: int, placement: Placement, num_micro_batches: int
+) -> list[Instruction]:
     """A backward pass as soon as it can be: min(p − r, m) micro-batches are alive at once.
 
     Arguments and result are those of `gpipe`.
@@ -59,7 +61,7 @@ def one_forward_one_backward(stage, placement, num_micro_batches):
     )
 
 
-def interleaved(stage, placement, num_micro_batches):
+def interleaved(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
     """1F1B with v chunks a stage: p micro-batches go through a chunk, then through the next.
 
     Arguments and result are those of `gpipe`, with a looped placement; m is a multiple of p.
@@ -83,7 +85,9 @@ def interleaved(stage, placement, num_micro_batches):
     return alternate(ahead, [*passes(FORWARD, chunks)], [*passes(BACKWARD, chunks[::-1])])
 
 
-def alternate(ahead, forwards, backwards):
+def alternate(
+    ahead: int, forwards: list[Instruction], backwards: list[Instruction]
+) -> list[Instruction]:
     """Return so many forward passes, then one of each in turn, then what is left."""
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):
@@ -109,7 +113,7 @@ class Schedule:
     max_chunks: int | None = 1
     full_turns: bool = False
 
-    def allows(self, chunks_per_stage):
+    def allows(self, chunks_per_stage: int) -> bool:
         """Return whether stages may have so many chunks."""
         most = chunks_per_stage if self.max_chunks is None else self.max_chunks
         return self.min_chunks <= chunks_per_stage <= most
@@ -123,7 +127,7 @@ SCHEDULES = {
 }
 
 
-def check(name, num_stages, num_micro_batches, chunks_per_stage=1):
+def check(name: str, num_stages: int, num_micro_batches: int, chunks_per_stage: int = 1) -> None:
     """Check that a schedule can be carried out.
 
     Args:
@@ -162,7 +166,9 @@ def check(name, num_stages, num_micro_batches, chunks_per_stage=1):
         )
 
 
-def instructions(name, placement, num_micro_batches):
+def instructions(
+    name: str, placement: Placement, num_micro_batches: int
+) -> list[list[Instruction]]:
     """Return what every stage does in a step.
 
     A stage says that it is ready to receive what its next computation needs before it

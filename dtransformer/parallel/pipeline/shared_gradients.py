@@ -1,5 +1,7 @@
 """Gradients of weights that several stages have are added up."""
 
+import tensorflow as tf
+
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline.own_stage import shared_layers
@@ -25,7 +27,7 @@ class SharedGradients:
                     weights = layer.trainable_variables
                     self._shared += [(numbers[id(w)], w.path, group) for w in weights]
 
-    def add_up(self, gradients):
+    def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         """Return the gradients, those of shared weights summed over the stages.
 
         Args:

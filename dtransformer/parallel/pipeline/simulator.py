@@ -7,13 +7,21 @@ from dtransformer.parallel.pipeline.instruction import (
     FORWARD,
     RECEIVES,
     SENDS,
+    Instruction,
     input_of,
     receive_of,
 )
+from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.pipeline.timeline import Event, Timeline
 
 
-def simulate(all_instructions, placement, forward=1.0, backward=2.0, transfer=0.0):
+def simulate(
+    all_instructions: list[list[Instruction]],
+    placement: Placement,
+    forward=1.0,
+    backward=2.0,
+    transfer: float = 0.0,
+) -> Timeline:
     """Run the instructions of all stages for given durations.
 
     A stage does one computation at a time. What is sent travels meanwhile, from when both
@@ -91,7 +99,7 @@ def simulate(all_instructions, placement, forward=1.0, backward=2.0, transfer=0.
     return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.stage))), placement)
 
 
-def ideal_of(timeline, all_instructions):
+def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> Timeline:
     """Return the `Timeline` of the same computations, if nothing that is sent took any time.
 
     Args:

@@ -4,6 +4,9 @@ Both compile functions of a model chunk, and know which shards of what passes be
 this rank holds, sends and receives.
 """
 
+from collections.abc import Callable
+
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -20,11 +23,12 @@ from dtransformer.parallel.dtensor.batch import (
 from dtransformer.parallel.dtensor.function import MeshFunction, wait
 from dtransformer.parallel.dtensor.layouts import relayout, replicate
 from dtransformer.parallel.dtensor.variable import LocalShards, specs_of, unpacked
+from dtransformer.parallel.pipeline.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.parallel.sharded_variable import trained_value
 
 
-def stage_devices():
+def stage_devices() -> "OneDevice":
     """Return where this rank's stage computes."""
     return OneDevice() if job.mesh() is None else Mesh()
 
@@ -32,14 +36,14 @@ def stage_devices():
 class OneDevice:
     """The rank's only device: tensors are what they are."""
 
-    def compile(self, function, trained):
+    def compile(self, function: Callable, trained: list[keras.Variable]):
         """Return a function, compiled, of weights that are trained and of other arguments.
 
         Its first argument is what `weights()` of it returns: what gradients are taken of.
         """
         return _Function(function, trained)
 
-    def cache_key(self, dataflow):
+    def cache_key(self, dataflow: Dataflow):
         """Return what of a `Dataflow` a function is compiled for: names, as shapes may vary."""
         return tuple((x.name, x.first_chunk, x.last_chunk) for x in dataflow.tensors)
 
@@ -66,7 +70,7 @@ class OneDevice:
         """Return what `put_numbers` was given, inside of a compiled function."""
         return put
 
-    def relayout(self, tensor, x):
+    def relayout(self, tensor: CrossStageTensor, x: tf.Tensor) -> tf.Tensor:
         """Lay `x` out as a `CrossStageTensor` passes, inside of a compiled function."""
         return x
 
@@ -74,19 +78,21 @@ class OneDevice:
         """Lay nested results out as `local` takes them, inside of a compiled function."""
         return results
 
-    def shard_specs(self, tensors):
+    def shard_specs(self, tensors: list[CrossStageTensor]) -> list[tuple]:
         """Return (shape, dtype) of each of this rank's shards of `CrossStageTensor`s."""
         return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    def shards(self, tensors, values):
+    def shards(self, tensors: list[CrossStageTensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Return this rank's shards of the values of a list of `CrossStageTensor`s."""
         return values
 
-    def from_shards(self, tensors, shards):
+    def from_shards(
+        self, tensors: list[CrossStageTensor], shards: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         """Return the values of a list of `CrossStageTensor`s, from this rank's shards."""
         return shards
 
-    def gradient_shards(self, weight, gradient):
+    def gradient_shards(self, weight: keras.Variable, gradient) -> list[tf.Tensor]:
         """Return this rank's shards of a gradient, in the order of the weight's."""
         return [tf.convert_to_tensor(gradient)]
 

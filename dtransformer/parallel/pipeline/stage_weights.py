@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
+
+import keras
 
 from dtransformer import _compat
 from dtransformer.parallel import job
@@ -11,7 +14,7 @@ from dtransformer.parallel.pipeline.own_stage import is_elsewhere, is_here, shar
 from dtransformer.parallel.pipeline.placed_layers import placed_layers, stages_of
 
 
-def built_at_its_place(build):
+def built_at_its_place(build: Callable) -> Callable:
     """Return a layer's method `build`, which makes no weights where other stages have them."""
 
     @functools.wraps(build)
@@ -24,7 +27,7 @@ def built_at_its_place(build):
     return build_here
 
 
-def share_weights(network, inputs):
+def share_weights(network: keras.Model, inputs) -> Dataflow | None:
     """Find out which stages share weights, and build the copies that this rank has.
 
     Args:
@@ -63,7 +66,7 @@ def _read_files(layer):
 
 
 @contextlib.contextmanager
-def full_network(network):
+def full_network(network: keras.Model) -> Iterator[None]:
     """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
 
     All ranks have to come here. What other stages have comes to rank 0's memory, one layer

@@ -27,12 +27,12 @@ class Event:
     start: float
     end: float
 
-    def to_json(self):
+    def to_json(self) -> list:
         """Return it as what JSON can say."""
         return [self.stage, dataclasses.asdict(self.instruction), self.start, self.end]
 
     @classmethod
-    def from_json(cls, value):
+    def from_json(cls, value: list) -> "Event":
         """Return the event that `to_json` returned a value of."""
         stage, instruction, start, end = value
         return cls(stage, Instruction(**instruction), start, end)
@@ -51,11 +51,11 @@ class Timeline:
     placement: Placement
 
     @property
-    def num_stages(self):
+    def num_stages(self) -> int:
         """The number of stages."""
         return self.placement.num_stages
 
-    def of_stage(self, stage):
+    def of_stage(self, stage: int) -> list[Event]:
         """Return the computations of a stage, in order."""
         return [event for event in self._computations() if event.stage == stage]
 
@@ -63,19 +63,19 @@ class Timeline:
         return [e for e in self.events if e.instruction.kind in COMPUTATIONS]
 
     @property
-    def span(self):
+    def span(self) -> float:
         """The time from the first computation's start to the last one's end."""
         events = self._computations()
         return max(e.end for e in events) - min(e.start for e in events)
 
     @property
-    def bubble(self):
+    def bubble(self) -> float:
         """The share of the span, in [0, 1), that a stage spends without computing; their mean."""
         busy = sum(e.end - e.start for e in self._computations())
         return 1 - busy / (self.num_stages * self.span)
 
 
-def most_alive(instructions):
+def most_alive(instructions: list[Instruction]) -> int:
     """Return the largest number of forward passes that wait for their backward pass.
 
     That many micro-batches' activations, of one model chunk each, a stage keeps at once.
@@ -87,7 +87,7 @@ def most_alive(instructions):
     return most
 
 
-def write(timeline, ideal, path):
+def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None:
     """Write a timeline, by the ending of the path: a trace in JSON, or a picture.
 
     The trace is in the Trace Event Format, which Perfetto and Chrome's `about:tracing`
@@ -111,7 +111,7 @@ def write(timeline, ideal, path):
         raise ValueError(f"a timeline is written to a .json or .png file, got {str(path)!r}")
 
 
-def trace(timeline):
+def trace(timeline: Timeline) -> dict:
     """Return a timeline in the Trace Event Format, a dict; times are in µs."""
     begin = min(event.start for event in timeline.events)
     events = [
@@ -134,7 +134,7 @@ def trace(timeline):
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def plot(timeline, ideal):
+def plot(timeline: Timeline, ideal: Timeline):
     """Return a figure of a measured timeline and of the ideal one."""
     try:
         from matplotlib.figure import Figure
