@@ -15,9 +15,20 @@ def two_ranks(name):
     return f"harness.tasks:{name}/dp2@2x1"
 
 
+# What makes no difference in one process.
+SAME_ALONE = {
+    "micro_batches": "untied",
+    "sharded_sums_of_micro_batches": "untied",
+    "gradients_in_16_bits": "untied",
+    "all_gradients_in_16_bits": "untied",
+    "plain_keras_in_micro_batches": "plain_keras",
+}
+
+
 def alone(run):
-    """Return the run of the same task in one process."""
-    return run.replace("/dp2@2x1", "/alone@1x1")
+    """Return the run of the same task in one process, or of one that is the same there."""
+    name = run.removeprefix("harness.tasks:").removesuffix("/dp2@2x1")
+    return f"harness.tasks:{SAME_ALONE.get(name, name)}/alone@1x1"
 
 
 ALL = [two_ranks(name) for name in TASKS]
@@ -90,9 +101,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
 
 @each(map(two_ranks, IN_16_BITS), reads=lambda run: [alone(run)])
 def test_gradients_may_be_reduced_in_16_bits(run, ranks_of):
-    (expected,), (found, _) = ranks_of(alone(run)), ranks_of(run)
-    np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=1e-3)
-    assert found["step_losses"] != expected["step_losses"]
+    losses = ranks_of(run)[0]["step_losses"]
+    expected = ranks_of(alone(run))[0]["step_losses"][: len(losses)]
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+    assert losses != expected
 
 
 @each([two_ranks("untied")])

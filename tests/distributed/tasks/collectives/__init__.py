@@ -1,0 +1,36 @@
+"""What ranks do with collectives: all checks for their number, and an example."""
+
+import runpy
+import traceback
+
+from dtransformer.parallel import job
+from harness.launch import REPOSITORY
+from tests.distributed.tasks.collectives import errors, functions, values
+from tests.distributed.tasks.collectives.checks import CHECKS, failures
+from tests.distributed.tasks.collectives.groups import all_groups
+
+FILES = values, errors, functions  # which register their checks
+
+
+def checks():
+    """Run all checks for this number of ranks; return their failures, by name."""
+    all_groups()
+    results = {}
+    for name, (sizes, function) in CHECKS.items():
+        if job.size() in sizes:
+            failures.clear()
+            try:
+                function()
+            except Exception:
+                failures.append(traceback.format_exc()[-3000:])
+            results[name] = list(failures)
+    return results
+
+
+def hybrid_example():
+    """Train as examples/hybrid_parallel.py does; on several ranks with two of a model."""
+    train = runpy.run_path(REPOSITORY / "examples/hybrid_parallel.py")["train"]
+    return {"losses": train(mp=min(job.size(), 2))}
+
+
+TASKS = {"checks": checks, "hybrid_example": hybrid_example}

@@ -1,0 +1,59 @@
+"""Checks that every rank makes: one never stops in its middle, or the others would wait."""
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.parallel import job
+
+compiled = functools.partial(tf.function, autograph=False)
+
+CHECKS = {}
+failures = []
+
+
+def eager(function):
+    return function
+
+
+def check(*sizes):
+    """Register a check for jobs of these numbers of ranks."""
+
+    def register(function):
+        CHECKS[function.__name__] = sizes, function
+        return function
+
+    return register
+
+
+def expect(condition, message):
+    if not condition:
+        failures.append(message)
+
+
+def expect_equal(actual, expected, message):
+    actual = actual.numpy()
+    same = actual.dtype == expected.dtype and actual.shape == expected.shape
+    expect(
+        same and np.array_equal(actual, expected),
+        f"{message}: expected {expected.dtype} {expected.shape} {expected.ravel()[:4]}, "
+        f"got {actual.dtype} {actual.shape} {actual.ravel()[:4]}",
+    )
+
+
+def expect_error(function, *words, error_type=ValueError):
+    try:
+        result = function()
+    except error_type as error:
+        missing = [word for word in words if word not in str(error)]
+        expect(not missing, f"the error does not say {missing}: {error}")
+    except Exception as error:
+        expect(False, f"expected a {error_type.__name__}, got {error!r}")
+    else:
+        expect(False, f"expected an error that says {words}, got {result}")
+
+
+def mine(values):
+    """This rank's entry of a list that has one for each rank, repeating its last."""
+    return values[min(job.rank(), len(values) - 1)]

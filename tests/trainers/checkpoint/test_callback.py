@@ -1,0 +1,51 @@
+"""Promise: `ModelCheckpoint` saves when it is told to, and keeps the last and the best."""
+
+import keras
+import pytest
+
+from dtransformer.errors import InputError
+from dtransformer.trainers import ModelCheckpoint
+from dtransformer.trainers.checkpoint import Checkpoint
+from tests.trainers.checkpoint.small import dataset, new_trainer, steps_of
+
+
+class TestCallback:
+    def test_every_few_steps_and_the_last_ones_are_kept(self, tmp_path):
+        saving = ModelCheckpoint(tmp_path, every_steps=2, every_epochs=None, keep=2)
+        new_trainer().fit(dataset(7), epochs=1, verbose=0, callbacks=[saving])
+        assert steps_of(tmp_path) == [6, 7], "the last step is saved, too"
+
+    def test_every_few_minutes(self, tmp_path):
+        saving = ModelCheckpoint(tmp_path, every_minutes=1e-9, every_epochs=None, keep=None)
+        new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
+        assert len(steps_of(tmp_path)) > 2
+        other = tmp_path / "other"
+        saving = ModelCheckpoint(other, every_minutes=60, every_epochs=None, keep=None)
+        new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
+        assert steps_of(other) == [6]
+
+    def test_the_best_is_kept_besides(self, tmp_path):
+        class Score(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                logs["val_bleu"] = [3.0, 9.0, 5.0, float("nan"), 4.0][epoch]
+
+        saving = ModelCheckpoint(tmp_path, keep=1, monitor="val_bleu")
+        new_trainer().fit(dataset(2), epochs=5, verbose=0, callbacks=[Score(), saving])
+        assert steps_of(tmp_path) == [4, 10]
+        assert Checkpoint(tmp_path / "step-00000004").manifest["metrics"]["val_bleu"] == 9.0
+
+    def test_wrong_arguments(self, tmp_path):
+        for options, message in (
+            ({"every_steps": 0}, "every_steps must be an integer"),
+            ({"every_minutes": 0}, "every_minutes must be greater than 0"),
+            ({"mode": "best"}, "mode must be"),
+        ):
+            with pytest.raises(InputError, match=message):
+                ModelCheckpoint(tmp_path, **options)
+        saving = ModelCheckpoint(tmp_path, monitor="val_los")
+        with pytest.warns(UserWarning, match="'val_los' is not in the logs"):
+            new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
+
+    def test_a_new_run_does_not_mix_with_an_old_one(self, two):
+        with pytest.raises(InputError, match=r"step 7, and training is at step 0: .*resume=True"):
+            new_trainer().fit(dataset(), verbose=0, callbacks=[ModelCheckpoint(two)])
