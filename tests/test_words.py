@@ -38,7 +38,7 @@ OLD_WORDS = [
     Old(r"\b[Mm]odel[ _]groups?\b", "model-parallel group"),
     # Who computes.
     Old(r"\b[Pp]lanes?\b|_planes?\b|[a-z]Planes?\b", "engine, or optimizer step",
-        r"(?!(dtransformer|tests)/datasets/(test_)?embedded)"),
+        r"(?!dtransformer/datasets/embedded|tests/datasets)"),
     # Parts of tensors, and tensors that have none.
     Old(r"num_slices|slice_(entries|size|elements)|is_sliced|own_slices?\b|_slices\b"
         r"(?<!from_tensor_slices)(?<!shape_and_slices)", "shard"),
@@ -73,7 +73,7 @@ OLD_WORDS = [
 TEXTS = [
     path
     for pattern in ("*", *(f"{top}/**/*" for top in ("dtransformer", "docs", "examples")),
-                    *(f"{top}/**/*" for top in ("tests", "benchmarks", ".ci")))
+                    *(f"{top}/**/*" for top in ("tests", "benchmarks", "harness", ".ci")))
     for path in sorted(ROOT.glob(pattern))
     if (path.suffix in {".py", ".md", ".svg", ".sh", ".yaml", ".yml", ".cfg", ".toml"}
         or path.name == "Makefile")

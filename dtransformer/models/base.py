@@ -11,7 +11,7 @@ class TokenModel(keras.Model):
     """A network whose inputs are the ids of tokens.
 
     Attributes:
-        arguments: dict of the arguments that the network is made again from.
+        arguments: dict of the arguments from which `from_config` makes the network again.
         vocab_size: number of entries of the vocabulary of the logits.
     """
 

@@ -29,7 +29,7 @@ class CausalLM(TokenModel):
         ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
         num_layers: number of blocks.
         dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities, and
+        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
         positions: `"learned"` up to `max_length`, or `"sinusoidal"`.
@@ -158,7 +158,7 @@ class CausalLM(TokenModel):
 
         Six for each position and each weight in a product, and those of the attention
         cores; what is masked or padded is computed too, and counts. The backward pass
-        counts twice the forward.
+        counts as two forward ones.
 
         Args:
             inputs: as `call`'s.

@@ -24,14 +24,14 @@ class TranslationTransformer(TokenModel):
 
     Args:
         source_vocab_size: number of entries of the source's vocabulary.
-        target_vocab_size: the target's; the source's by default.
+        target_vocab_size: number of the target's; the source's by default.
         hidden_size: size h of embeddings and blocks.
         num_heads: number of attention heads.
         ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
         encoder_layers: number of the encoder's blocks.
         decoder_layers: number of the decoder's blocks.
         dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
-        attention_dropout_rate: dropout of attention probabilities, and
+        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
         positions: `"sinusoidal"`, or `"learned"` up to the maximal lengths.
@@ -51,7 +51,7 @@ class TranslationTransformer(TokenModel):
         training: whether dropout applies.
 
     Output shape:
-        [b, t, V'], V being the target's vocabulary padded to a multiple of
+        [b, t, V'], V' being the target's vocabulary padded to a multiple of
         model_parallel.
 
     Example:
@@ -302,7 +302,7 @@ class TranslationTransformer(TokenModel):
 
         Six for each position and each weight in a product, and those of the attention
         cores; padded positions, which are computed too, count. The backward pass
-        counts twice the forward.
+        counts as two forward ones.
 
         Args:
             inputs: as `call`'s.

@@ -15,8 +15,9 @@ class Translator:
         source_tokenizer: the source's tokenizer; `tokenizer` by default.
         beam_size: number of hypotheses; 1 is greedy search.
         length_penalty: exponent of the length penalty.
-        max_length: most tokens of a translation; None for what the source suggests.
-        max_source_length: tokens of a source; what is longer is cut off.
+        max_length: largest number of tokens of a translation; None for what follows from the
+            source's length.
+        max_source_length: largest number of tokens of a source; longer ones are cut off.
         batch_size: number of sentences translated at once.
         on_truncation: called as `on_truncation(number, length, max_source_length)` for
             every sentence that is cut off; `number` counts from 0.

@@ -103,7 +103,7 @@ class TransformerRecomputeConfig(validators.Checked):
             are all-gathered once more for the backward pass (True), or kept (False).
         recompute_slice_activation: whether a block's kept input is sharded over
             the model axis.
-        select: parts of a block to recompute instead of the whole:
+        select: parts of a block that are recomputed where the whole block is not:
             `"attention"`, `"feed_forward"`, `"norm"`.
     """
 
@@ -119,32 +119,32 @@ class TransformerOpParallelConfig(validators.Checked):
     """How a Transformer's training is divided over the ranks of a job.
 
     The product of `data_parallel`, `model_parallel`, `context_parallel` and
-    `pipeline_stage` is the number of ranks.
+    `pipeline_stage` is the number of devices: that of ranks, where each drives one.
 
     Args:
-        data_parallel: number of shards of the batch; None takes what the ranks
-            leave.
+        data_parallel: number of shards of the batch; None for as many as the other
+            degrees leave devices for.
         model_parallel: number of shards of each operation's weights.
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
             micro-batches as there are stages; `"gpipe"`, which keeps all; or
-            `"interleaved"`: 1F1B with several chunks of the network on each stage.
-        pipeline_chunks: number of chunks of each stage, with `"interleaved"`. Stages
-            wait less, and send more.
+            `"interleaved"`: 1F1B with several model chunks on each stage.
+        pipeline_chunks: number of model chunks of each stage, with `"interleaved"`: with
+            more of them, stages wait less and send more.
         context_parallel: number of shards of the sequence in attention.
         expert_parallel: number of shards of the set of experts.
         micro_batch_num: number of micro-batches that a batch is split into.
         optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
             data-parallel group), 2 (gradients too), 3 (weights too).
-        parallel_optimizer_threshold: weights of fewer KB are replicated on every rank.
+        parallel_optimizer_threshold: weights of fewer KB are replicated.
         parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
             one is found are replicated, too.
         gradient_accumulation_shard: whether the gradients of micro-batches are added up
             as shards, at levels 2 and 3: they are sent once for every micro-batch.
         gradient_dtype: `"float32"`, or `"float16"` or `"bfloat16"`, in which gradients
             are sent between the ranks of the data-parallel group.
-        gradient_aggregation_group: number of buckets of gradients that are reduced
-            together.
+        gradient_aggregation_group: number of buckets that gradients are spread over; those of
+            a bucket are reduced together.
         recompute: True, False or a `TransformerRecomputeConfig`.
         vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
             sharded over the model axis (False).

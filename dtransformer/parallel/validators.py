@@ -195,8 +195,8 @@ def check_supported(config) -> None:
         )
     elif config.pipeline_chunks > 1:
         raise ValueError(
-            f"pipeline_chunks={config.pipeline_chunks} are those of a pipeline's stages: set "
-            "pipeline_stage=2 or more"
+            f"pipeline_chunks={config.pipeline_chunks} needs a pipeline: set pipeline_stage=2 or "
+            "more, or pipeline_chunks=1"
         )
 
 

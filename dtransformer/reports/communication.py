@@ -1,8 +1,4 @@
-"""Which collectives a compiled function really sends, with their bytes.
-
-On the mesh they are read from the functions that DTensor has lowered for the devices,
-after all of its passes; over Horovod from the operations of the traced graph.
-"""
+"""What a device sends in a training step, beside what the theory has for it; see `audit`."""
 
 import collections
 import dataclasses
@@ -134,8 +130,8 @@ def block_formula(network, stream_shapes):
 
     One all-reduce of b·s·h forward and one backward for every attention and every
     feed-forward layer. A block that is recomputed repeats those forward, but for the last
-    one, which no gradient needs, unless its sums are kept. To gather an input that is kept
-    in shards is half an all-reduce.
+    one, which no gradient needs, unless its sums are kept. To all-gather an input that
+    is kept sharded is half an all-reduce.
 
     Args:
         network: a `keras.Model`.

@@ -32,7 +32,8 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
         check_elementwise(optimizer)
         if asked:
             raise ValueError(
-                f"{asked[0]}=True does not work where operations are sharded over a mesh"
+                f"{asked[0]}=True does not work where operations are sharded over a mesh: leave it "
+                "out"
             )
 
 

@@ -10,7 +10,9 @@ _KERAS_BATCH_SIZE = 32
 
 
 class DataPosition(keras.callbacks.Callback):
-    """Tells the data which epoch comes next, and knows which batch does; resets the clock.
+    """Tells the data which epoch comes next, and counts batches, for checkpoints.
+
+    It also starts the measurement of throughput anew in every epoch.
 
     Args:
         data: as `fit` takes them.
@@ -55,7 +57,7 @@ def as_data(data):
 
 
 def check_batches(data):
-    """Compare the number of batches of all ranks: one that waits for a batch waits for ever.
+    """Compare the ranks' numbers of batches: a rank that has more waits for the others for ever.
 
     Raises:
         ValueError: it differs; on every rank.
@@ -87,10 +89,10 @@ def check_micro_batches(data, batch_size=None):
 
 
 def input_symbols(data):
-    """Return symbols of the shapes of a batch's inputs, to build a network with.
+    """Return `keras.KerasTensor`s like a batch's inputs, to build a network with.
 
     Raises:
-        ValueError: the data do not tell their shapes before they are read.
+        ValueError: the shapes of the data are not known before they are read.
     """
     return tf.nest.map_structure(
         lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), _first_inputs(data)
@@ -101,7 +103,7 @@ def input_specs(data):
     """Return specs like those of a small batch's inputs; dimensions that may vary are 4.
 
     Raises:
-        ValueError: the data do not tell their shapes before they are read.
+        ValueError: the shapes of the data are not known before they are read.
     """
     return tf.nest.map_structure(
         lambda x: tf.TensorSpec([4, *(size or 4 for size in x.shape[1:])], x.dtype),

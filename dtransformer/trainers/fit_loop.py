@@ -107,17 +107,17 @@ class FitLoop(keras.Model):
         Args:
             x: this rank's share of the data, as Keras takes it; or an object with
                 `as_dataset()` and `set_epoch(epoch)`, such as `TranslationBatches`,
-                which shares and shuffles by itself. All ranks have to have the same
-                number of batches.
+                which takes the rank's share and shuffles by itself. All ranks need the
+                same number of batches.
             y, validation_data, and the others: as Keras'.
             verbose: as Keras'; ranks other than 0 print nothing.
             callbacks: list of Keras callbacks.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
-                of a folder of them. `epochs` counts from the run's beginning. In the midst
-                of an epoch training goes on with the batch after the last one. For the
-                losses of a run without a break, the order of the data has to depend on
-                the epoch only: as that of `TranslationBatches` does, or of a dataset that
+                of a folder of them. `epochs` counts from the run's beginning. In the middle
+                of an epoch, training goes on with the batch after the last one. To get the
+                losses of a run without a break, the order of the data has to depend on the
+                epoch only, as that of `TranslationBatches` does, or that of a dataset that
                 does not shuffle.
 
         Returns:

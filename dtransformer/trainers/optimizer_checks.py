@@ -47,7 +47,7 @@ def check_elementwise(optimizer):
         if kind.__name__ in _NOT_ELEMENTWISE:
             raise ValueError(
                 f"{type(optimizer).__name__} computes with full weights, and model_parallel or "
-                "optimizer_shard shards them: use an optimizer that updates each entry by itself, "
+                "optimizer_shard shards them: use an optimizer that updates each element by itself, "
                 "such as AdamW, Adam, Lion, SGD, RMSprop or Nadam"
             )
 

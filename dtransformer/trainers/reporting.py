@@ -13,7 +13,7 @@ from dtransformer.trainers.updated_shards import partition_of
 
 
 class Reporting(keras.Model):
-    """Prints and returns what is so.
+    """The methods of a trainer that tell how its work is divided, and what that costs.
 
     A subclass has the `network`, its `_engine` and `optimizer_step`, None before there are any.
     """
@@ -33,10 +33,10 @@ class Reporting(keras.Model):
         )
 
     def plan(self):
-        """Return how every weight is sharded, and what a device holds; print it.
+        """Return how every weight is sharded, and what a device holds.
 
         Returns:
-            A `dtransformer.reports.plan.WeightPlan`.
+            A `dtransformer.reports.plan.WeightPlan`, which prints as a table.
 
         Raises:
             ValueError: the network is not built, or a row of `parallel_rules` matches no
@@ -58,15 +58,16 @@ class Reporting(keras.Model):
         return WeightPlan.of(self.network.variables, shard if shard.level else None)
 
     def communication_report(self):
-        """Return which collectives the last compiled training step sends; print it.
+        """Return which collectives the last compiled training step sends.
 
         Those of the mesh are read from the functions that DTensor lowered for the
         devices, those over Horovod from the optimizer step's graph; what pipeline stages
         send each other is that of the dataflow.
 
         Returns:
-            A `dtransformer.reports.communication.CommunicationReport`. Where the network has the
-            method `stream_shapes(inputs)`, it has the theory's numbers for each block.
+            A `dtransformer.reports.communication.CommunicationReport`, which prints as a table.
+            Where the network has the method `stream_shapes(inputs)`, the theory's numbers for
+            each block stand beside.
 
         Raises:
             ValueError: no step was compiled yet.
@@ -81,16 +82,16 @@ class Reporting(keras.Model):
         )
 
     def memory_report(self, inputs=None):
-        """Return what this rank's memory is needed for; print it.
+        """Return what this rank's memory is needed for.
 
         Args:
             inputs: a batch of inputs, as `call` takes them, for which the activations
                 that blocks keep are worked out; on a mesh by default the last batch.
 
         Returns:
-            A `dtransformer.reports.memory.MemoryReport`: bytes of weights, gradients,
-            optimizer states and activations, by the plan and the theory, next to those
-            of the tensors that there are.
+            A `dtransformer.reports.memory.MemoryReport`, which prints as a table: bytes of
+            weights, gradients, optimizer states and activations, by the plan and the theory,
+            next to those of the tensors that there are.
 
         Raises:
             ValueError: no step was run yet.
@@ -125,8 +126,8 @@ class Reporting(keras.Model):
                 Perfetto shows, or a .png picture of the measured and of the ideal step.
 
         Returns:
-            A `dtransformer.parallel.pipeline.timeline.Timeline`; its `bubble` is the part of
-            the step that the stages spend without computing.
+            A `dtransformer.parallel.pipeline.timeline.Timeline`; its `bubble` is the share
+            of the step in which the stages do not compute.
 
         Raises:
             ValueError: there is no pipeline, or no step was run yet.

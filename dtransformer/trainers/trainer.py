@@ -39,8 +39,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     Args:
         network: the `keras.Model` to train. Where it has the methods
-            `num_tokens(inputs)` and `flops_per_step(inputs)`, the logs tell tokens
-            and FLOP per second by them.
+            `num_tokens(inputs)` and `flops_per_step(inputs)`, the logs have tokens
+            and FLOP per second.
 
     Example:
 
@@ -98,8 +98,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             steps_per_execution: number of steps of one call of the compiled function.
             jit_compile: whether the forward and backward pass, and the update of the
                 weights, are compiled with XLA. `"auto"` compiles the update alone,
-                and only that of a large network: there it takes a quarter of the
-                time, elsewhere it is not faster on CPUs but longer to start.
+                and only that of a large network, where it takes a quarter of the
+                time; a small network's would be no faster on CPUs, and start later.
             auto_scale_loss: whether the loss is scaled under `mixed_float16`: twice as
                 much after every 2,000 good steps, and half as much after a step whose
                 gradients overflow on any rank, which all of them skip. The logs have
@@ -156,7 +156,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return self._engine.predict(inputs)
 
     def _build_metrics(self, labels, outputs):
-        """Make the metrics' states; those of an epoch that is resumed in its midst are set."""
+        """Make the metrics' states; those of an epoch that is resumed in its middle are set."""
         metrics = self._program.metrics
         if metrics.is_built:
             return

@@ -39,7 +39,8 @@ def test_single_layers_by_columns_and_rows():
         replicated = lambda x: [relayout(part, (None,) * rank) for part in run(x)]
         read = [*first.variables, *second.variables]
         return [
-            local_value(part) for part in MeshFunction(replicated, read, True)(put_replicated(inputs))
+            local_value(part)
+            for part in MeshFunction(replicated, read, True)(put_replicated(inputs))
         ]
 
     for rank in (2, 3):
