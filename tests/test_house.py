@@ -37,7 +37,12 @@ PURE = (
 )
 FRAMEWORKS = {"tensorflow", "keras", "horovod"}
 # What layers and models may not know of: where they are, and how what they compute is divided.
-HIDDEN_FROM_LAYERS = ("parallel.dtensor", "parallel.job", "parallel.trace", "parallel.collectives")
+HIDDEN_FROM_LAYERS = (
+    "horovod",
+    *(f"dtransformer.parallel.{name}" for name in ("collectives", "dtensor", "job", "trace")),
+    *(f"dtransformer.parallel.axis_rules.{name}" for name in ("mesh_axis", "activation_specs")),
+    "dtransformer.parallel.axis_rules.weight_specs",
+)
 MAY_IMPORT_HOROVOD = ("parallel/job.py", "parallel/launch.py", "cli/doctor.py")
 MAY_SET_GLOBALS = ("parallel/config.py", "parallel/job.py")
 OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
@@ -123,12 +128,18 @@ def test_plans_need_no_framework():
 
 
 def test_layers_know_no_mesh():
+    """Other functions of `parallel` are the plain operation where there is no mesh."""
     wrong = []
     for path in [*PACKAGE.glob("layers/*.py"), *PACKAGE.glob("models/*.py")]:
-        for other in imports(path):
-            inner = other.removeprefix("dtransformer.")
-            if other.startswith("horovod") or inner.startswith(HIDDEN_FROM_LAYERS):
-                wrong.append(f"{relative(path)} imports {other}")
+        names = {
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        for name in {*names, *imports(path)}:
+            if name.startswith(HIDDEN_FROM_LAYERS):
+                wrong.append(f"{relative(path)} imports {name}")
     assert not wrong, "\n".join(
         ["layers and models call constrain() and parallel/tensor_parallel instead:", *sorted(wrong)]
     )
