@@ -68,14 +68,14 @@ def main():
         faulthandler.dump_traceback_later(arguments.seconds, exit=True)
         begin = cpu_seconds()
         try:
-            run.write(arguments.folder, RANK, do(run, **options))
+            results = do(run, **options)
+            run.write(arguments.folder, RANK, {**results, "cpu_seconds": cpu_seconds() - begin})
         except Exception:  # the same on all ranks, as a rule: the next run can begin
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
         keras.backend.clear_session()
         gc.collect()
-        print(f"{run.name}: {cpu_seconds() - begin:.1f} s of CPU", file=sys.stderr, flush=True)
     dtransformer.shutdown()  # waits for ranks that are still reading
 
 

@@ -10,7 +10,7 @@ from dtransformer.layers.block import TransformerBlock, spread_evenly
 from dtransformer.models import TranslationTransformer
 from dtransformer.trainers import Trainer
 from harness.measure import passing_bytes
-from tests.trainers.test_trainer import VOCAB, sentences
+from tests.trainers.small import VOCAB, sentences
 
 SIZES = {"hidden_size": 16, "num_heads": 2, "encoder_layers": 1, "decoder_layers": 2}
 

@@ -9,7 +9,7 @@ from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss, Dropout
 from dtransformer.trainers import Trainer
 from tests.tolerances import TRAINING
-from tests.trainers.test_trainer import Record, sentences, small_model
+from tests.trainers.small import Record, sentences, small_model
 
 
 def fit(micro_batches, batch_size=6, num_rows=12, **options):

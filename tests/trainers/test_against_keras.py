@@ -1,0 +1,173 @@
+"""Promise: a trainer's numbers are those of Keras' own `fit`, for any network and loss."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.layers.reference_compare import dtype_policy
+from tests.tolerances import TRAINING
+from tests.trainers.small import Record, dense_network, dense_trainer, points, squared, weights_of
+
+
+class TestAgainstKeras:
+    """Losses, metrics and weights after epochs of Keras' own `fit`."""
+
+    @pytest.mark.parametrize(
+        "units, loss, metrics, batch_size",
+        [
+            (1, "mse", ["mae"], 5),
+            (1, lambda: keras.losses.Huber(), ["mse", "mae"], 16),
+            (1, lambda: squared, [], 5),
+            (
+                4,
+                lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                [lambda: keras.metrics.SparseCategoricalAccuracy(name="right")],
+                5,
+            ),
+        ],
+        ids=["name", "Huber", "function", "classes"],
+    )
+    def test_losses_and_metrics(self, units, loss, metrics, batch_size):
+        histories, weights = [], []
+        x, y = points(num_classes=units if units > 1 else None)
+        for make in (dense_trainer, self.keras_model):
+            network = dense_network(units)
+            model = make(
+                keras.optimizers.Adam(0.01),
+                loss() if callable(loss) else loss,
+                network,
+                metrics=[metric() if callable(metric) else metric for metric in metrics],
+            )
+            history = model.fit(
+                x,
+                y,
+                batch_size=batch_size,
+                epochs=3,
+                shuffle=False,
+                verbose=0,
+                validation_data=points(8, units if units > 1 else None, seed=1),
+            )
+            histories.append(history.history)
+            weights.append(weights_of(network).values())
+        found, expected = histories
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, TRAINING, err_msg=name)
+        assert ("accuracy" in found) == (units > 1), "only a classifier has an accuracy"
+        for actual, wanted in zip(*weights, strict=True):
+            np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+
+    @staticmethod
+    def keras_model(optimizer, loss, network, **options):
+        network.compile(optimizer, loss, **options)
+        return network
+
+    def test_sample_weights(self):
+        """The mean is over the weights, whatever they sum to."""
+        x, y = points(num_classes=4)
+        sample_weight = np.linspace(0.0, 3.0, 16).astype("float32")
+        found = []
+        for make in (dense_trainer, self.keras_model):
+            network = dense_network(4)
+            loss = keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            )
+            right = [keras.metrics.SparseCategoricalAccuracy(name="right")]
+            model = make(keras.optimizers.SGD(0.5), loss, network, weighted_metrics=right)
+            options = dict(sample_weight=sample_weight, batch_size=16)
+            history = model.fit(x, y, epochs=3, shuffle=False, verbose=0, **options).history
+            scores = model.evaluate(x, y, verbose=0, return_dict=True, **options)
+            found.append((history, scores, weights_of(network).values()))
+        (history, scores, weights), expected = found
+        for name in ("loss", "right"):
+            np.testing.assert_allclose(history[name], expected[0][name], TRAINING, err_msg=name)
+            assert scores[name] == pytest.approx(expected[1][name], TRAINING)
+        for actual, wanted in zip(weights, expected[2], strict=True):
+            np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+
+    def test_regularizers(self):
+        x, y = points()
+        weights = []
+        for make in (dense_trainer, self.keras_model):
+            network = dense_network(kernel_regularizer=keras.regularizers.L2(0.5))
+            model = make(keras.optimizers.SGD(0.1), "mse", network)
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+            weights.append(weights_of(network).values())
+        for actual, wanted in zip(*weights, strict=True):
+            np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+
+    def test_a_network_that_is_not_built_is_built_from_the_data(self):
+        x, y = points()
+        for data in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(8),)):
+            network = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+            history = dense_trainer(network=network).fit(*data, verbose=0, epochs=2).history
+            assert history["loss"][1] < history["loss"][0]
+
+    def test_data_that_keras_asks_batch_by_batch(self):
+        """A `PyDataset` or a generator trains a network that is built."""
+        x, y = points()
+
+        class Halves(keras.utils.PyDataset):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, number):
+                part = slice(8 * number, 8 * number + 8)
+                return x[part], y[part]
+
+        def halves():
+            while True:
+                yield from (Halves()[number] for number in range(2))
+
+        expected = dense_trainer().fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        for data, options in ((Halves(), {}), (halves(), {"steps_per_epoch": 2})):
+            options |= {"shuffle": False, "verbose": 0}
+            history = dense_trainer().fit(data, **options).history
+            assert history["loss"] == pytest.approx(expected["loss"], TRAINING)
+            unbuilt = keras.Sequential([keras.layers.Dense(1)])
+            with pytest.raises(ValueError, match="not built"):
+                dense_trainer(network=unbuilt).fit(data, **options)
+
+    def test_one_batch_at_a_time(self):
+        x, y = points()
+        trainer, by_fit = dense_trainer(), dense_trainer()
+        parts = (slice(0, 8), slice(8, 16))
+        logs = [trainer.train_on_batch(x[part], y[part], return_dict=True) for part in parts]
+        record = Record()
+        by_fit.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[record])
+        assert [float(log["step_loss"]) for log in logs] == pytest.approx(record["step_loss"])
+        for actual, wanted in zip(trainer.get_weights(), by_fit.get_weights(), strict=True):
+            np.testing.assert_allclose(actual, wanted, TRAINING)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_every_precision_compiled_or_not(policy, jit_compile):
+    keras.utils.set_random_seed(0)
+    x, y = points()
+    with dtype_policy(policy):
+        trainer = dense_trainer(keras.optimizers.Adam(0.05), jit_compile=jit_compile)
+    scales = isinstance(trainer.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scales == (policy == "mixed_float16")
+    history = trainer.fit(x, y, batch_size=8, epochs=16, verbose=0).history
+    assert history["loss"][-1] < 0.5 * history["loss"][0]
+    assert np.isfinite(history["gradient_norm"][-1])  # float16 may skip the first steps
+
+
+def test_an_overflow_in_float16_skips_the_step():
+    """The scale is halved, no weight changes, and training goes on."""
+    x, y = points(24)
+    x[8:16] *= 1e5  # beyond float16
+    with dtype_policy("mixed_float16"):
+        network = dense_network(activation="linear")
+    trainer, record = dense_trainer(keras.optimizers.Adam(0.01), network=network), Record()
+    scale = float(trainer.optimizer.scale_loss(1.0))
+    assert scale > 1.0
+    trainer.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[record])
+    assert not np.isfinite(record["gradient_norm"][1])
+    for before, after in zip(record.weights[0], record.weights[1], strict=True):
+        np.testing.assert_array_equal(after, before)
+    assert any((a != b).any() for a, b in zip(record.weights[1], record.weights[2]))
+    assert all(np.isfinite(weight).all() for weight in record.weights[2])
+    assert np.isfinite(record["gradient_norm"][2])
+    assert float(trainer.optimizer.scale_loss(1.0)) == scale / 2

@@ -1,0 +1,241 @@
+"""Promise: a trainer's numbers are those of steps by hand, however the data comes."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from tests.tolerances import TRAINING, TRAINING_16_BIT, assert_all_close
+from tests.trainers.small import (
+    BATCH,
+    PAD,
+    RATE,
+    SMOOTHING,
+    VOCAB,
+    Record,
+    batches,
+    dataset,
+    sentences,
+    small_model,
+    translation_trainer,
+    weights_of,
+)
+
+
+def sums_by_hand(logits, labels, weights=None):
+    """Σ loss, Σ right and the number of tokens that count, by NumPy in float64."""
+    logits = np.asarray(logits, "float64")
+    log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    own = np.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+    losses = -(1 - SMOOTHING) * own - SMOOTHING * log_p.mean(-1)
+    weights = (labels != PAD) * (1.0 if weights is None else weights)
+    right = log_p.argmax(-1) == labels
+    return (losses * weights).sum(), (right * weights).sum(), weights.sum()
+
+
+def train_by_hand(network, inputs, labels, epochs):
+    """Plain steps of gradient descent; a dict of what the trainer should log."""
+    logs = {"step_loss": [], "gradient_norm": [], "loss": [], "accuracy": []}
+    variables = network.trainable_variables
+    for _ in range(epochs):
+        totals = np.zeros(3)
+        for x, y in batches(inputs, labels):
+            with tf.GradientTape() as tape:
+                log_p = tf.nn.log_softmax(network(x))
+                wanted = (1 - SMOOTHING) * tf.one_hot(y, VOCAB) + SMOOTHING / VOCAB
+                mask = tf.cast(y != PAD, "float32")
+                loss = -tf.reduce_sum(log_p * wanted * mask[..., None]) / tf.reduce_sum(mask)
+            sums = sums_by_hand(network(x), y)
+            totals += sums
+            logs["step_loss"].append(sums[0] / sums[2])
+            gradients = tape.gradient(loss, [variable.value for variable in variables])
+            gradients = [tf.convert_to_tensor(gradient).numpy() for gradient in gradients]
+            norm = np.sqrt(sum((gradient.astype("float64") ** 2).sum() for gradient in gradients))
+            logs["gradient_norm"].append(norm)
+            for variable, gradient in zip(variables, gradients):
+                variable.assign_sub(RATE * gradient)
+        logs["loss"].append(totals[0] / totals[2])
+        logs["accuracy"].append(totals[1] / totals[2])
+    return logs
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """What two epochs over the sentences come to: the network, and the logs."""
+    network = small_model()
+    network.build()
+    return network, train_by_hand(network, *sentences(), epochs=2)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The same with the trainer: the trainer, the steps' record, the history."""
+    trainer, record = translation_trainer(), Record()
+    inputs, labels = sentences()
+    history = trainer.fit(
+        inputs,
+        labels,
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[record],
+        validation_data=sentences(seed=1),
+    )
+    return trainer, record, history.history
+
+
+class TestByHand:
+    def test_every_step(self, by_hand, run):
+        _, expected = by_hand
+        _, record, _ = run
+        for name in ("step_loss", "gradient_norm"):
+            np.testing.assert_allclose(record[name], expected[name], TRAINING, err_msg=name)
+
+    def test_an_epoch_is_the_mean_over_its_tokens(self, by_hand, run):
+        _, expected = by_hand
+        _, record, history = run
+        for name in ("loss", "accuracy"):
+            np.testing.assert_allclose(history[name], expected[name], TRAINING, err_msg=name)
+            # During an epoch the mean so far, as Keras shows it.
+            assert record[name][2] == pytest.approx(history[name][0])
+        assert record["loss"][0] == pytest.approx(record["step_loss"][0])
+
+    def test_the_weights(self, by_hand, run):
+        network, _ = by_hand
+        trainer, _, _ = run
+        assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
+
+    def test_evaluate_and_predict(self, by_hand, run):
+        network, _ = by_hand
+        trainer, _, history = run
+        inputs, labels = sentences(seed=1)
+        logits = network(inputs).numpy()
+        loss, right, count = sums_by_hand(logits, labels)
+        found = trainer.evaluate(inputs, labels, batch_size=5, verbose=0, return_dict=True)
+        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
+        assert history["val_loss"][-1] == pytest.approx(found["loss"], TRAINING)
+        assert history["val_accuracy"][-1] == pytest.approx(found["accuracy"])
+        predicted = trainer.predict(inputs, batch_size=5, verbose=0)
+        assert_all_close({"logits": predicted}, {"logits": logits}, TRAINING)
+
+    def test_sample_weights_weigh_tokens(self, by_hand, run):
+        network, _ = by_hand
+        inputs, labels = sentences(seed=1)
+        weights = np.linspace(0.0, 2.0, labels.size).reshape(labels.shape).astype("float32")
+        loss, right, count = sums_by_hand(network(inputs), labels, weights)
+        data = tf.data.Dataset.from_tensor_slices((inputs, labels, weights)).batch(BATCH)
+        found = run[0].evaluate(data, verbose=0, return_dict=True)
+        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
+
+    def test_sample_weights_weigh_sentences(self, by_hand, run):
+        """As Keras has them: one for each row."""
+        network, _ = by_hand
+        inputs, labels = sentences(seed=1)
+        weights = np.linspace(0.0, 2.0, len(labels)).astype("float32")
+        loss, right, count = sums_by_hand(network(inputs), labels, weights[:, None])
+        options = {"sample_weight": weights, "batch_size": BATCH, "verbose": 0}
+        trainer = translation_trainer(network=run[0].network)
+        found = trainer.evaluate(inputs, labels, return_dict=True, **options)
+        assert found == pytest.approx({"loss": loss / count, "accuracy": right / count}, TRAINING)
+
+    def test_what_is_logged(self, run):
+        trainer, record, history = run
+        step = {"loss", "accuracy", "step_loss", "gradient_norm", "learning_rate"}
+        step |= {"tokens_per_second"}
+        assert all(step <= set(logs) for logs in record.logs)
+        speed = {"gflops_per_second", "share_of_peak"}  # not known before the second step
+        assert set(record.logs[-1]) == step | speed
+        assert set(history) == step | speed | {"val_loss", "val_accuracy"}
+        assert record["learning_rate"] == pytest.approx([RATE] * 6)
+        for name in (*speed, "tokens_per_second"):
+            assert record.logs[-1][name] > 0
+        assert int(trainer.optimizer.iterations) == 6
+
+    def test_a_saved_file_holds_the_network(self, run, tmp_path):
+        trainer, _, _ = run
+        inputs, labels = sentences(seed=1)
+        expected = trainer.evaluate(inputs, labels, verbose=0, return_dict=True)
+        path = str(tmp_path / "model.weights.h5")
+        trainer.save_weights(path)
+        dtransformer.set_seed(1)
+        other = translation_trainer()  # not built yet
+        other.load_weights(path)
+        assert other.evaluate(inputs, labels, verbose=0, return_dict=True) == expected
+        network = small_model()
+        network.build()
+        network.load_weights(path)
+        for name, value in weights_of(trainer.network).items():
+            np.testing.assert_array_equal(weights_of(network)[name], value, name)
+
+    def test_summary_tells_what_a_rank_holds(self, run):
+        trainer, _, _ = run
+        lines = []
+        trainer.summary(print_fn=lambda line, **_: lines.append(line))
+        text = "\n".join(lines)
+        count = trainer.network.count_params()
+        assert f"each device holds {count:,} parameters ({4 * count / 2**20:.2f} MiB)" in text
+        assert "one rank" in text and "transformer" in text
+
+
+class Batches:
+    """Data that shares and shuffles by itself, as `TranslationBatches` does."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def as_dataset(self):
+        return dataset()
+
+
+class TestTheSameInOtherWays:
+    """However the data comes and the step is run, losses and weights are the same."""
+
+    @pytest.mark.parametrize(
+        "data, options",
+        [
+            (dataset, {}),
+            (Batches, {"steps_per_execution": 3}),
+            (dataset, {"jit_compile": True}),
+            (dataset, {"run_eagerly": True}),
+        ],
+        ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly"],
+    )
+    def test_fit(self, by_hand, data, options):
+        network, expected = by_hand
+        # The limit is beyond every norm: it changes nothing.
+        optimizer = keras.optimizers.SGD(RATE, global_clipnorm=100.0)
+        trainer, record, data = translation_trainer(optimizer, **options), Record(), data()
+        history = trainer.fit(data, epochs=2, verbose=0, callbacks=[record]).history
+        for name in ("loss", "accuracy"):
+            np.testing.assert_allclose(history[name], expected[name], TRAINING, err_msg=name)
+        every = options.get("steps_per_execution", 1)
+        for name in ("step_loss", "gradient_norm"):
+            steps = expected[name][every - 1 :: every]
+            np.testing.assert_allclose(record[name], steps, TRAINING, err_msg=name)
+        assert_all_close(weights_of(trainer.network), weights_of(network), TRAINING)
+        if isinstance(data, Batches):
+            assert data.epochs == [0, 1]
+
+    @pytest.mark.parametrize("policy", TRAINING_16_BIT)
+    def test_mixed_precision(self, by_hand, policy):
+        _, expected = by_hand
+        # The scale grows after every second step, and norms must not show it.
+        optimizer = keras.optimizers.SGD(RATE)
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(
+                optimizer, initial_scale=2.0**8, dynamic_growth_steps=2
+            )
+        trainer, record = translation_trainer(optimizer, small_model(dtype=policy)), Record()
+        trainer.fit(dataset(), epochs=2, verbose=0, callbacks=[record])
+        for name in ("step_loss", "gradient_norm"):
+            tolerance = TRAINING_16_BIT[policy]
+            np.testing.assert_allclose(record[name], expected[name], tolerance, err_msg=name)
+        assert record["loss"][-1] < 0.9 * record["step_loss"][0]
+        assert {variable.dtype for variable in trainer.network.variables} == {"float32"}
+        if policy == "mixed_float16":
+            assert float(trainer.optimizer.scale_loss(1.0)) == 2.0**11

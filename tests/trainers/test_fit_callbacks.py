@@ -1,0 +1,116 @@
+"""Promise: Keras' callbacks and ours work in a trainer's `fit`."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import dtransformer
+from dtransformer.errors import InputError
+from dtransformer.trainers import ModelCheckpoint
+from tests.tolerances import TRAINING
+from tests.trainers.small import (
+    Record,
+    dense_trainer,
+    points,
+)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Stops the process' training when an epoch begins, as a kill does."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+class TestCallbacks:
+    def fit(self, *callbacks, trainer=None, epochs=6, rate=0.05, resume=False):
+        trainer, record = trainer or dense_trainer(keras.optimizers.Adam(rate)), Record()
+        options = dict(batch_size=8, shuffle=False, verbose=0, callbacks=[record, *callbacks])
+        options.update(epochs=epochs, resume=resume)
+        history = trainer.fit(*points(), validation_data=points(seed=1), **options)
+        return trainer, record, history
+
+    def test_an_interrupted_fit_goes_on_where_it_was(self, tmp_path):
+        """With the optimizer's state: its moments, and the step of its schedule."""
+
+        def trainer():
+            rate = keras.optimizers.schedules.PolynomialDecay(0.1, 12)
+            return dense_trainer(keras.optimizers.Adam(rate))
+
+        _, whole, _ = self.fit(trainer=trainer())
+        saving = ModelCheckpoint(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            self.fit(saving, Interrupt(epoch=3), trainer=trainer())
+        dtransformer.set_seed(1)  # a new process, whose own weights must not matter
+        resumed, record, history = self.fit(saving, trainer=trainer(), resume=True)
+        assert history.epoch == [3, 4, 5]
+        for name in ("step_loss", "learning_rate", "gradient_norm"):
+            np.testing.assert_allclose(record[name], whole[name][6:], TRAINING, err_msg=name)
+        assert int(resumed.optimizer.iterations) == 12
+
+    def test_keras_backup_is_refused(self, tmp_path):
+        """It would go on without the optimizer's state."""
+        with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):
+            self.fit(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
+
+    def test_early_stopping(self):
+        stop = keras.callbacks.EarlyStopping("val_loss", min_delta=1e9, patience=2)
+        _, _, history = self.fit(stop)
+        assert history.epoch == [0, 1, 2]
+        stop = keras.callbacks.EarlyStopping(
+            "val_loss", patience=1, restore_best_weights=True, start_from_epoch=0
+        )
+        trainer, _, history = self.fit(stop, rate=1.0, epochs=30)  # so fast that it overshoots
+        best = min(history.history["val_loss"])
+        assert len(history.epoch) < 30 and history.history["val_loss"][-1] > best
+        loss = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)["loss"]
+        assert loss == pytest.approx(best, TRAINING)
+
+    def test_model_checkpoint(self, tmp_path):
+        every = keras.callbacks.ModelCheckpoint(
+            tmp_path / "{epoch}.weights.h5", save_weights_only=True
+        )
+        best = keras.callbacks.ModelCheckpoint(
+            tmp_path / "best.weights.h5",
+            monitor="val_loss",
+            save_best_only=True,
+            save_weights_only=True,
+        )
+        _, _, history = self.fit(every, best)
+        losses = history.history["val_loss"]
+        files = {str(epoch): losses[epoch - 1] for epoch in (1, 3, 6)}
+        for name, expected in {**files, "best": min(losses)}.items():
+            trainer = dense_trainer()
+            trainer.load_weights(tmp_path / f"{name}.weights.h5")
+            found = trainer.evaluate(*points(seed=1), verbose=0, return_dict=True)
+            assert found["loss"] == pytest.approx(expected, TRAINING)
+
+    def test_learning_rates(self):
+        """The rate that a step is made with is the one in its logs."""
+        schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 12)
+        _, record, _ = self.fit(trainer=dense_trainer(keras.optimizers.SGD(schedule)))
+        expected = [float(schedule(step)) for step in range(12)]
+        assert record["learning_rate"] == pytest.approx(expected)
+        rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        _, record, _ = self.fit(rates, epochs=3)
+        assert record["learning_rate"] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.1 / 3, 0.1 / 3])
+
+    def test_tensorboard(self, tmp_path):
+        pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
+        self.fit(keras.callbacks.TensorBoard(tmp_path, update_freq="batch"), epochs=2)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        events = b"".join(path.read_bytes() for path in files)
+        assert b"epoch_loss" in events and b"epoch_gradient_norm" in events
+
+    def test_progress_is_printed(self, capsys):
+        dense_trainer().fit(*points(), epochs=2, verbose=2)
+        text = capsys.readouterr().out
+        assert "Epoch 2/2" in text and re.search(r"loss: \d", text)
+        assert "gradient_norm" in text and "tokens_per_second" in text
