@@ -101,7 +101,7 @@ def init(
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = compare_ranks(hvd, config, seed, local_devices) if hvd else [None]
     set_parallel_config(config.resolve(size, local_devices))
-    groups = ProcessGroups(rank, size, hvd)
+    groups = ProcessGroups(rank, size, hvd, _job.groups)
     seed = _job.seed if seed is None else seed
     _job = _Job(
         rank, size, local_rank, topology, config.placement, hvd, groups, seed, is_joined=True

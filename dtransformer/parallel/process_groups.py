@@ -8,6 +8,7 @@ and shards.
 import dataclasses
 import operator
 import os
+import types
 from collections.abc import Iterable
 
 import tensorflow as tf
@@ -44,12 +45,21 @@ class ProcessGroups:
         rank: this process' number in the job.
         size: number of ranks of the job.
         horovod: the module `horovod.tensorflow`; None where the process runs alone.
+        before: the `ProcessGroups` of a job that is joined anew without having been left:
+            Horovod has their process sets still, and makes none twice.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, horovod=None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        horovod: types.ModuleType | None = None,
+        before: "ProcessGroups | None" = None,
+    ):
         self._rank, self._size, self._horovod = rank, size, horovod
         self._groups = {}  # ranks in their order -> Group
-        self._process_sets = {}  # sorted ranks -> Horovod's process set
+        # Sorted ranks -> Horovod's process set.
+        self._process_sets = {} if before is None else before._process_sets
 
     def whole_job(self) -> Group:
         """Return the group of all ranks, in order."""
