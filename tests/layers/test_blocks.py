@@ -133,7 +133,7 @@ def test_decoder(policy, post, num_layers):
         partial(reference_blocks.decoder, post_layernorm_residual=post, **masks),
         [weights_of.numbers(rng, 2, 5, 12), weights_of.numbers(rng, 2, 7, 12)],
         weights_of.stack(rng, weights_of.decoder_layer, num_layers, 12, 3, 10, not post),
-        call=lambda layer, x, memory: layer(x, decoder_mask, memory, memory_mask, training=True),
+        call=lambda layer, x, memory: layer(x, causal, memory, memory_mask, training=True),
         tolerance=BLOCKS,
     )
 
