@@ -13,8 +13,8 @@ from tests.shared_runs import each
 
 # More layouts: python benchmarks/parity.py, with --layouts '*+shard?' and '*pp*'
 QUICK = """
-    untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp        untied/dp8@1x8
-    tied.used/mp2@2x1+rows+sp       tied/mp4@2x2+rows         untied/dp2mp2@2x2+sp
+    untied.used/dp2mp2@1x4+rows+sp  tied/mp4@1x4+sp           sgd/dp4@1x4
+    tied.used/mp2@2x1+rows+sp       sgd/mp4@2x2+rows          sgd/dp2mp2@2x2+sp
     tied/dp2mp2@4x1+rows+sp
 
     adamw/dp2@2x1+shard1            adamw/dp2@2x1+shard2      adamw/dp2@2x1+shard3
@@ -25,7 +25,9 @@ QUICK = """
     deep/mp2pp2m2-1f1b@4x1+rows+sp
 """.split()
 LONG = """
-    tied/mp2@1x2  untied/mp8@1x8+rows  untied/mp2@2x1  tied/dp4@4x1  untied/dp2mp2@4x1+rows
+    untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
+    tied/mp2@1x2  untied/mp2@2x1  tied/mp4@2x2+rows  untied/dp2mp2@2x2+sp
+    tied/dp4@4x1  untied/dp2mp2@4x1+rows
     sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
     deep_dropout/pp4m4-1f1b@4x1
 """.split()

@@ -19,7 +19,7 @@ def train(recompute=False, **options):
     """Return losses, gradients' norms and weights of three steps with dropout."""
     with parallel_config(recompute=recompute):
         trainer = Trainer(TranslationTransformer(VOCAB, **SIZES, **options))
-        trainer.compile(keras.optimizers.AdamW(1e-2), CrossEntropyLoss(0.1, ignore_id=0))
+        trainer.compile(keras.optimizers.SGD(0.1, momentum=0.9), CrossEntropyLoss(0.1, ignore_id=0))
         inputs, labels = sentences()
         logs = [trainer.train_on_batch(inputs, labels, return_dict=True) for _ in range(3)]
         numbers = [[float(log[name]) for name in ("step_loss", "gradient_norm")] for log in logs]
