@@ -100,7 +100,7 @@ class Reporting(keras.Model):
 
         >>> print(trainer.memory_report(inputs))
         bytes of this rank   planned     measured
-        -----------------------------------------
+        --------------------------------------...
         weights               37,920       37,920
         gradients             37,920       37,920
         optimizer states      75,840       75,840

@@ -16,7 +16,9 @@ def fit(micro_batches, batch_size=6, num_rows=12, **options):
     with parallel_config(micro_batch_num=micro_batches):
         inputs, labels = sentences(num_rows)
         trainer = Trainer(small_model())
-        trainer.compile(keras.optimizers.SGD(0.1, momentum=0.9), CrossEntropyLoss(0.1, ignore_id=0), **options)
+        trainer.compile(
+            keras.optimizers.SGD(0.1, momentum=0.9), CrossEntropyLoss(0.1, ignore_id=0), **options
+        )
         record = Record()
         trainer.fit(
             inputs,
