@@ -44,7 +44,7 @@ class RunFolder:
 
     def is_in_order(self) -> bool:
         """Return whether no kill has left something that `recover` puts in order."""
-        return not self._fresh.exists() and not _is_run(self._aside)
+        return not os.path.exists(self._fresh) and not _is_run(self._aside)
 
     def check(self, config_path: str | os.PathLike, overwrite: bool, resume: bool) -> bool:
         """Return whether training goes on from a checkpoint; only look.
@@ -62,7 +62,8 @@ class RunFolder:
             return False
         if RUN not in names:
             raise InputError(
-                f"{self.path}: is not empty, and no run folder (it has no {RUN}): give another --run"
+                f"{self.path}: is not empty, and no run folder (it has no {RUN}): give another "
+                "--run, or remove it yourself"
             )
         RunIdentity.load(folder)
         if resume and _can_resume(folder, self.path):
@@ -105,7 +106,7 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written; the old run is where it was.
         """
-        self._made = [one for one in (self._real, *self._real.parents) if not one.exists()]
+        self._made = [one for one in (self._real, *self._real.parents) if not os.path.exists(one)]
         try:
             self._fresh.mkdir(parents=True)
             save_config(config, self._fresh / CONFIG)
@@ -148,7 +149,7 @@ class RunFolder:
 
     def _take_back(self):
         """Put the old run back where there is one; leave no folder that was made."""
-        if self._real.exists():
+        if os.path.exists(self._real):
             return
         if _is_run(self._aside):
             os.rename(self._aside, self._real)
@@ -213,7 +214,7 @@ def _remove_run(folder, path):
     """Remove a folder with nothing but parts of a run, if it is there."""
     _check_parts_only(_names_in(folder, path), path)
     try:
-        if folder.exists():
+        if os.path.exists(folder):
             shutil.rmtree(folder)
     except OSError as error:
         raise InputError(f"{path}: cannot be removed ({error.strerror})") from None

@@ -52,7 +52,7 @@ def load_run(
         InputError: the folder or a file in it is missing, damaged, or of another run.
     """
     folder = pathlib.Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         if not (folder / name).exists():

@@ -197,6 +197,16 @@ def test_a_folder_with_the_users_config_is_no_run(trained, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["config.yaml", "file"]
 
 
+@pytest.mark.parametrize("name", ["x" * 250, "file/run", "loop"])
+def test_what_can_be_no_folder_is_told_in_one_line(name, corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    for command in (["translate"], ["train", "--config", str(corpus / "config.yaml")]):
+        assert main([*command, "--run", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
+
+
 def test_the_config_of_a_run_is_not_replaced_with_it(run, capsys):
     before = snapshot(run)
     assert train(run, run, "--overwrite") == 2

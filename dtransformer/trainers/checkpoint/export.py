@@ -214,9 +214,10 @@ def _network_of(checkpoint):
     try:
         network = keras.saving.deserialize_keras_object(config)
         network.build()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever Keras raises for a config
+        reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"{checkpoint.path}: the network cannot be made from its config ({error}): call "
+            f"{checkpoint.path}: the network cannot be made from its config ({reason}): call "
             "dtransformer.trainers.checkpoint.export with the network itself"
         ) from None
     return network
