@@ -1,7 +1,9 @@
 """What all tests share: a clean parallel config, the place of the real data, ranks' results."""
 
+import contextlib
 import os
 import pathlib
+import resource
 
 import keras
 import pytest
@@ -34,6 +36,22 @@ def clean_state():
     dtransformer.shutdown()
     dtransformer.set_seed(0)
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def small_files():
+    """A context in which this process writes no file larger than some bytes, as on a full disk."""
+
+    @contextlib.contextmanager
+    def limit(num_bytes):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

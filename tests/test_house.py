@@ -14,7 +14,7 @@ PACKAGE = ROOT / "dtransformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
-BOTTOM = {"_compat", "errors", "quiet", "tables", "version"}
+BOTTOM = {"_compat", "errors", "files", "quiet", "tables", "version"}
 ROOMS = {
     "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets"},
     "trainers": {"reports", "layers", "parallel"},

@@ -68,6 +68,7 @@ def _parser():
     export.add_argument(
         "--with-optimizer", action="store_true", help="the optimizer's states, too (.safetensors)"
     )
+    export.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     for action in (inspect, verify, export):
         action.add_argument("path", help="a checkpoint, or a folder of checkpoints")
 
@@ -127,7 +128,9 @@ def _run(arguments):
         elif arguments.action == "verify":
             checkpoint.verify(arguments.path)
         else:
-            checkpoint.export_weights(arguments.path, arguments.out, arguments.with_optimizer)
+            checkpoint.export_weights(
+                arguments.path, arguments.out, arguments.with_optimizer, arguments.overwrite
+            )
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
 

@@ -5,6 +5,7 @@ import json
 import os
 import time
 
+import dtransformer.models  # noqa: F401 (Keras finds by their names what is imported)
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
@@ -64,7 +65,9 @@ def verify(path: str | os.PathLike) -> None:
         try:
             checkpoint = Checkpoint(folder)
             problems = list(checkpoint.problems().values())
-        except InputError as error:
+            if folders.step_of(folder) not in (-1, checkpoint.step):
+                problems.append(f"it is of step {checkpoint.step}: give it that name again")
+        except (InputError, OSError) as error:
             problems = [str(error)]
         print(
             f"{folder}: {'; '.join(problems) or f'{len(checkpoint.file_names())} files are intact'}"
@@ -78,8 +81,11 @@ def verify(path: str | os.PathLike) -> None:
 
 
 def export_weights(
-    path: str | os.PathLike, out: str | os.PathLike, with_optimizer: bool = False
+    path: str | os.PathLike,
+    out: str | os.PathLike,
+    with_optimizer: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Write the weights of a checkpoint to a file for one process; see `checkpoint.export`."""
-    number = export(path, out, with_optimizer=with_optimizer)
+    number = export(path, out, with_optimizer=with_optimizer, overwrite=overwrite)
     print(f"{out}: {number} tensors")

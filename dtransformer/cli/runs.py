@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, tokenizer/, model.weights.h5, metrics.jsonl, checkpoints/."""
+"""What a run consists of: its model, its optimizer, and all of it read from its folder."""
 
 import inspect
 import os
@@ -7,16 +7,13 @@ import pathlib
 import keras
 
 from dtransformer.cli.config import RunConfig, load_config
+from dtransformer.cli.run_folder import replaced_run
+from dtransformer.cli.run_identity import CONFIG, TOKENIZER, WEIGHTS, RunIdentity
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.models import TranslationTransformer
 from dtransformer.trainers import lr_schedules
-
-CONFIG = "config.yaml"
-TOKENIZER = "tokenizer"
-WEIGHTS = "model.weights.h5"
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
+from dtransformer.trainers.checkpoint.export import check_finite, network_values
 
 
 def make_model(config: RunConfig, tokenizer: SubwordTokenizer) -> TranslationTransformer:
@@ -52,17 +49,20 @@ def load_run(
         Its config, its model with weights, and its tokenizer.
 
     Raises:
-        InputError: the folder or a file in it is missing or damaged.
+        InputError: the folder or a file in it is missing, damaged, or of another run.
     """
     folder = pathlib.Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         if not (folder / name).exists():
+            old = replaced_run(folder)
+            hint = f"; the run that it was to replace is in {old}" if old.is_dir() else ""
             raise InputError(
                 f"{folder}: this run folder has no {name}, as its training did not get that far: "
-                "train again, or give another run"
+                f"train again, or give another run{hint}"
             )
+    RunIdentity.load(folder).check(folder)
     config = load_config(folder / CONFIG)
     config.training.precision = "float32"  # for translating; weights are float32 anyway
     tokenizer = SubwordTokenizer.load(folder / TOKENIZER)
@@ -70,10 +70,11 @@ def load_run(
     try:
         model.load_weights(folder / WEIGHTS)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0]
         raise InputError(
             f"{folder / WEIGHTS}: these weights are damaged, or of another model ({reason})"
         ) from None
+    check_finite(folder / WEIGHTS, network_values(model))
     return config, model, tokenizer
 
 
@@ -101,7 +102,17 @@ def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Opti
     Args:
         config: the run's config.
         total_steps: number of steps of the training, at which some schedules end.
+
+    Raises:
+        InputError: the options do not make an optimizer.
     """
+    try:
+        return _optimizer(config, total_steps)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training: {error}") from None
+
+
+def _optimizer(config, total_steps):
     options = config.training
     kind = optimizer_class(options.optimizer)
     schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}

@@ -1,19 +1,29 @@
 """`dtransformer train`: from a config file to a run folder."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
-import shutil
 import sys
-import time
 from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 import dtransformer
 from dtransformer.cli import runs
-from dtransformer.cli.config import load_config, save_config
+from dtransformer.cli.config import RunConfig, load_config
+from dtransformer.cli.run_callbacks import Beginning, BestWeights, FiniteWeights, TimeLimit
+from dtransformer.cli.run_folder import RunFolder
+from dtransformer.cli.run_identity import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    TENSORBOARD,
+    TOKENIZER,
+    WEIGHTS,
+    RunIdentity,
+    digest_of,
+)
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
 from dtransformer.datasets.tokenizer import SubwordTokenizer
@@ -21,43 +31,27 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.folders import saved_steps
 from dtransformer.trainers.checkpoint.retention import best_of
+from dtransformer.trainers.checkpoint.seal import RUN
+
+# What `--resume` may change: where the data lie, and all that changes neither the model nor the
+# tokens nor their order.
+_MAY_MOVE = ("source", "target", "dev_source", "dev_target")
 
 
-class TimeLimit(keras.callbacks.Callback):
-    """Stops training when a time has passed, on all ranks at the same step.
+class _Text:
+    """A text file as an asset of checkpoints."""
 
-    Args:
-        minutes: the time, from the first step on.
-    """
-
-    def __init__(self, minutes: float):
-        super().__init__()
-        self.seconds = minutes * 60
-
-    def on_train_begin(self, logs=None):
-        self.end = time.monotonic() + self.seconds
-
-    def on_train_batch_end(self, batch, logs=None):
-        over = tf.constant(time.monotonic() > self.end)
-        if transport.broadcast(over, 0, job.whole_job(), "time_limit"):  # rank 0's clock decides
-            self.model.stop_training = True
-
-
-class _ConfigFile:
-    """A `RunConfig` as an asset of checkpoints."""
-
-    def __init__(self, config):
-        self._config = config
+    def __init__(self, text):
+        self._text = text
 
     def save(self, path):
-        save_config(self._config, path)
+        pathlib.Path(path).write_text(self._text, encoding="utf-8", newline="")
 
 
 def train(
@@ -83,8 +77,9 @@ def train(
         InputError: something in the config or the data is wrong.
     """
     config = load_config(config_path, settings)
-    folder = pathlib.Path(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
-    _check_folder(folder, overwrite, resume)  # before any work
+    folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
+    if folder.is_in_order():
+        folder.check(config_path, overwrite, resume)  # before any work
     try:
         dtransformer.init(
             config.parallel,
@@ -93,51 +88,123 @@ def train(
         )
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"parallel: {error}") from None
-    runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
-    if config.training.tensorboard and not importlib.util.find_spec("tensorboard"):
+
+    def resumes_from():
+        folder.recover()
+        return folder.check(config_path, overwrite, resume)
+
+    resumes = from_chief(resumes_from, "run/resumes")
+    # Everything is made, so that what is wrong is told, before the folder is touched.
+    prepared = _prepare(config, folder.path if resumes else None)
+    try:
+        from_chief(lambda: _begin(folder, prepared, resumes), "run/begin")
+        _fit(prepared, folder, RunIdentity.load(folder.path), resumes)
+    finally:
+        if job.is_chief() and not resumes:
+            folder.settle()
+    if job.is_chief():
+        print(
+            f"The run is in {folder.path}. Translate with: dtransformer translate --run "
+            f"{folder.path} < FILE"
+        )
+    return folder.path
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """All that a training consists of."""
+
+    config: RunConfig
+    tokenizer: SubwordTokenizer
+    trainer: Trainer
+    batches: TranslationBatches
+    dev_batches: TranslationBatches | None
+    dev_pairs: tuple | None
+    data: dict  # checksums of the sentence pairs
+
+
+def _prepare(config, old_run):
+    """Make everything; the tokenizer of an old run that is resumed is taken."""
+    options = config.training
+    runs.optimizer_class(options.optimizer)  # says what is wrong before work begins
+    if options.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise InputError("training.tensorboard: install it first: pip install tensorboard")
-    pairs = _clean(config, _read(config, "source", "target"))
-    dev_pairs = _read(config, "dev_source", "dev_target")
-    tokenizer = SubwordTokenizer.train(
-        [*pairs[0], *pairs[1]],
-        config.tokenizer.vocab_size,
-        lower_case=config.tokenizer.lower_case,
-    )
-    resumes = from_chief(
-        lambda: _begin_folder(folder, config, tokenizer, overwrite, resume), "run_folder"
-    )
+    if old_run is not None:
+        RunIdentity.load(old_run).check(old_run)
+        _check_same(config, load_config(old_run / CONFIG))
+    read = _read(config, "source", "target")
+    pairs, dev_pairs = _clean(config, read), _read(config, "dev_source", "dev_target")
+    if old_run is not None:
+        tokenizer = SubwordTokenizer.load(old_run / TOKENIZER)
+    else:
+        tokenizer = SubwordTokenizer.train(
+            [*pairs[0], *pairs[1]],
+            config.tokenizer.vocab_size,
+            lower_case=config.tokenizer.lower_case,
+        )
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
-
     if job.is_chief():
         print(
             f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs; "
             f"{batches.num_left_out:,} pairs have more than {config.data.max_length} tokens"
         )
-
     trainer = Trainer(model)
-    options = config.training
-    trainer.compile(
-        runs.make_optimizer(config, options.epochs * len(batches)),
-        CrossEntropyLoss(options.label_smoothing, ignore_id=tokenizer.pad_id),
-        jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
-        steps_per_execution=options.steps_per_execution,
-    )
+    optimizer = runs.make_optimizer(config, options.epochs * len(batches))
+    try:
+        trainer.compile(
+            optimizer,
+            CrossEntropyLoss(options.label_smoothing, ignore_id=tokenizer.pad_id),
+            jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
+            steps_per_execution=options.steps_per_execution,
+        )
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training: {error}") from None
     trainer.summary()
-    trainer.fit(
-        batches,
-        epochs=options.epochs,
-        validation_data=dev_batches,
-        callbacks=_callbacks(config, folder, model, tokenizer, dev_pairs, resumes),
+    data = {"train": digest_of(read), "dev": digest_of(dev_pairs)}
+    return _Prepared(config, tokenizer, trainer, batches, dev_batches, dev_pairs, data)
+
+
+def _check_same(config, old):
+    """Refuse options that a run that is resumed cannot change."""
+    kept = [("training", "seed")]
+    for section in ("model", "tokenizer", "data"):
+        fields = dataclasses.fields(getattr(config, section))
+        kept += [(section, field.name) for field in fields if field.name not in _MAY_MOVE]
+    for section, name in kept:
+        own, its = getattr(getattr(config, section), name), getattr(getattr(old, section), name)
+        if own != its:
+            raise InputError(
+                f"--resume: {section}.{name} is {own!r}, and the run began with {its!r}: give what it "
+                "began with, or train another --run"
+            )
+
+
+def _begin(folder, prepared, resumes):
+    """Begin the run folder anew, or see that what is there belongs together."""
+    if not resumes:
+        folder.begin(prepared.config, prepared.tokenizer, prepared.data)
+        return
+    run = RunIdentity.load(folder.path)
+    run.check_checkpoints(folder.path)
+    for name, its in run.data.items():
+        if its != prepared.data[name]:
+            raise InputError(
+                f"--resume: the {name} sentences are not those that the run began with: give the same "
+                "files, or train another --run"
+            )
+
+
+def _fit(prepared, folder, run, resumes):
+    prepared.trainer.fit(
+        prepared.batches,
+        epochs=prepared.config.training.epochs,
+        validation_data=prepared.dev_batches,
+        callbacks=_callbacks(prepared, folder, run, resumes),
         resume=resumes,
         verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
     )
-    if job.is_chief():
-        print(
-            f"The run is in {folder}. Translate with: dtransformer translate --run {folder} < FILE"
-        )
-    return folder
 
 
 def _read(config, source_key, target_key):
@@ -161,38 +228,6 @@ def _clean(config, pairs):
         ]
         print(f"Training pairs: {', '.join(left_out)}")
     return pairs
-
-
-def _check_folder(folder, overwrite, resume):
-    """Return whether a run goes on from a checkpoint; refuse to replace one by accident."""
-    has_checkpoints = bool(saved_steps(folder / runs.CHECKPOINTS))
-    if resume and has_checkpoints:
-        return True
-    if (has_checkpoints or (folder / runs.WEIGHTS).exists()) and not overwrite:
-        ways = "--overwrite, " + "--resume, " * has_checkpoints + "or another --run"
-        raise InputError(f"{folder}: holds a run already; give {ways}")
-    return False
-
-
-def _begin_folder(folder, config, tokenizer, overwrite, resume):
-    """Begin the run folder anew: the config as run, and the tokenizer.
-
-    Returns:
-        Whether the run goes on from a checkpoint instead.
-    """
-    if _check_folder(folder, overwrite, resume):
-        return True
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (runs.WEIGHTS, runs.METRICS):
-            (folder / name).unlink(missing_ok=True)
-        for name in (runs.TOKENIZER, runs.CHECKPOINTS):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        save_config(config, folder / runs.CONFIG)
-        tokenizer.save(folder / runs.TOKENIZER)
-    except OSError as error:
-        raise InputError(f"{folder}: the run folder cannot be written ({error})") from None
-    return False
 
 
 def _batches(config, tokenizer, pairs, training):
@@ -219,47 +254,49 @@ def _batches(config, tokenizer, pairs, training):
     )
 
 
-def _callbacks(config, folder, model, tokenizer, dev_pairs, resumes):
-    options = config.training
+def _callbacks(prepared, folder, run, resumes):
+    config, path, dev_pairs = prepared.config, folder.path, prepared.dev_pairs
+    options, monitor = config.training, "val_loss" if dev_pairs else None
     callbacks = [StepTimer()]
+    if resumes:
+        callbacks.append(FiniteWeights(path / CHECKPOINTS))
     if options.max_minutes:
         callbacks.append(TimeLimit(options.max_minutes))
     if dev_pairs and options.bleu_sentences:
         translate = Translator(
-            model,
-            tokenizer,
+            prepared.trainer.network,
+            prepared.tokenizer,
             beam_size=1,  # greedy: a quick look
             max_source_length=config.data.max_length,
         )
         some = slice(options.bleu_sentences)
         callbacks.append(SacreBleu(dev_pairs[0][some], dev_pairs[1][some], translate))
-    callbacks.append(
-        keras.callbacks.ModelCheckpoint(
-            str(folder / runs.WEIGHTS),
-            monitor="val_loss",
-            save_best_only=bool(dev_pairs),  # the last epoch's without a dev set
-            save_weights_only=True,
-            initial_value_threshold=_best_loss(folder) if resumes else None,
-        )
-    )
-    callbacks.append(
+    own_config = (path / CONFIG).read_text(encoding="utf-8")  # which `--resume` does not change
+    callbacks += [
+        BestWeights(path / WEIGHTS, run.key, monitor, _best_loss(path) if resumes else None),
         ModelCheckpoint(
-            folder / runs.CHECKPOINTS,
+            path / CHECKPOINTS,
             every_steps=options.checkpoint_steps or None,
             every_minutes=options.checkpoint_minutes or None,
             keep=options.keep_checkpoints,
-            monitor="val_loss" if dev_pairs else None,
-            assets={runs.TOKENIZER: tokenizer, runs.CONFIG: _ConfigFile(config)},
-        )
-    )
+            monitor=monitor,
+            assets={RUN: run, CONFIG: _Text(own_config), TOKENIZER: prepared.tokenizer},
+        ),
+        Beginning(folder),
+    ]
     if job.is_chief():
-        callbacks.append(MetricsFile(folder / runs.METRICS))
+        callbacks.append(MetricsFile(path / METRICS))
         if options.tensorboard:
-            callbacks.append(keras.callbacks.TensorBoard(folder / "tensorboard"))
+            callbacks.append(keras.callbacks.TensorBoard(path / TENSORBOARD))
     return callbacks
 
 
 def _best_loss(folder):
-    """Return the best loss of the saved checkpoints, which later epochs have to improve on."""
-    best = best_of([path for _, path in saved_steps(folder / runs.CHECKPOINTS)], "val_loss")
-    return None if best is None else Checkpoint(best).manifest["metrics"]["val_loss"]
+    """Return the best loss of the saved checkpoints, which later epochs have to improve on.
+
+    None where there are no weights that they could be better than.
+    """
+    best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
+    if best is None or not (folder / WEIGHTS).exists():
+        return None
+    return Checkpoint(best).manifest["metrics"]["val_loss"]

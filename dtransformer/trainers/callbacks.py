@@ -5,6 +5,8 @@ listed before those that read them, such as `MetricsFile`, `keras.callbacks.Earl
 `keras.callbacks.ModelCheckpoint`.
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -133,13 +135,16 @@ class MetricsFile(_StepCallback):
     which Python's `float` reads, are written instead. A log that has one of the four names is
     written as `logs.<name>`.
 
-    Every line is flushed once it is written. A run that is resumed appends; a last line that a
+    Every line is written at once. A run that is resumed appends; a last line that a
     kill left incomplete is removed first. Steps that a resumed run repeats are in the file
     twice, and the later line is the valid one.
 
     Args:
         path: the file; missing folders are made.
         every: number of steps between two step lines, at least 1. Epochs always get a line.
+
+    Raises:
+        InputError: during training, a line cannot be written.
 
     Example:
 
@@ -158,9 +163,10 @@ class MetricsFile(_StepCallback):
         super().on_train_begin(logs)
         self._close()
         if job.is_chief():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_incomplete_line(self.path)
-            self._file = open(self.path, "a", encoding="utf-8")
+            with self._errors_told():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _remove_incomplete_line(self.path)
+                self._file = open(self.path, "ab", buffering=0)
 
     def on_train_batch_end(self, batch, logs=None):
         _, due = self._advance(batch)
@@ -185,8 +191,20 @@ class MetricsFile(_StepCallback):
         reserved = tuple(record)
         for name, value in (logs or {}).items():
             record[f"logs.{name}" if name in reserved else name] = _json_value(value)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with self._errors_told():
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextlib.contextmanager
+    def _errors_told(self):
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"{self.path}: the metrics cannot be written ({error.strerror}): make room, or give "
+                "a place that you may write to"
+            ) from None
 
     def _optimizer_steps(self):
         optimizer = getattr(self.model, "optimizer", None)

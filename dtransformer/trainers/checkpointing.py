@@ -7,9 +7,14 @@ import keras
 
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.parallel.pipeline.stage_weights import full_network
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
-from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors
+from dtransformer.trainers.checkpoint.export import (
+    is_safetensors,
+    load_safetensors,
+    write_keras,
+)
 from dtransformer.trainers.checkpoint.reader import Restored, restore
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
@@ -155,14 +160,24 @@ class Checkpointing(keras.Model):
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.
 
         The network alone can load the file too, on any layout. Sharded weights are gathered on
-        rank 0, so that all ranks have to call.
+        rank 0, so that all ranks have to call. The file is complete or as it was.
+
+        Raises:
+            InputError: it cannot be written, or is there and `overwrite` is False; on every rank.
         """
+
+        def write():
+            if not overwrite and os.path.lexists(filepath):
+                raise InputError(f"{filepath}: is there already; give overwrite=True")
+            if kwargs or not str(filepath).endswith(".weights.h5"):  # several files, or an error
+                self.network.save_weights(filepath, **kwargs)
+            else:
+                write_keras(self.network, filepath)
+
         is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
         with unsharded_on_chief(own), full_network(self.network):
-            if job.is_chief():
-                self.network.save_weights(filepath, overwrite=overwrite, **kwargs)
-        job.barrier()
+            from_chief(write, "weights/saved")
 
     def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
         """Load weights on every rank; as `keras.Model.load_weights`.

@@ -83,6 +83,7 @@ def test_a_run_folder_holds_everything(run):
         "config.yaml",
         "metrics.jsonl",
         "model.weights.h5",
+        "run.json",
         "tokenizer",
     ]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

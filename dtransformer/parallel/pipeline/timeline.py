@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+from dtransformer.files import replacing
 from dtransformer.parallel.pipeline.instruction import BACKWARD, COMPUTATIONS, FORWARD, Instruction
 from dtransformer.parallel.pipeline.placement import Placement
 
@@ -100,13 +101,17 @@ def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None
 
     Raises:
         ValueError: the path ends otherwise.
+        InputError: the file cannot be written.
         ImportError: a picture is asked for, and matplotlib is not there.
     """
     suffix = pathlib.Path(path).suffix
     if suffix == ".json":
-        pathlib.Path(path).write_text(json.dumps(trace(timeline)))
+        with replacing(path) as fresh:
+            fresh.write_text(json.dumps(trace(timeline)))
     elif suffix == ".png":
-        plot(timeline, ideal).savefig(path, dpi=120)
+        figure = plot(timeline, ideal)
+        with replacing(path) as fresh:
+            figure.savefig(fresh, dpi=120)
     else:
         raise ValueError(f"a timeline is written to a .json or .png file, got {str(path)!r}")
 

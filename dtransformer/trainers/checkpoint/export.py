@@ -1,24 +1,31 @@
 """Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
 
 import functools
+import math
 import os
 import pathlib
+from collections.abc import Callable, Mapping
 
 import keras
 import numpy as np
 import safetensors
 import safetensors.numpy
+import tensorflow as tf
 
 from dtransformer.errors import InputError
+from dtransformer.files import replacing
 from dtransformer.parallel.object_collectives import together
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.seal import NO_RUN, RUN, seal, sha256_of
 from dtransformer.trainers.checkpoint.training_state import NETWORK, OPTIMIZER, network_tensors
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
 _MAX_DIFFERENCES_TOLD = 5
+_HEAD_BYTES = 2**16  # what a file has besides its tensors, and
+_TENSOR_BYTES = 2**12  # for each of them, at most
 
 
 def export(
@@ -26,8 +33,9 @@ def export(
     filepath: str | os.PathLike,
     network: keras.Model | None = None,
     with_optimizer: bool = False,
+    overwrite: bool = False,
 ) -> int:
-    """Write the weights of a checkpoint to one file.
+    """Write the weights of a checkpoint to one file, which is complete or not there.
 
     Args:
         path: a checkpoint's folder; or a folder of checkpoints, of which the newest is taken.
@@ -35,14 +43,19 @@ def export(
         network: a model like the one that was saved, for `.weights.h5`; by default it is made from
             the config in the checkpoint.
         with_optimizer: whether a `.safetensors` file has the optimizer's states too.
+        overwrite: whether a file that is there may be replaced.
 
     Returns:
         The number of tensors.
 
     Raises:
-        InputError: the checkpoint is damaged, the file has another ending, or the network
-            cannot be made from its config.
+        InputError: the checkpoint is damaged, a weight is not finite, the file is there, cannot be
+            written or has another ending, or the network cannot be made from its config.
     """
+    if os.path.lexists(filepath) and not overwrite:
+        raise InputError(
+            f"{filepath}: is there already: give another path, or overwrite (--overwrite)"
+        )
     checkpoint = Checkpoint(checkpoints_of(path)[0])
     problems = checkpoint.problems()
     if problems:
@@ -58,8 +71,13 @@ def export(
         name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
         for name in checkpoint.shapes_of(*prefixes)
     }
+    check_finite(checkpoint.path, tensors)
     about = {"format": "dtransformer", "step": str(checkpoint.step)}
-    _write(filepath, lambda: safetensors.numpy.save_file(tensors, filepath, metadata=about))
+    with replacing(filepath, _file_bytes(tensors.values())) as fresh:
+        try:
+            safetensors.numpy.save_file(tensors, fresh, metadata=about)
+        except safetensors.SafetensorError as error:
+            raise InputError(f"{filepath}: cannot be written ({error})") from None
     return len(tensors)
 
 
@@ -71,8 +89,60 @@ def _export_keras(checkpoint, filepath, network):
     _check_fits(checkpoint.path, tensors, checkpoint.shapes_of(NETWORK))
     for tensor in tensors:
         tensor.assign(checkpoint.read_local(tensor))
-    _write(filepath, lambda: network.save_weights(filepath))
+    check_finite(checkpoint.path, network_values(network))
+    has_run = RUN in checkpoint.manifest["files"]
+    run = sha256_of(checkpoint.path / RUN) if has_run else NO_RUN
+    write_keras(network, filepath, lambda fresh: seal(fresh, run))
     return len(network.variables)
+
+
+def write_keras(
+    network: keras.Model, filepath: str | os.PathLike, finish: Callable | None = None
+) -> None:
+    """Write a network's `.weights.h5`; a full disk, or a kill, leaves the file as it was.
+
+    Args:
+        network: the network.
+        filepath: the file, replaced where it is there.
+        finish: a function of the path that is written to, called before it becomes the file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    with replacing(filepath, _file_bytes(network.variables)) as fresh:
+        network.save_weights(fresh)
+        if finish is not None:
+            finish(fresh)
+
+
+def network_values(network: keras.Model) -> dict[str, tf.Tensor]:
+    """Return what this rank holds of the weights of a built network, by their names."""
+    return {tensor.name.removeprefix(NETWORK): tensor.read() for tensor in network_tensors(network)}
+
+
+def check_finite(path: str | os.PathLike, values: Mapping[str, tf.Tensor | np.ndarray]) -> None:
+    """Refuse weights that are not numbers.
+
+    Args:
+        path: where they come from, for the error.
+        values: the names of tensors and their values.
+
+    Raises:
+        InputError: names the first that has a NaN or an infinity.
+    """
+    for name, value in values.items():
+        value = np.asarray(value)
+        if value.dtype.kind not in "biu" and not np.isfinite(value).all():
+            raise InputError(
+                f"{path}: {name} has values that are not finite (NaN or infinity), as its training "
+                "went astray: take earlier weights, or train again with a lower learning rate"
+            )
+
+
+def _file_bytes(variables):
+    """Return at least the bytes that a file of variables takes."""
+    sizes = [math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in variables]
+    return _HEAD_BYTES + sum(size + _TENSOR_BYTES for size in sizes)
 
 
 def is_safetensors(filepath: str | os.PathLike) -> bool:
@@ -119,14 +189,6 @@ def _read(stored, bounds):
     return stored[tuple(slice(*ends) for ends in bounds)] if bounds else stored[...]
 
 
-def _write(filepath, write):
-    """Call a function that writes a file; an InputError tells why it cannot."""
-    try:
-        write()
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"{filepath}: cannot be written ({error})") from None
-
-
 def _check_fits(path, tensors, in_file):
     """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
     missing, unexpected, other_shapes = differences(tensors, in_file)
@@ -152,9 +214,10 @@ def _network_of(checkpoint):
     try:
         network = keras.saving.deserialize_keras_object(config)
         network.build()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever Keras raises for a config
+        reason = str(error).strip().partition("\n")[0]
         raise InputError(
-            f"{checkpoint.path}: the network cannot be made from its config ({error}): call "
+            f"{checkpoint.path}: the network cannot be made from its config ({reason}): call "
             "dtransformer.trainers.checkpoint.export with the network itself"
         ) from None
     return network

@@ -8,17 +8,25 @@
       tokenizer/ …                  what the user added
 
 While it is written its name ends with `.unfinished`; a damaged one that was renamed, so that it is
-not counted, with `.damaged`; and one that is being replaced, for a moment, with `.replaced`.
+not counted, with `.damaged`; and one that is being replaced, for a moment, with `.replaced`. The
+manifest says which step a checkpoint is of: a folder that was renamed is not a newer one.
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
 import shutil
 
 from dtransformer.errors import InputError
-from dtransformer.trainers.checkpoint.manifest import MANIFEST, sync, write_manifest
+from dtransformer.files import beside
+from dtransformer.trainers.checkpoint.manifest import (
+    MANIFEST,
+    read_manifest,
+    sync,
+    write_manifest,
+)
 
 _UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
 _STEP = re.compile(r"step-(\d+)")
@@ -41,17 +49,15 @@ def find_checkpoint(path: str | os.PathLike) -> pathlib.Path | None:
     A kill may have come while it was replaced: then it is the one that was being replaced.
     """
     path = pathlib.Path(path)
-    for folder in (path, replaced(path)):
-        if (folder / MANIFEST).exists():
-            return folder
-    return None
+    return next((folder for folder in (path, replaced(path)) if _is_complete(folder)), None)
 
 
 def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
     """Return the checkpoints that a path names, the one to use first first.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints, of which the newest comes first.
+        path: a checkpoint's folder, or a folder of checkpoints, of which the newest comes first;
+            also those that have lost their manifest, so that they are named.
 
     Raises:
         InputError: there is none.
@@ -59,10 +65,11 @@ def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
     path = pathlib.Path(path)
     if find_checkpoint(path) is not None:
         return [path]
-    found = [folder for _, folder in reversed(saved_steps(path))]
+    found = saved_steps(path)
+    found += [(step_of(folder), folder) for folder in folders_without_manifest(path)]
     if found:
-        return found
-    if not path.exists():
+        return [folder for _, folder in sorted(found, reverse=True)]
+    if not os.path.exists(path):
         raise InputError(
             f"{path}: there is no such folder; give a checkpoint's folder, or a folder of checkpoints"
         )
@@ -73,25 +80,62 @@ def checkpoints_of(path: str | os.PathLike) -> list[pathlib.Path]:
 
 
 def saved_steps(folder: str | os.PathLike) -> list[tuple[int, pathlib.Path]]:
-    """Return (step, path) of all complete checkpoints in a folder, the oldest first."""
+    """Return (step, path) of all complete checkpoints in a folder, the oldest first.
+
+    The step is the manifest's; where that is damaged, the one of the folder's name.
+    """
     folder = pathlib.Path(folder)
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        name = path.name.removesuffix(_REPLACED)
-        match = _STEP.fullmatch(name)
-        if match and (path / MANIFEST).exists():
-            found[int(match[1])] = folder / name
-    return sorted(found.items())
+    names = {path.name.removesuffix(_REPLACED) for path in _inside(folder) if _is_complete(path)}
+    paths = [folder / name for name in names if _STEP.fullmatch(name)]
+    return sorted((_saved_step(path), path) for path in paths)
+
+
+def _saved_step(path):
+    try:
+        return int(read_manifest(find_checkpoint(path))["step"])
+    except (InputError, KeyError, TypeError, ValueError):
+        return step_of(path)
+
+
+def step_of(path: str | os.PathLike) -> int:
+    """Return the step in the name of a checkpoint's folder; -1 where it has another name.
+
+    Example:
+
+    >>> step_of("checkpoints/step-00000120")
+    120
+    """
+    match = _STEP.fullmatch(pathlib.Path(path).name)
+    return int(match[1]) if match else -1
 
 
 def folders_without_manifest(folder: str | os.PathLike) -> list[pathlib.Path]:
-    """Return the checkpoints in a folder that have lost their manifest."""
-    folder = pathlib.Path(folder)
+    """Return the checkpoints in a folder that have lost their manifest, or cannot be read."""
     return [
         path
-        for path in sorted(folder.iterdir() if folder.is_dir() else ())
-        if _STEP.fullmatch(path.name) and path.is_dir() and not (path / MANIFEST).exists()
+        for path in sorted(_inside(folder))
+        if _STEP.fullmatch(path.name)
+        and (path.is_symlink() or os.path.isdir(path))
+        and not _is_complete(path)
     ]
+
+
+def _is_complete(path):
+    return os.path.exists(path / MANIFEST)  # False where it cannot be read
+
+
+def _inside(folder):
+    """Return what is in a folder; nothing where it is none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return list(pathlib.Path(folder).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
 
 
 def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
@@ -107,14 +151,14 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
     Raises:
         InputError: the path is taken, the folder cannot be written, or the disk is too full.
     """
-    if path.exists() and not (overwrite and (path / MANIFEST).exists()):
-        kind = "a checkpoint" if (path / MANIFEST).exists() else "something that is no checkpoint"
+    if os.path.lexists(path) and not (overwrite and _is_complete(path)):
+        kind = "a checkpoint" if _is_complete(path) else "something that is no checkpoint"
         raise InputError(f"{path}: there is {kind} already; choose another path")
     fresh = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in {fresh, *path.parent.glob(f"step-*{_UNFINISHED}")}:
-            shutil.rmtree(left, ignore_errors=not left.exists())
+            _remove_all(left)
         fresh.mkdir()
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
@@ -132,12 +176,12 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
     """Return the folder that a checkpoint is written to until it is complete."""
-    return path.with_name(path.name + _UNFINISHED)
+    return beside(path, _UNFINISHED)
 
 
 def replaced(path: pathlib.Path) -> pathlib.Path:
     """Return where a checkpoint lies for the moment in which another one takes its place."""
-    return path.with_name(path.name + _REPLACED)
+    return beside(path, _REPLACED)
 
 
 def commit(path: pathlib.Path, manifest: dict) -> None:
@@ -152,29 +196,36 @@ def commit(path: pathlib.Path, manifest: dict) -> None:
     for folder in (fresh, *(inner for inner in fresh.rglob("*") if inner.is_dir())):
         sync(folder)
     if path.exists():
-        if old.exists():
-            shutil.rmtree(old)
+        _remove_all(old)
         os.rename(path, old)
     os.rename(fresh, path)
     sync(path.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _remove_all(old)
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves nothing that looks like a complete one."""
-    shutil.rmtree(replaced(path), ignore_errors=True)
+    """Remove a checkpoint; a kill meanwhile leaves nothing that looks like a complete one.
+
+    Of a link, what it points to stays.
+    """
+    _remove_all(replaced(path))
     doomed = unfinished(path)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove_all(doomed)
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        _remove_all(doomed)
+
+
+def _remove_all(path):
+    if os.path.islink(path):
+        os.unlink(path)
+    elif os.path.lexists(path):
+        shutil.rmtree(path)
 
 
 def set_aside(path: str | os.PathLike) -> None:
-    """Rename a damaged checkpoint, so that it is not counted among the others."""
+    """Rename a damaged checkpoint, so that it is not counted among the others; it stays."""
     path = pathlib.Path(path)
-    target = path.with_name(path.name + _DAMAGED)
-    if target.exists():
-        shutil.rmtree(target)
-    os.rename(path if path.exists() else replaced(path), target)
+    endings = (_DAMAGED + (f"-{number}" if number else "") for number in itertools.count())
+    target = next(one for one in (beside(path, end) for end in endings) if not os.path.lexists(one))
+    os.rename(path if os.path.lexists(path) else replaced(path), target)

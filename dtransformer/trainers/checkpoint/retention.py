@@ -20,13 +20,19 @@ def remove_old(
         monitor, sign: as of `best_of`.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: one cannot be removed; the others are.
     """
     saved = [path for _, path in folders.saved_steps(folder)]
     best = best_of(saved, monitor, sign)
+    errors = []
     for path in saved[:-keep]:
-        if path != best:
-            folders.remove(path)
+        try:
+            if path != best:
+                folders.remove(path)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def best_of(

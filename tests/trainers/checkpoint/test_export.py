@@ -1,4 +1,6 @@
-"""Promise: weights go out to other formats, and come back."""
+"""Promise: weights go out to other formats, and come back; no file is lost on the way."""
+
+import os
 
 import keras
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.trainers.checkpoint import export
+from dtransformer.trainers.checkpoint.seal import check_seal, seal
 from tests.trainers.checkpoint.small import DATA, Net, flip, new_trainer, newest
 
 
@@ -47,3 +50,71 @@ class TestExport:
         flip(newest(two) / DATA)
         with pytest.raises(InputError, match="is damaged"):
             export(two, two / "again.safetensors")
+
+
+def save(trainer, two, path, overwrite):
+    if path.name.startswith("saved"):
+        trainer.save_weights(path, overwrite=overwrite)
+    else:
+        export(two, path, network=Net(), overwrite=overwrite)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.weights.h5", "model.safetensors", "saved.weights.h5", "link.weights.h5"]
+)
+class TestFiles:
+    def test_one_that_is_there_is_replaced_only_where_told(self, name, trained, two):
+        path = two / name
+        path.write_text("precious")
+        with pytest.raises(InputError, match="is there already"):
+            save(trained, two, path, overwrite=False)
+        assert path.read_text() == "precious"
+        save(trained, two, path, overwrite=True)
+        new_trainer().load_weights(path)
+
+    def test_a_full_disk_leaves_it_as_it_was(self, name, trained, two, small_files):
+        path, before = two / name, set(os.listdir(two))
+        path.write_text("precious")
+        with small_files(5000), pytest.raises(InputError, match=f"{name}: cannot be written"):
+            save(trained, two, path, overwrite=True)
+        assert path.read_text() == "precious" and set(os.listdir(two)) == {*before, name}
+
+    def test_what_is_no_file(self, name, trained, two):
+        if name.startswith("link"):
+            (two / name).symlink_to("/dev/full")
+        else:
+            (two / name).mkdir()
+        with pytest.raises(InputError, match="no ordinary file"):
+            save(trained, two, two / name, overwrite=True)
+
+
+def test_weights_that_are_no_numbers_are_not_exported(two):
+    trainer = new_trainer()
+    trainer.training_state()
+    trainer.network.head.bias.assign([1.0, float("nan")])
+    trainer.save(two / "step-00000099")
+    for name in ("model.weights.h5", "model.safetensors"):
+        with pytest.raises(InputError, match="head/bias has values that are not finite"):
+            export(two / "step-00000099", two / name, network=Net())
+        assert not (two / name).exists()
+
+
+def test_seals(tmp_path):
+    path, run = tmp_path / "model.weights.h5", "ab" * 32
+    path.write_bytes(b"weights")
+    with pytest.raises(InputError, match="do not end with their checksum"):
+        check_seal(path, run)
+    seal(path, run)
+    check_seal(path, run)
+    with pytest.raises(InputError, match="of another run"):
+        check_seal(path, "cd" * 32)
+    sealed = path.read_bytes()
+    for position in range(len(sealed)):
+        for harmed in (sealed[:position], flipped(sealed, position), sealed + b"x"):
+            path.write_bytes(harmed)
+            with pytest.raises(InputError):
+                check_seal(path, run)
+
+
+def flipped(content, position):
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]

@@ -1,0 +1,114 @@
+"""What `dtransformer train` does while it trains: the run's weights, its time, its beginning."""
+
+import math
+import os
+import pathlib
+import time
+import warnings
+
+import keras
+import tensorflow as tf
+
+from dtransformer.cli.run_folder import RunFolder
+from dtransformer.errors import InputError
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.object_collectives import from_chief, together
+from dtransformer.trainers.checkpoint.export import check_finite, network_values
+from dtransformer.trainers.checkpoint.seal import seal
+
+
+class TimeLimit(keras.callbacks.Callback):
+    """Stops training when a time has passed, on all ranks at the same step.
+
+    Args:
+        minutes: the time, from the first step on.
+    """
+
+    def __init__(self, minutes: float):
+        super().__init__()
+        self.seconds = minutes * 60
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self.end = time.monotonic() + self.seconds
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        over = tf.constant(time.monotonic() > self.end)
+        if transport.broadcast(over, 0, job.whole_job(), "time_limit"):  # rank 0's clock decides
+            self.model.stop_training = True
+
+
+class BestWeights(keras.callbacks.Callback):
+    """Writes the weights of the best epoch, or of the last one, with the run's seal.
+
+    The file is that of an epoch, complete, at any moment.
+
+    Args:
+        path: the file.
+        run: the SHA-256 of the run's `run.json`.
+        monitor: name of the log by which the least is best; None to take every epoch.
+        best: what the log has to be below of; None for any.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        run: str,
+        monitor: str | None = None,
+        best: float | None = None,
+    ):
+        super().__init__()
+        self.path, self.run, self.monitor = pathlib.Path(path), run, monitor
+        self.best = math.inf if best is None else best
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if self.monitor is not None:
+            value = float(logs[self.monitor])
+            if not value < self.best:
+                return
+            self.best = value
+        fresh = self.path.with_name(f".partial.{self.path.name}")
+        self.model.save_weights(fresh)
+        from_chief(lambda: self._take(fresh), "run/weights")
+
+    def _take(self, fresh):
+        try:
+            seal(fresh, self.run)
+            os.replace(fresh, self.path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+class Beginning(keras.callbacks.Callback):
+    """Removes the run that is replaced once the new one has begun. It comes after what saves.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: RunFolder):
+        super().__init__()
+        self.folder = folder
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        try:
+            if job.is_chief():
+                self.folder.remove_replaced()
+        except InputError as error:  # training goes on
+            warnings.warn(f"the run that was replaced: {error}", stacklevel=2)
+
+
+class FiniteWeights(keras.callbacks.Callback):
+    """Refuses to go on from weights that are not numbers.
+
+    Args:
+        path: where they come from, for the error.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__()
+        self.path = path
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        values = network_values(self.model.network)
+        together(lambda: check_finite(self.path, values), "run/finite")

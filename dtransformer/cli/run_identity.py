@@ -1,0 +1,167 @@
+"""`run.json`: what belongs to a run, as checksums. It is written once, when the run begins.
+
+    {"run": {"version": 1, "id": "9f86d081…",
+             "files": {"config.yaml": SHA-256, "tokenizer/vocab.txt": SHA-256, …},
+             "data": {"train": SHA-256 of the sentence pairs, "dev": …}},
+     "sha256": SHA-256 of what is under "run"}
+
+Weights end with the SHA-256 of this file, see `checkpoint.seal`, and checkpoints have a copy of it:
+what comes from another run, or was changed, does not pass for the run's own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import secrets
+from collections.abc import Sequence
+
+from dtransformer.errors import InputError
+from dtransformer.trainers.checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.folders import saved_steps
+from dtransformer.trainers.checkpoint.seal import RUN, check_seal, sha256_of
+
+# What a run folder holds.
+CONFIG = "config.yaml"
+TOKENIZER = "tokenizer"
+WEIGHTS = "model.weights.h5"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+PARTS = frozenset({RUN, CONFIG, TOKENIZER, WEIGHTS, METRICS, CHECKPOINTS, TENSORBOARD})
+
+_VERSION = 1
+_MAX_BYTES = 2**20
+_FILE = re.compile(rf"{CONFIG}|{TOKENIZER}/[a-z0-9_.]+")
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunIdentity:
+    """What `run.json` says.
+
+    Args:
+        text: the file's content.
+        files: names of files, and the SHA-256 of each.
+        data: the SHA-256 of the sentence pairs "train" and "dev"; None where there are none.
+    """
+
+    text: str
+    files: dict[str, str]
+    data: dict[str, str | None]
+
+    @classmethod
+    def new(cls, folder: pathlib.Path, data: dict[str, str | None]) -> "RunIdentity":
+        """Return that of a run that begins with the config and the tokenizer in a folder."""
+        paths = [folder / CONFIG, *sorted((folder / TOKENIZER).iterdir())]
+        files = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+        body = {"version": _VERSION, "id": secrets.token_hex(16), "files": files, "data": data}
+        text = json.dumps({"run": body, "sha256": _digest_of(body)}, indent=1) + "\n"
+        return cls(text, files, data)
+
+    @classmethod
+    def load(cls, folder: pathlib.Path) -> "RunIdentity":
+        """Read that of a run folder.
+
+        Raises:
+            InputError: the folder has none, or it is damaged.
+        """
+        path = folder / RUN
+        if not path.is_file():
+            raise InputError(
+                f"{folder}: has no {RUN}, as it is no run folder or is of an older dtransformer: give "
+                "another run, or train it anew"
+            )
+        try:
+            with open(path, "rb") as file:
+                text = file.read(_MAX_BYTES).decode()
+            return _parsed(text)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(
+                f"{path}: is damaged ({type(error).__name__}): put the run's own back, such as the "
+                "copy in its checkpoints"
+            ) from None
+
+    @property
+    def key(self) -> str:
+        """What the run's weights end with: the SHA-256 of `run.json`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write `run.json` to a path."""
+        pathlib.Path(path).write_text(self.text, encoding="utf-8", newline="")
+
+    def check(self, folder: pathlib.Path) -> None:
+        """Compare the files, the weights and the checkpoints of a run folder with this.
+
+        Raises:
+            InputError: one is missing, damaged, or of another run.
+        """
+        for name, digest in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise InputError(f"{path}: is missing: put the run's own there")
+            if sha256_of(path) != digest:
+                raise InputError(
+                    f"{path}: is not what the run began with: it was changed, is damaged, or is of "
+                    "another run; put the run's own back, such as the copy in its checkpoints"
+                )
+        if os.path.lexists(folder / WEIGHTS):
+            check_seal(folder / WEIGHTS, self.key)
+
+    def check_checkpoints(self, folder: pathlib.Path) -> None:
+        """Refuse checkpoints of other runs in a run folder; damaged ones are told elsewhere.
+
+        Raises:
+            InputError: names the first.
+        """
+        for _, path in saved_steps(folder / CHECKPOINTS):
+            try:
+                checkpoint = Checkpoint(path)
+                if RUN in checkpoint.manifest["files"] and checkpoint.problem_with(RUN):
+                    continue
+            except (InputError, OSError):
+                continue
+            own = checkpoint.path / RUN
+            if not own.is_file() or sha256_of(own) != self.key:
+                raise InputError(
+                    f"{path}: is a checkpoint of another run than the {RUN} of {folder}: move it away"
+                )
+
+
+def digest_of(pairs: Sequence[Sequence[str]] | None) -> str | None:
+    """Return the SHA-256 of sentence pairs, whatever files they came from; None for none.
+
+    Args:
+        pairs: the sentences of both languages.
+    """
+    if pairs is None:
+        return None
+    digest = hashlib.sha256()
+    for sentences in pairs:
+        digest.update(f"{len(sentences)}\n".encode())
+        for sentence in sentences:
+            digest.update(sentence.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _parsed(text):
+    """Return a RunIdentity; raise a ValueError, KeyError or TypeError where it is none."""
+    document = json.loads(text)
+    body = document["run"]
+    if document["sha256"] != _digest_of(body) or body["version"] != _VERSION:
+        raise ValueError("another checksum, or another version")
+    files, data = dict(body["files"]), dict(body["data"])
+    if CONFIG not in files or not all(_FILE.fullmatch(name) for name in files):
+        raise ValueError("names of other files")
+    if not all(_DIGEST.fullmatch(digest) for digest in files.values()):
+        raise ValueError("no checksums")
+    if set(data) != {"train", "dev"}:
+        raise ValueError("other data")
+    return RunIdentity(text, files, data)
+
+
+def _digest_of(body):
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
