@@ -86,15 +86,15 @@ class Layer(keras.layers.Layer):
     def add_weight(
         self,
         shape: tuple[int, ...],
-        initializer="glorot_uniform",
+        initializer: str | keras.initializers.Initializer = "glorot_uniform",
         *,
         axes: tuple,
         name: str,
-        dtype=None,
+        dtype: str | keras.DTypePolicy | None = None,
         trainable: bool = True,
         autocast: bool = True,
-        regularizer=None,
-        constraint=None,
+        regularizer: keras.regularizers.Regularizer | None = None,
+        constraint: keras.constraints.Constraint | None = None,
         aggregation: str = "none",
         overwrite_with_gradient: bool = False,
     ) -> keras.Variable:
@@ -139,7 +139,7 @@ class Layer(keras.layers.Layer):
         weight.logical_axes = axes
         return weight
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: dict) -> None:
         for number, variable in enumerate(
             [*self._trainable_variables, *self._non_trainable_variables]
         ):

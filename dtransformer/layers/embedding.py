@@ -112,13 +112,19 @@ class VocabEmbedding(_VocabLayer):
     pipeline_stage = 0
     results_that_are_weights = types.MappingProxyType({1: "table"})
 
-    def __init__(self, vocab_size: int, embedding_size: int, initializer="normal", **kwargs):
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        initializer: str | keras.initializers.Initializer = "normal",
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.embedding_size = check_size("embedding_size", embedding_size)
         self.initializer = initializer
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         self.table = self._vocab_weight(
             (self.vocab_size, self.embedding_size),
             self.initializer,
@@ -132,15 +138,15 @@ class VocabEmbedding(_VocabLayer):
         rows = look_up(self.table.value, tf.cast(ids, "int32"))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
         return (*input_shape, self.embedding_size), table_shape
 
-    def compute_output_spec(self, ids):
+    def compute_output_spec(self, ids: tf.Tensor) -> tuple:
         rows, table = super().compute_output_spec(ids)
         return rows, keras.KerasTensor(table.shape, self.variable_dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "vocab_size": self.vocab_size,
@@ -177,7 +183,7 @@ class VocabHead(_VocabLayer):
         vocab_size: int,
         use_bias: bool = False,
         tied: bool = False,
-        kernel_initializer="glorot_uniform",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -186,7 +192,7 @@ class VocabHead(_VocabLayer):
         self.tied = tied
         self.kernel_initializer = kernel_initializer
 
-    def build(self, inputs_shape, table_shape=None):
+    def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._vocab_weight(
@@ -210,10 +216,10 @@ class VocabHead(_VocabLayer):
             logits += tf.cast(self.bias, logits.dtype)
         return mask_padding(logits, self.vocab_size)
 
-    def compute_output_shape(self, inputs_shape, table_shape=None):
+    def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
         return (*inputs_shape[:-1], padded_vocab_size(self.vocab_size))
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "vocab_size": self.vocab_size,

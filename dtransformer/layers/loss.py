@@ -94,10 +94,10 @@ class CrossEntropyLoss(Layer):
                     f"expected {logits.shape[:-1]}"
                 )
 
-    def compute_output_shape(self, *args, **kwargs):
+    def compute_output_shape(self, *args, **kwargs) -> tuple:
         return ()
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "label_smoothing": self.label_smoothing,

@@ -128,7 +128,7 @@ class CausalLM(TokenModel):
         )
         self.head = self._make_head()
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
             others = [self.positions, self.dropout, self.blocks, self.head]
             self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))

@@ -158,7 +158,7 @@ class TranslationTransformer(TokenModel):
         )
         self.head = self._make_head()
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if self.built:
             return
         others = [
@@ -225,7 +225,7 @@ class TranslationTransformer(TokenModel):
 
     def generate(
         self,
-        source,
+        source: tf.Tensor,
         beam_size: int = 1,
         length_penalty: float = 0.6,
         max_length: int | None = None,

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -54,7 +56,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     2
     """
 
-    def __init__(self, network, **kwargs):
+    def __init__(self, network: keras.Model, **kwargs):
         super().__init__(**kwargs)
         self._parallel_config = copy.copy(get_parallel_config())
         validators.check_supported(self._parallel_config)
@@ -65,27 +67,27 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._jit = "auto"
         self._engine = self.optimizer_step = self._program = None
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: Any, training: bool | None = False) -> Any:
         if self._engine is not None and self._engine.compiles_itself and tf.executing_eagerly():
             return self._engine.predict(inputs)
         return ForwardStep(self.network).outputs(inputs, training=training)
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if not self.network.built:
             self.network.build(input_shape)
         self.built = True
 
     def compile(
         self,
-        optimizer="adamw",
-        loss=None,
-        metrics=None,
-        weighted_metrics=None,
-        run_eagerly=False,
-        steps_per_execution=1,
-        jit_compile="auto",
-        auto_scale_loss=True,
-    ):
+        optimizer: str | keras.optimizers.Optimizer = "adamw",
+        loss: str | Callable | None = None,
+        metrics: list | None = None,
+        weighted_metrics: list | None = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | str = "auto",
+        auto_scale_loss: bool = True,
+    ) -> None:
         """Choose how to train.
 
         Args:
@@ -134,7 +136,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     # Keras calls these with each batch: in a tf.function of its own, but where the engine
     # compiles itself.
 
-    def train_step(self, data):
+    def train_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         numbers = self._program.numbers(labels, sample_weight)
         gradients, outputs, sums = self._program.forward_backward(
@@ -144,14 +146,14 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         seen = self._program.seen(labels, outputs, sample_weight)
         return self._program.finish(gradients, sums, numbers.count, *seen)
 
-    def test_step(self, data):
+    def test_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs, sums = self._program.evaluate(inputs, labels, sample_weight)
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
         return self._program.finish_test(sums, *seen)
 
-    def predict_step(self, data):
+    def predict_step(self, data: tuple) -> Any:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         return self._engine.predict(inputs)
 
@@ -225,11 +227,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             metrics=[metric for metric in metrics if metric is not None],
         )
 
-    def get_compile_config(self):
+    def get_compile_config(self) -> dict:
         """Return nothing: a trainer that is loaded has to be compiled again."""
         return {}
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {"network": keras.saving.serialize_keras_object(self.network)}
 
     @classmethod
