@@ -20,6 +20,10 @@ class TokenModel(keras.Model):
         """What embeddings are multiplied with: √h (Vaswani et al., 2017, §3.4)."""
         return float(self.arguments["hidden_size"]) ** 0.5
 
+    def logits_vocab_size(self) -> int:
+        """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
+        return self.vocab_size
+
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]
         # Unit variance after the multiplication with √h, and a sensible tied head.
@@ -31,6 +35,7 @@ class TokenModel(keras.Model):
             self.vocab_size,
             use_bias=self.arguments["head_bias"],
             tied=self.arguments["tied_head"],
+            keeps_padding=True,
             dtype=self.dtype_policy,
             name="head",
         )
