@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.arguments import checked
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
@@ -41,6 +42,8 @@ class Layer(keras.layers.Layer):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
             cls.build = built_at_its_place(cls.build)
 

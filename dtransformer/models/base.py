@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.arguments import checked
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
@@ -14,6 +15,11 @@ class TokenModel(keras.Model):
         arguments: dict of the arguments from which `from_config` makes the network again.
         vocab_size: number of entries of the vocabulary of the logits.
     """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)
 
     @property
     def embedding_scale(self) -> float:
@@ -75,3 +81,14 @@ class TokenModel(keras.Model):
 def first_given(value, default):
     """Return `value`, or `default` where it is None."""
     return default if value is None else value
+
+
+def check_ids(vocab_size: int, **ids: int) -> None:
+    """Check that special tokens are entries of the vocabulary.
+
+    Raises:
+        ValueError: names the one that is not.
+    """
+    for name, value in ids.items():
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"{name} must be in the vocabulary of {vocab_size}, got {value}")
