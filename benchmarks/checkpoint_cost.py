@@ -59,7 +59,7 @@ def work(args):
         if saves:
             trainer.save(path, wait=False)
         for _ in range(number):
-            trainer.train_on_batch({"source": ids, "target": ids}, ids)
+            trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
         trainer.wait_until_saved()
         return time.perf_counter() - start
 

@@ -72,7 +72,12 @@ def work(args):
     resumes = args.worker == "train"
     saving = [ModelCheckpoint(args.folder, every_steps=1, keep=3)] if resumes else []
     trainer.fit(
-        batches, epochs=args.epochs, verbose=0, callbacks=[Begun(), *saving], resume=resumes
+        batches,
+        epochs=args.epochs,
+        verbose=0,
+        callbacks=[Begun(), *saving],
+        resume=resumes,
+        shard=False,
     )
     if dtransformer.is_chief():
         content = b"".join(weight.tobytes() for weight in model.get_weights())

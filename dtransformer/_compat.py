@@ -16,6 +16,7 @@ from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
+from keras.src.trainers import compile_utils
 from keras.src.utils.naming import to_snake_case
 from tensorflow.dtensor.python import api
 from tensorflow.python.eager import context, record
@@ -24,6 +25,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 __all__ = [
     "SUBCLASS_HOOKS",
+    "CompileLoss",
     "autocast",
     "constants_are_copied",
     "current_path",
@@ -36,6 +38,7 @@ __all__ = [
     "graph_of_function",
     "in_symbolic_scope",
     "is_on_a_tape",
+    "mask_of",
     "optimizer_states",
     "own_variables",
     "stateless_value",
@@ -43,6 +46,7 @@ __all__ = [
     "to_snake_case",
     "variable_key",
     "with_cardinality",
+    "with_mask",
     "without_autocast",
 ]
 
@@ -152,6 +156,59 @@ def take_weights(layer: keras.layers.Layer) -> None:
     Unnecessary if Keras let a built layer take weights when `built` is set to False.
     """
     layer._tracker.unlock()
+
+
+def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Return the mask that a Keras layer or loss has left with its result; None without one.
+
+    Unnecessary if `keras.layers.Masking`'s protocol had a public function to read it.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """Return a tensor that has a mask for the Keras layer or loss that takes it.
+
+    Unnecessary as `mask_of`.
+    """
+    tensor._keras_mask = mask
+    return tensor
+
+
+class CompileLoss(compile_utils.CompileLoss):
+    """Keras' way from the losses given to `compile` to the losses of the outputs.
+
+    Unnecessary if Keras said which loss is that of which output.
+
+    Args:
+        loss, loss_weights: as `keras.Model.compile` takes them.
+        output_names: list of the names of the outputs, or None.
+        term: a function of a loss and its name that returns what is computed instead of it.
+    """
+
+    def __init__(self, loss, loss_weights, output_names, term):
+        super().__init__(loss, loss_weights, output_names=output_names)
+        self._term = term
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, _OfOne() if name == "_flat_losses" and value == [] else value)
+
+    def build(self, y_true, y_pred):
+        super().build(y_true, y_pred)
+        self._flat_losses = [
+            one._replace(loss=self._term(one.loss, one.name)) for one in self._flat_losses
+        ]
+
+    @property
+    def metrics(self):
+        return [None] * len(self._flat_losses or [None])
+
+
+class _OfOne(list):
+    """A list that says it has one element: of more Keras would make metrics, in any graph."""
+
+    def __len__(self):
+        return 1
 
 
 # `current_path` is that of the name scopes around, from which a weight's path follows before the

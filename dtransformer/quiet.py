@@ -11,10 +11,11 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet_start():
+def quiet_start() -> Iterator[None]:
     """Hold back what is written to standard error; show it if an exception passes."""
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
         yield

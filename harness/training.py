@@ -57,7 +57,9 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
     record = Record()
-    trainer.fit(_data(network, num_steps, model, seed=0), callbacks=[record], verbose=0)
+    trainer.fit(
+        _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False
+    )
     results["losses"] = np.array(record["step_loss"])
     shards = own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
@@ -78,7 +80,7 @@ def use(trainer, network, folder, layout):
     model = trainer.network
     inputs, _ = batches(2, model.vocab_size, seed=2)[1]
     data = _data(network, 1, model, seed=1)
-    evaluation = trainer.evaluate(data, verbose=0, return_dict=True)
+    evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
     fresh, _ = make(network, num_blocks=layout.num_blocks)
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),

@@ -1,5 +1,6 @@
 """Multi-head attention, with a cache for decoding one token at a time."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import (
@@ -43,7 +44,7 @@ class AttentionMask(Layer):
         positions = tf.range(length)
         return tf.where(positions[:, None] >= positions[None, :], mask, tf.zeros_like(mask))
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape, input_shape[-1])
 
 
@@ -102,7 +103,7 @@ class MultiHeadAttention(Layer):
         hidden_dropout_rate: float = 0.1,
         attention_dropout_rate: float = 0.1,
         softmax_compute_type: str = "float32",
-        kernel_initializer="glorot_uniform",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -122,7 +123,9 @@ class MultiHeadAttention(Layer):
         )
         self.hidden_dropout = Dropout(hidden_dropout_rate, dtype=policy, name="hidden_dropout")
 
-    def build(self, query_shape, key_shape=None, value_shape=None):
+    def build(
+        self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
+    ) -> None:
         h, n, d = self.hidden_size, self.num_heads, self.head_dim
         for name in ("query", "key", "value"):
             kernel = self.add_weight(
@@ -264,10 +267,10 @@ class MultiHeadAttention(Layer):
         k, v = self._project({"key": memory, "value": memory})
         return {"key": k, "value": v}
 
-    def compute_output_shape(self, query_shape, *args, **kwargs):
+    def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
         return query_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "hidden_size": self.hidden_size,

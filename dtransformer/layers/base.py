@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.arguments import checked
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
@@ -41,6 +42,8 @@ class Layer(keras.layers.Layer):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
             cls.build = built_at_its_place(cls.build)
 
@@ -86,15 +89,15 @@ class Layer(keras.layers.Layer):
     def add_weight(
         self,
         shape: tuple[int, ...],
-        initializer="glorot_uniform",
+        initializer: str | keras.initializers.Initializer = "glorot_uniform",
         *,
         axes: tuple,
         name: str,
-        dtype=None,
+        dtype: str | keras.DTypePolicy | None = None,
         trainable: bool = True,
         autocast: bool = True,
-        regularizer=None,
-        constraint=None,
+        regularizer: keras.regularizers.Regularizer | None = None,
+        constraint: keras.constraints.Constraint | None = None,
         aggregation: str = "none",
         overwrite_with_gradient: bool = False,
     ) -> keras.Variable:
@@ -139,7 +142,7 @@ class Layer(keras.layers.Layer):
         weight.logical_axes = axes
         return weight
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: dict) -> None:
         for number, variable in enumerate(
             [*self._trainable_variables, *self._non_trainable_variables]
         ):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -9,7 +10,11 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
-from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
+from dtransformer.parallel.config import (
+    TransformerOpParallelConfig,
+    TransformerRecomputeConfig,
+    get_parallel_config,
+)
 from dtransformer.parallel.recompute import (
     as_recompute_config,
     recomputed,
@@ -40,11 +45,11 @@ class TransformerBlock(Layer):
         self.comm_fusion = None
         self.recompute_config = TransformerRecomputeConfig()
 
-    def set_comm_fusion(self, bucket: int):
+    def set_comm_fusion(self, bucket: int) -> None:
         """Reduce the block's gradients in a bucket, together with its others."""
         self.comm_fusion = bucket
 
-    def recompute(self, config: bool | TransformerRecomputeConfig = True):
+    def recompute(self, config: bool | TransformerRecomputeConfig = True) -> None:
         """Choose what the backward pass computes again instead of keeping it.
 
         Args:
@@ -135,16 +140,16 @@ class BlockStack(Layer):
             )
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
-    def build(self, input_shape, *args):
+    def build(self, input_shape: tuple, *args) -> None:
         for layer in [*self.blocks, self.final_norm]:
             if layer is not None and not layer.built:
                 layer.build(input_shape)
         self.built = True
 
-    def compute_output_shape(self, input_shape, *args, **kwargs):
+    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), **self.arguments}
 
 
@@ -171,7 +176,13 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
     check_stages(blocks, num_chunks)
 
 
-def spread_evenly(network, layer_id, offset, parallel_config, layers):
+def spread_evenly(
+    network: keras.Model,
+    layer_id: int,
+    offset: int,
+    parallel_config: TransformerOpParallelConfig,
+    layers: int,
+) -> None:
     """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
 
     Args:

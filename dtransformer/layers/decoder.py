@@ -40,7 +40,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         [b, t, h]; with a cache, a pair of this and the cache for the next call.
     """
 
-    def add_sublayers(self):
+    def add_sublayers(self) -> None:
         self.self_attention_norm = self.make_norm("self_attention_norm")
         self.self_attention = self.make_attention("self_attention")
         self.cross_attention_norm = self.make_norm("cross_attention_norm")
@@ -88,7 +88,9 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         )
         return x if cache is None else (x, new_cache)
 
-    def compute_output_spec(self, inputs, *args, cache=None, **kwargs):
+    def compute_output_spec(
+        self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs
+    ) -> keras.KerasTensor:
         outputs = super().compute_output_spec(inputs)
         if cache is None:
             return outputs

@@ -57,8 +57,8 @@ class Dropout(Layer):
 
         return drop(inputs)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), "rate": self.rate}

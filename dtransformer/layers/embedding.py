@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
+from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tensor_parallel.vocabulary import (
@@ -112,13 +113,19 @@ class VocabEmbedding(_VocabLayer):
     pipeline_stage = 0
     results_that_are_weights = types.MappingProxyType({1: "table"})
 
-    def __init__(self, vocab_size: int, embedding_size: int, initializer="normal", **kwargs):
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        initializer: str | keras.initializers.Initializer = "normal",
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.embedding_size = check_size("embedding_size", embedding_size)
         self.initializer = initializer
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         self.table = self._vocab_weight(
             (self.vocab_size, self.embedding_size),
             self.initializer,
@@ -132,15 +139,15 @@ class VocabEmbedding(_VocabLayer):
         rows = look_up(self.table.value, tf.cast(ids, "int32"))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
         return (*input_shape, self.embedding_size), table_shape
 
-    def compute_output_spec(self, ids):
+    def compute_output_spec(self, ids: tf.Tensor) -> tuple:
         rows, table = super().compute_output_spec(ids)
         return rows, keras.KerasTensor(table.shape, self.variable_dtype)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "vocab_size": self.vocab_size,
@@ -159,14 +166,18 @@ class VocabHead(_VocabLayer):
         tied: whether the kernel is an embedding's table, given in the call, instead
             of a weight of its own.
         kernel_initializer: a Keras initializer, or its name.
+        keeps_padding: whether logits stay padded to a multiple of model_parallel, and so
+            sharded, where it does not divide V; `CrossEntropyLoss(vocab_size=V)` takes them.
+            By default they have V entries, for which padded ones are made whole first.
 
     Call arguments:
         inputs: tensor [b, s, h].
         table: tensor [V', h], where tied.
 
     Output shape:
-        [b, s, V'], V padded to a multiple of model_parallel. Padded logits are the
-        type's lowest number: they never win and their probability is 0.
+        [b, s, V]; where padding is kept [b, s, V'], V padded to a multiple of
+        model_parallel. Padded logits are the type's lowest number: they never win and
+        their probability is 0.
     """
 
     vocab_axis = 1
@@ -177,7 +188,8 @@ class VocabHead(_VocabLayer):
         vocab_size: int,
         use_bias: bool = False,
         tied: bool = False,
-        kernel_initializer="glorot_uniform",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        keeps_padding: bool = False,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -185,8 +197,9 @@ class VocabHead(_VocabLayer):
         self.use_bias = use_bias
         self.tied = tied
         self.kernel_initializer = kernel_initializer
+        self.keeps_padding = keeps_padding
 
-    def build(self, inputs_shape, table_shape=None):
+    def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._vocab_weight(
@@ -208,16 +221,22 @@ class VocabHead(_VocabLayer):
             (logits,) = column_parallel(inputs, [self.kernel], ("vocab",))
         if self.use_bias:
             logits += tf.cast(self.bias, logits.dtype)
-        return mask_padding(logits, self.vocab_size)
+        logits = mask_padding(logits, self.vocab_size)
+        if self.keeps_padding or logits.shape[-1] == self.vocab_size:
+            return logits
+        axes = ("batch", "length", None) if len(logits.shape) == 3 else ("batch", None)
+        return constrain(logits, axes)[..., : self.vocab_size]
 
-    def compute_output_shape(self, inputs_shape, table_shape=None):
-        return (*inputs_shape[:-1], padded_vocab_size(self.vocab_size))
+    def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
+        size = padded_vocab_size(self.vocab_size) if self.keeps_padding else self.vocab_size
+        return (*inputs_shape[:-1], size)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "vocab_size": self.vocab_size,
             "use_bias": self.use_bias,
             "tied": self.tied,
             "kernel_initializer": self.kernel_initializer,
+            "keeps_padding": self.keeps_padding,
         }

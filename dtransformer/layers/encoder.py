@@ -69,7 +69,7 @@ class TransformerEncoderLayer(TransformerBlock):
         self.post_layernorm_residual = post_layernorm_residual
         self.add_sublayers()
 
-    def add_sublayers(self):
+    def add_sublayers(self) -> None:
         """Make the sublayers: attention and the feed-forward layer, and their norms."""
         self.attention_norm = self.make_norm("attention_norm")
         self.attention = self.make_attention("attention")
@@ -107,7 +107,7 @@ class TransformerEncoderLayer(TransformerBlock):
             return norm(inputs + sublayer(inputs))
         return inputs + sublayer(norm(inputs))
 
-    def build(self, input_shape, *args):
+    def build(self, input_shape: tuple, *args) -> None:
         for layer in _compat.flat_layers(self, include_self=False, recursive=False):
             if not layer.built:
                 layer.build(input_shape)
@@ -129,10 +129,10 @@ class TransformerEncoderLayer(TransformerBlock):
             self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
         )
 
-    def compute_output_shape(self, input_shape, *args, **kwargs):
+    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), **self.arguments}
 
 

@@ -74,7 +74,7 @@ class FeedForward(Layer):
         dropout_rate: float = 0.1,
         hidden_act: str | Callable = "gelu",
         expert_num: int = 1,
-        kernel_initializer="glorot_uniform",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -90,7 +90,7 @@ class FeedForward(Layer):
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple) -> None:
         h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
         self.mapping_kernel = self.add_weight(
             (h, f), initializer, axes=("embed", "mlp"), name="mapping_kernel"
@@ -119,10 +119,10 @@ class FeedForward(Layer):
         x = row_parallel(x, self.projection_kernel, ("mlp",))
         return self.dropout(x + self.projection_bias, training=training)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "hidden_size": self.hidden_size,

@@ -1,5 +1,6 @@
 """A dense layer, sharded by columns or by rows."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
@@ -35,8 +36,8 @@ class Linear(Layer):
         units: int,
         use_bias: bool = True,
         parallel: str | None = "column",
-        kernel_initializer="glorot_uniform",
-        bias_initializer="zeros",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        bias_initializer: str | keras.initializers.Initializer = "zeros",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -48,7 +49,7 @@ class Linear(Layer):
         self.kernel_initializer = kernel_initializer
         self.bias_initializer = bias_initializer
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple) -> None:
         inputs = input_shape[-1]
         if self.parallel == "column":
             check_divisible(units=self.units)
@@ -76,10 +77,10 @@ class Linear(Layer):
             (y,) = column_parallel(inputs, [self.kernel], (self.units_axis,))
         return y + self.bias if self.use_bias else y
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape[:-1], self.units)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "units": self.units,

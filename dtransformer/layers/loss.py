@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
 
@@ -26,7 +27,9 @@ class CrossEntropyLoss(Layer):
         mask: tensor of the labels' shape, the weight of each; None for 1.
 
     Returns:
-        A scalar: Σ nll·mask / Σ mask; 0 where nothing counts.
+        A scalar: Σ nll·mask / Σ mask; 0 where nothing counts. As a loss of a plain
+        `keras.Model.compile`, which calls it with (labels, logits), that of each token, with
+        Keras' mask, of which Keras takes the mean.
 
     Raises:
         ValueError: labels or the mask do not have the logits' leading dimensions.
@@ -53,8 +56,15 @@ class CrossEntropyLoss(Layer):
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
+        if len(logits.shape) < len(labels.shape):  # Keras' order: labels, then logits
+            return self._for_keras(logits, labels)
         values, weights = self.per_token(logits, labels, mask)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
+
+    def _for_keras(self, labels, logits):
+        """Return each token's loss, with the mask of those that count: Keras takes the mean."""
+        values, weights = self.per_token(logits, tf.cast(tf.math.rint(labels), "int32"))
+        return _compat.with_mask(values, weights > 0)
 
     def per_token(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
@@ -71,6 +81,12 @@ class CrossEntropyLoss(Layer):
             self.vocab_size or logits.shape[-1],
         )
         return tf.reshape(values, tf.shape(labels)), tf.cast(weights, values.dtype)
+
+    def of_classes(self, vocab_size: int) -> "CrossEntropyLoss":
+        """Return the same loss of so many entries, unless it knows their number."""
+        if self.vocab_size is not None:
+            return self
+        return type(self).from_config({**self.get_config(), "vocab_size": vocab_size})
 
     def token_weights(self, labels: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
         """Return the weight of each token, float32 of the labels' shape."""
@@ -94,10 +110,10 @@ class CrossEntropyLoss(Layer):
                     f"expected {logits.shape[:-1]}"
                 )
 
-    def compute_output_shape(self, *args, **kwargs):
+    def compute_output_shape(self, *args, **kwargs) -> tuple:
         return ()
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "label_smoothing": self.label_smoothing,

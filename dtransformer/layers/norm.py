@@ -67,13 +67,13 @@ class LayerNorm(_Norm):
     def __init__(self, epsilon: float = 1e-5, compute_type: str = "float32", **kwargs):
         super().__init__(epsilon, compute_type, **kwargs)
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple) -> None:
         super().build(input_shape)
         self.beta = self.add_weight(
             (input_shape[-1],), "zeros", axes=("norm",), name="beta", autocast=False
         )
 
-    def normalize(self, x):
+    def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def layer_norm(x, gamma, beta):
             centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
@@ -110,7 +110,7 @@ class RMSNorm(_Norm):
     def __init__(self, epsilon: float = 1e-6, compute_type: str = "float32", **kwargs):
         super().__init__(epsilon, compute_type, **kwargs)
 
-    def normalize(self, x):
+    def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def rms_norm(x, gamma):
             unit, inverse = _divide_by_rms(x, self.epsilon)

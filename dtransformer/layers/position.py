@@ -1,5 +1,6 @@
 """Embeddings of positions."""
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -30,7 +31,13 @@ class PositionEmbedding(Layer):
 
     pipeline_stage = 0
 
-    def __init__(self, max_length: int, kind: str = "sinusoidal", initializer="normal", **kwargs):
+    def __init__(
+        self,
+        max_length: int,
+        kind: str = "sinusoidal",
+        initializer: str | keras.initializers.Initializer = "normal",
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         if kind not in ("learned", "sinusoidal"):
             raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {kind!r}")
@@ -38,7 +45,7 @@ class PositionEmbedding(Layer):
         self.kind = kind
         self.initializer = initializer
 
-    def build(self, input_shape):
+    def build(self, input_shape: tuple) -> None:
         if self.kind == "learned":
             self.table = self.add_weight(
                 (self.max_length, input_shape[-1]),
@@ -61,10 +68,10 @@ class PositionEmbedding(Layer):
             rows = sinusoidal_positions(positions, inputs.shape[-1])
         return inputs + tf.cast(rows, inputs.dtype)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "max_length": self.max_length,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
@@ -55,7 +56,7 @@ class Transformer(Layer):
         ffn_hidden_size: int,
         lambda_func: Callable | None = None,
         name: str | None = None,
-        dtype=None,
+        dtype: str | keras.DTypePolicy | None = None,
         trainable: bool = True,
         **layer_arguments,
     ):
@@ -84,7 +85,7 @@ class Transformer(Layer):
         blocks = [*self.encoder.blocks, *self.decoder.blocks]
         check_stages(blocks, get_parallel_config().placement.num_chunks)
 
-    def build(self, encoder_inputs_shape, *args):
+    def build(self, encoder_inputs_shape: tuple, *args) -> None:
         self.encoder.build(encoder_inputs_shape)
         self.decoder.build(encoder_inputs_shape)
         self.built = True
@@ -103,13 +104,13 @@ class Transformer(Layer):
 
     def compute_output_shape(
         self,
-        encoder_inputs_shape,
-        encoder_mask_shape=None,
-        decoder_inputs_shape=None,
+        encoder_inputs_shape: tuple,
+        encoder_mask_shape: tuple | None = None,
+        decoder_inputs_shape: tuple | None = None,
         *args,
         **kwargs,
-    ):
+    ) -> tuple:
         return decoder_inputs_shape or encoder_inputs_shape
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), **self.arguments}

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.arguments import checked
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
@@ -15,10 +16,19 @@ class TokenModel(keras.Model):
         vocab_size: number of entries of the vocabulary of the logits.
     """
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = checked(cls.__init__)
+
     @property
     def embedding_scale(self) -> float:
         """What embeddings are multiplied with: √h (Vaswani et al., 2017, §3.4)."""
         return float(self.arguments["hidden_size"]) ** 0.5
+
+    def logits_vocab_size(self) -> int:
+        """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
+        return self.vocab_size
 
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]
@@ -31,6 +41,7 @@ class TokenModel(keras.Model):
             self.vocab_size,
             use_bias=self.arguments["head_bias"],
             tied=self.arguments["tied_head"],
+            keeps_padding=True,
             dtype=self.dtype_policy,
             name="head",
         )
@@ -70,3 +81,14 @@ class TokenModel(keras.Model):
 def first_given(value, default):
     """Return `value`, or `default` where it is None."""
     return default if value is None else value
+
+
+def check_ids(vocab_size: int, **ids: int) -> None:
+    """Check that special tokens are entries of the vocabulary.
+
+    Raises:
+        ValueError: names the one that is not.
+    """
+    for name, value in ids.items():
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"{name} must be in the vocabulary of {vocab_size}, got {value}")

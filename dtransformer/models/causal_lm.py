@@ -9,7 +9,7 @@ from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
-from dtransformer.models.base import TokenModel, first_given
+from dtransformer.models.base import TokenModel, check_ids, first_given
 
 
 @register
@@ -90,7 +90,7 @@ class CausalLM(TokenModel):
             "vocab_size": check_size("vocab_size", vocab_size),
             "hidden_size": check_size("hidden_size", hidden_size),
             "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size or 4 * hidden_size,
+            "ffn_hidden_size": first_given(ffn_hidden_size, 4 * hidden_size),
             "num_layers": check_size("num_layers", num_layers),
             "dropout_rate": check_rate("dropout_rate", dropout_rate),
             "attention_dropout_rate": check_rate("attention_dropout_rate", attention_dropout_rate),
@@ -105,6 +105,7 @@ class CausalLM(TokenModel):
             "start_id": start_id,
             "end_id": end_id,
         }
+        check_ids(vocab_size, pad_id=pad_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
         self._add_layers(lambda_func)
@@ -128,7 +129,7 @@ class CausalLM(TokenModel):
         )
         self.head = self._make_head()
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
             others = [self.positions, self.dropout, self.blocks, self.head]
             self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))

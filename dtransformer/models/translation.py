@@ -9,7 +9,7 @@ from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
-from dtransformer.models.base import TokenModel, first_given
+from dtransformer.models.base import TokenModel, check_ids, first_given
 from dtransformer.models.generation import Generation
 from dtransformer.models.search import check_options, make_search
 from dtransformer.parallel import decoding
@@ -93,7 +93,7 @@ class TranslationTransformer(TokenModel):
         **kwargs,
     ):
         super().__init__(name=name, **kwargs)
-        target_vocab_size = target_vocab_size or source_vocab_size
+        target_vocab_size = first_given(target_vocab_size, source_vocab_size)
         if shared_embeddings and target_vocab_size != source_vocab_size:
             raise ValueError(
                 f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
@@ -104,7 +104,7 @@ class TranslationTransformer(TokenModel):
             "target_vocab_size": check_size("target_vocab_size", target_vocab_size),
             "hidden_size": check_size("hidden_size", hidden_size),
             "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size or 4 * hidden_size,
+            "ffn_hidden_size": first_given(ffn_hidden_size, 4 * hidden_size),
             "encoder_layers": encoder_layers,
             "decoder_layers": decoder_layers,
             "dropout_rate": check_rate("dropout_rate", dropout_rate),
@@ -122,6 +122,7 @@ class TranslationTransformer(TokenModel):
             "start_id": start_id,
             "end_id": end_id,
         }
+        check_ids(min(source_vocab_size, target_vocab_size), pad_id=pad_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = target_vocab_size
         self._add_layers(lambda_func)
@@ -158,7 +159,7 @@ class TranslationTransformer(TokenModel):
         )
         self.head = self._make_head()
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if self.built:
             return
         others = [
@@ -225,7 +226,7 @@ class TranslationTransformer(TokenModel):
 
     def generate(
         self,
-        source,
+        source: tf.Tensor,
         beam_size: int = 1,
         length_penalty: float = 0.6,
         max_length: int | None = None,

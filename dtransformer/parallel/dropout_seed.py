@@ -1,6 +1,7 @@
 """The seed that dropout masks are derived from, so that they can be drawn again."""
 
 import contextlib
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -8,7 +9,7 @@ from dtransformer.parallel import trace
 
 
 @contextlib.contextmanager
-def dropout_seed(seed: tf.Tensor):
+def dropout_seed(seed: tf.Tensor) -> Iterator[None]:
     """Derive every dropout mask inside the `with` block from `seed`.
 
     A training step opens it with a seed made of the job's seed, the step, the

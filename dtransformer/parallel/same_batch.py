@@ -37,16 +37,12 @@ def check_same_batch(batch, group: Group, name: str) -> None:
     if group.size == 1:
         return
     arrays = [np.asarray(x) for x in tf.nest.flatten(batch) if x is not None]
-    shapes = "; ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)
-    checksum = 0
-    for array in arrays:
-        checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
-    own = np.array([zlib.crc32(shapes.encode()), checksum], "int64")
+    own = np.array(checksums(arrays), "int64")
     everyone = transport.all_gather(tf.constant(own), group, "same_batch")
     if (everyone.numpy() == own).all():
         return
     texts = exchange_json(
-        shapes, lambda text: transport.concatenate(text, group, "same_batch_shapes")
+        _shapes(arrays), lambda text: transport.concatenate(text, group, "same_batch_shapes")
     )
     listing = ", ".join(f"rank {rank} has {text}" for rank, text in zip(sorted(group.ranks), texts))
     raise ValueError(
@@ -54,3 +50,15 @@ def check_same_batch(batch, group: Group, name: str) -> None:
         "same rows in the same order, those of dtransformer.parallel.job.data_shard(), and "
         "fit(shuffle=False) where they are arrays"
     )
+
+
+def checksums(arrays: list[np.ndarray]) -> list[int]:
+    """Return the checksums of the shapes and types, and of the contents, of arrays."""
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
+    return [zlib.crc32(_shapes(arrays).encode()), checksum]
+
+
+def _shapes(arrays):
+    return "; ".join(f"{x.dtype} {list(x.shape)}" for x in arrays)

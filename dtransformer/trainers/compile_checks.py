@@ -11,7 +11,7 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
     """Check that the layout can do what a trainer is compiled with.
 
     Args:
-        objective: the loss; see `token_loss`.
+        objective: the `Objective`.
         optimizer: a Keras optimizer.
         run_eagerly, jit_compile: as of `Trainer.compile`.
 
@@ -21,10 +21,10 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
     options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
     asked = [name for name, value in options.items() if value]
     if job.stage()[1] > 1:
-        if not hasattr(objective, "token_weights"):
+        if not objective.knows_divisors:
             raise ValueError(
-                "a pipeline needs a loss whose weights do not depend on the outputs: use "
-                "dtransformer.layers.CrossEntropyLoss, or pipeline_stage=1"
+                "a pipeline needs a loss of tokens that tells their weights before the forward "
+                "pass: give it the method token_weights(labels, mask), or use pipeline_stage=1"
             )
         if asked:
             raise ValueError(f"{asked[0]}=True does not work with a pipeline: leave it out")
@@ -34,6 +34,25 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
             raise ValueError(
                 f"{asked[0]}=True does not work where operations are sharded over a mesh: leave it "
                 "out"
+            )
+
+
+# What the trainer does in its own way, so that a network's own would be ignored.
+_STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+
+
+def check_network(network):
+    """Check that a network has no steps of its own.
+
+    Raises:
+        ValueError: names the method.
+    """
+    for name in _STEPS:
+        method = getattr(type(network), name, None)
+        if method is not None and not method.__module__.startswith("keras."):
+            raise ValueError(
+                f"{type(network).__name__} has a {name} of its own, which the trainer would not "
+                "call: put what it computes into a loss, a metric or add_loss"
             )
 
 

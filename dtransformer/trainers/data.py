@@ -1,5 +1,7 @@
 """What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -73,19 +75,39 @@ def check_batches(data):
             )
 
 
-def check_micro_batches(data, batch_size=None):
+def split(data, share):
+    """Return the first rows of nested arrays, and the last share of them, as Keras splits them."""
+    number = len(keras.tree.flatten(data[0])[0])
+    first = math.floor(number * (1 - share))
+    if not 0 < first < number:
+        raise ValueError(
+            f"validation_split={share} leaves no rows on one side of {number}: choose another"
+        )
+    take = lambda rows: lambda x: None if x is None else x[rows]
+    return tuple(
+        tuple(keras.tree.map_structure(take(rows), part) for part in data)
+        for rows in (slice(0, first), slice(first, None))
+    )
+
+
+def check_micro_batches(data, batch_size=None, num_shards=1):
     """Check that the first batch, and an array's last, can be divided into micro-batches.
+
+    Args:
+        data: as Keras takes them.
+        batch_size: of arrays.
+        num_shards: by how many data shards a batch is divided first.
 
     Raises:
         ValueError: see `check_rows`.
     """
     if isinstance(data, tf.data.Dataset):
         for batch in data.take(1):
-            check_rows(len(tf.nest.flatten(batch)[0]))
+            check_rows(len(tf.nest.flatten(batch)[0]) / num_shards)
     elif not hasattr(data, "__next__") and not isinstance(data, keras.utils.PyDataset):
         number, size = len(tf.nest.flatten(data)[0]), batch_size or _KERAS_BATCH_SIZE
-        check_rows(min(number, size))
-        check_rows(number % size)
+        check_rows(min(number, size) / num_shards)
+        check_rows(number % size / num_shards)
 
 
 def input_symbols(data):

@@ -1,11 +1,13 @@
 """The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
 import time
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dtransformer.parallel import job
+from dtransformer.parallel.seeds import derived_seed
 from dtransformer.reports.throughput import Throughput, measured_peak
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.data import (
@@ -13,7 +15,9 @@ from dtransformer.trainers.data import (
     as_data,
     check_batches,
     check_micro_batches,
+    split,
 )
+from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 
 
@@ -27,6 +31,8 @@ class FitLoop(keras.Model):
     _engine = None
     _throughput = None
     _beginning = None  # of the fit that is running
+    _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
+    _validation_shard = None  # the same for the validation data of the fit that is running
 
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
@@ -95,23 +101,32 @@ class FitLoop(keras.Model):
         self,
         x=None,
         y=None,
-        *,
+        batch_size=None,
+        epochs=1,
         verbose="auto",
         callbacks=None,
+        validation_split=0.0,
         validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation_steps=None,
+        validation_batch_size=None,
+        validation_freq=1,
         resume=False,
-        **kwargs,
+        shard=None,
     ):
         """Train; as `keras.Model.fit`.
 
         Args:
-            x: this rank's share of the data, as Keras takes it; or an object with
-                `as_dataset()` and `set_epoch(epoch)`, such as `TranslationBatches`,
-                which takes the rank's share and shuffles by itself. All ranks need the
-                same number of batches.
-            y, validation_data, and the others: as Keras'.
+            x: the data, as Keras takes them, the same on every rank: of each batch a data shard
+                computes its rows. Or an object with `as_dataset()` and `set_epoch(epoch)`,
+                such as `TranslationBatches`, which takes the rank's share and shuffles by itself.
+            y, batch_size, epochs, callbacks, and the others: as Keras'. `batch_size` is that of
+                the global batch.
             verbose: as Keras'; ranks other than 0 print nothing.
-            callbacks: list of Keras callbacks.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
                 of a folder of them. `epochs` counts from the run's beginning. In the middle
@@ -119,6 +134,10 @@ class FitLoop(keras.Model):
                 losses of a run without a break, the order of the data has to depend on the
                 epoch only, as that of `TranslationBatches` does, or that of a dataset that
                 does not shuffle.
+            shard: False where the data, and the validation data, are this data shard's share
+                already, of `dtransformer.data_shard()`; the ranks of a shard need the same, and
+                all ranks the same number of batches. By default so for objects with
+                `as_dataset()`, and True for all others.
 
         Returns:
             A `keras.callbacks.History`.
@@ -126,59 +145,153 @@ class FitLoop(keras.Model):
         Raises:
             InputError: there is no checkpoint to resume from; it is damaged or does not fit;
                 the data cannot go on from its position.
+            ValueError: the ranks have different data.
         """
-        data, callbacks = as_data(x), list(callbacks or [])
+        callbacks = list(callbacks or [])
         check_callbacks(callbacks)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
+        data = self._take_data(x, shard, batch_size)
+        self._validation_shard = shards_rows(validation_data, shard)
         if isinstance(data, tf.data.Dataset):
-            kwargs.setdefault("shuffle", False)  # a dataset shuffles by itself
-        check_batches(data)
-        if job.rows_multiple_of() > 1:
-            check_micro_batches(data, kwargs.get("batch_size"))
+            shuffle = False  # a dataset shuffles by itself
+        elif self._shards_rows and shuffle:  # all ranks alike
+            self._num_fits = getattr(self, "_num_fits", 0) + 1
+            tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(data)
-        beginning = ResumeState.of(self, x, data, resume, callbacks, kwargs.get("steps_per_epoch"))
+        beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
-            kwargs["initial_epoch"] = beginning.epoch
+            initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
         try:
             return super().fit(
                 beginning.data,
                 y,
+                batch_size=batch_size,
+                epochs=epochs,
                 verbose=verbose,
                 callbacks=beginning.callbacks(
-                    [self._data_position, *callbacks],
-                    verbose=verbose,
-                    epochs=kwargs.get("epochs", 1),
-                    model=self,
+                    [self._data_position, *callbacks], verbose=verbose, epochs=epochs, model=self
                 ),
                 validation_data=as_data(validation_data),
-                **kwargs,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                sample_weight=sample_weight,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
             )
         finally:
             beginning.end_epoch()
-            self._beginning = None
+            self._beginning = self._validation_shard = None
             self.wait_until_saved()
 
-    def evaluate(self, x=None, y=None, *, verbose="auto", **kwargs):
-        """Compute loss and metrics over data; as `keras.Model.evaluate`."""
-        self._prepare(as_data(x))
-        verbose = verbose if job.is_chief() else 0
-        return super().evaluate(as_data(x), y, verbose=verbose, **kwargs)
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        verbose="auto",
+        sample_weight=None,
+        steps=None,
+        callbacks=None,
+        return_dict=False,
+        shard=None,
+        **kwargs,
+    ):
+        """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
+        if self._validation_shard is not None:  # called by `fit`, for data that it has checked
+            self._set_sharding(self._validation_shard)
+            data = as_data(x)
+        else:
+            data = self._take_data(x, shard, batch_size)
+        self._prepare(data)
+        return super().evaluate(
+            data,
+            y,
+            batch_size=batch_size,
+            verbose=verbose if job.is_chief() else 0,
+            sample_weight=sample_weight,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=return_dict,
+            **kwargs,
+        )
 
-    def predict(self, x, *, verbose="auto", **kwargs):
+    def predict(
+        self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None
+    ) -> Any:
         """Compute the network's outputs; as `keras.Model.predict`.
+
+        Args:
+            x, batch_size, verbose, steps, callbacks: as Keras'.
+            shard: as in `fit`. Where data are shared, every rank returns the outputs of all
+                rows, in their order; where they are this shard's already, those of its own.
 
         Returns:
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
+        data = self._take_data(x, shard, batch_size, trains=False)
+        self._start_engine(data)
         verbose = verbose if job.is_chief() else 0
-        self._start_engine(as_data(x))
-        outputs = super().predict(as_data(x), verbose=verbose, **kwargs)
-        vocab_size = getattr(self.network, "vocab_size", None)
-        return outputs if vocab_size is None else outputs[..., :vocab_size]
+        return super().predict(
+            data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
 
-    def train_on_batch(self, x, *args, **kwargs):
-        """Train on one batch; as `keras.Model.train_on_batch`."""
+    def train_on_batch(
+        self,
+        x,
+        y=None,
+        sample_weight=None,
+        class_weight=None,
+        return_dict=False,
+        shard=None,
+    ):
+        """Train on one batch; as `keras.Model.train_on_batch`, `shard` as in `fit`."""
+        self._set_sharding(shards_rows(x, shard))
         self._prepare(x)
         self._data_position = self._restored_position = None  # not known any more
-        return super().train_on_batch(x, *args, **kwargs)
+        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+
+    def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
+        """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
+        self._set_sharding(shards_rows(x, shard))
+        self._prepare(x)
+        return super().test_on_batch(x, y, sample_weight, return_dict)
+
+    def predict_on_batch(self, x, shard=None):
+        """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
+        self._set_sharding(shards_rows(x, shard))
+        self._start_engine(x)
+        return super().predict_on_batch(x)
+
+    # Which rows a rank computes.
+
+    def _take_data(self, x, shard, batch_size, trains=True):
+        """Return data as Keras takes them, checked between the ranks."""
+        data = as_data(x)
+        self._set_sharding(shards_rows(x, shard))
+        check_batches(data)
+        check_rows_of_ranks(data, self._shards_rows)
+        if trains and job.rows_multiple_of() > 1:
+            check_micro_batches(data, batch_size, job.data_shard()[1] if self._shards_rows else 1)
+        return data
+
+    def _set_sharding(self, shards):
+        if shards != self._shards_rows:  # what is compiled takes its rows, or all of them
+            self.train_function = self.test_function = self.predict_function = None
+        self._shards_rows = shards
+
+    def _own(self, data):
+        """Return this data shard's rows of a batch."""
+        return own_rows(data) if self._shards_rows else data
+
+    def _all(self, outputs):
+        """Return the outputs of all rows of a batch, from those of this data shard's."""
+        outputs = all_rows(outputs) if self._shards_rows else outputs
+        if hasattr(self.network, "logits_vocab_size"):
+            return outputs[..., : self.network.logits_vocab_size()]
+        return outputs

@@ -1,8 +1,10 @@
 """What the logs of a step show: means since the epoch began, and what the step itself was."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline.forward_pass import from_last
 from dtransformer.trainers import gradients as grads
 
@@ -13,17 +15,25 @@ class StepMetrics:
     Args:
         loss, accuracy: `keras.metrics.Mean`s, which Keras resets at the start of an epoch.
         compiled: Keras' container of the user's metrics; None where there are none.
+        is_of_tokens: whether means over an epoch are weighted by the tokens of its batches,
+            and not by their rows, as Keras weighs them.
     """
 
-    def __init__(self, loss, accuracy, compiled=None):
-        self._means = {"loss": loss, "accuracy": accuracy}
-        self._compiled = compiled
+    def __init__(self, loss, accuracy, compiled=None, is_of_tokens=False):
+        self._loss, self._accuracy, self._compiled = loss, accuracy, compiled
+        self._is_of_tokens = is_of_tokens
+        self._of_outputs = {}  # the losses of the outputs, where there are several
+
+    @property
+    def means(self):
+        """The list of the means of losses, and the accuracy."""
+        return [self._loss, self._accuracy, *self._of_outputs.values()]
 
     @property
     def variables(self):
         """The list of the variables that are sums since the epoch began."""
-        metrics = [*self._means.values(), self._compiled]
-        return [v for metric in metrics if metric is not None for v in metric.variables]
+        metrics = self.means if self._compiled is None else [*self.means, self._compiled]
+        return [v for metric in metrics for v in metric.variables]
 
     @property
     def sees_outputs(self):
@@ -39,35 +49,88 @@ class StepMetrics:
         """Make the metrics' states, from tensors like those that they will see."""
         self._compiled.build(labels, outputs)
 
-    def update(self, totals, labels, outputs, sample_weight):
+    def update(self, loss, totals, counts, happened, labels, outputs, sample_weight):
         """Count a batch; return the logs, means since the epoch began.
 
         Args:
-            totals: dict of float32 scalars, sums over the global batch.
+            loss: of the global batch.
+            totals: dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
+            counts: see `Objective.counts`, of the global batch.
+            happened: bool scalar, False where the step is skipped, which does not count.
             labels, outputs, sample_weight: of this rank; None where no metric sees them.
         """
-        logs = {}
-        for name, mean in self._means.items():
-            if name in totals:
-                value = tf.math.divide_no_nan(totals[name], totals["count"])
-                mean.update_state(value, sample_weight=totals["count"])
-                logs[name] = mean.result()
+        rows, happened = counts[0], tf.cast(happened, "float32")
+        weight = counts[3] if self._is_of_tokens else rows
+        logs = {"loss": self._mean(self._loss, loss, weight * happened)}
+        if "right" in totals:
+            counted = totals["counted"]
+            right = tf.math.divide_no_nan(totals["right"], counted)
+            logs["accuracy"] = self._mean(self._accuracy, right, counted * happened)
+        for name, total in totals.items():
+            if name.startswith("loss/"):
+                name = f"{name.removeprefix('loss/')}_loss"
+                if name not in self._of_outputs:
+                    with tf.init_scope():
+                        self._of_outputs[name] = keras.metrics.Mean(name=name)
+                logs[name] = self._mean(self._of_outputs[name], total, rows * happened)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)
             logs.update(self._compiled.result())
         return logs
+
+    @staticmethod
+    def _mean(mean, value, weight):
+        # What is not finite does not count where its weight is 0, either.
+        mean.update_state(tf.where(weight > 0, value, 0.0), sample_weight=weight)
+        return mean.result()
 
     def _update_compiled(self, labels, outputs, sample_weight):
         states = [variable.value for variable in self._compiled.variables]
         before = [tf.identity(state) for state in states]
         if outputs is not None:
             self._compiled.update_state(labels, outputs, sample_weight)
-        if job.data_shard()[1] > 1:  # what each rank added, from all of them
-            added = {str(i): s - b for i, (s, b) in enumerate(zip(states, before))}
-            added = grads.reduce_sum(added, name="metrics")
-            for i, (state, start) in enumerate(zip(states, before)):
-                state.assign(start + added[str(i)])
+        if job.data_shard()[1] > 1:
+            self._reduce_states(states, before)
         if job.stage()[1] > 1:
             values = from_last([tf.identity(state) for state in states], "metrics")
             for state, value in zip(states, values):
                 state.assign(value)
+
+    def _reduce_states(self, states, before):
+        """Make the states those of the global batch: what each rank added, or the extreme."""
+        how = reductions(self._compiled)
+        added = {
+            str(i): state - start
+            for i, (state, start) in enumerate(zip(states, before))
+            if how[i] == "sum"
+        }
+        for i, total in grads.reduce_sum(added, name="metrics").items():
+            states[int(i)].assign(before[int(i)] + total)
+        for i, kind in enumerate(how):
+            if kind != "sum":
+                op, group = kind.capitalize(), job.data_parallel_group()
+                states[i].assign(transport.all_reduce(states[i], op, group, f"metrics_{i}"))
+
+
+def reductions(metric: keras.metrics.Metric) -> list[str]:
+    """Return how the ranks' states of a metric come together, "sum", "max" or "min" of each.
+
+    Those of Keras' own metrics are sums. An own metric that counts by itself says it by its
+    attribute `state_reduction`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    inner = getattr(metric, "metrics", None) or []
+    if inner:
+        return [how for one in inner for how in reductions(one)]
+    how = getattr(metric, "state_reduction", None)
+    if how is None and type(metric).update_state.__module__.startswith("keras."):
+        how = "sum"
+    if how not in ("sum", "max", "min"):
+        raise ValueError(
+            f"the metric {metric.name!r} has an update_state of its own, and several data shards: "
+            "say by its class' attribute state_reduction whether the ranks' states come together "
+            f"by 'sum', 'max' or 'min'; got {how!r}"
+        )
+    return [how] * len(metric.variables)

@@ -25,9 +25,9 @@ class StepProgram:
 
     Attributes:
         forward_backward, evaluate: as the engine's; of all micro-batches.
-        finish: a function of (gradients, sums, count, labels, outputs, sample_weight), which
+        finish: a function of (gradients, sums, counts, labels, outputs, sample_weight), which
             updates the weights and returns the logs.
-        finish_test: a function of (sums, labels, outputs, sample_weight) that returns the logs.
+        finish_test: a function of (sums, counts, labels, outputs, sample_weight) that returns the logs.
     """
 
     def __init__(self, step, engine, optimizer, optimizer_step, metrics):
@@ -45,43 +45,47 @@ class StepProgram:
             self.finish = tf.function(self._finish, **options)
             self.finish_test = tf.function(self._finish_test, **options)
 
-    def numbers(self, labels, sample_weight):
+    def numbers(self, inputs, labels, sample_weight):
         """Return the `Numbers` of a step, for this rank's share of the batch."""
         shard, _ = job.data_shard()
         start = tf.constant(derived_seed("dropout", shard))
         return Numbers(
-            count=self._step.count(labels, sample_weight),
+            counts=self._step.counts(inputs, labels, sample_weight),
             loss_scale=tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"),
             seed=tf.stack([start, tf.cast(self._optimizer.iterations, "int32")]),
         )
+
+    def counts(self, *batch):
+        """Return `Numbers.counts` of (inputs, labels, sample_weight)."""
+        return self._step.counts(*batch)
 
     def seen(self, *batch):
         """Return what metrics look at; None where there are none, so that shapes do not matter."""
         return batch if self.metrics.sees_outputs else (None,) * len(batch)
 
-    def _finish(self, gradients, sums, count, *seen):
+    def _finish(self, gradients, sums, counts, *seen):
         """Update the weights, and return the logs."""
         totals = grads.reduce_sum(sums, name="sums")
         factor = None
-        if not self._step.knows_count:  # the loss was divided by a guess
-            factor = tf.math.divide_no_nan(count, totals["count"])
+        if "divided" in totals:
+            factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
+        loss = (totals.pop("loss") + totals.pop("added")) * (1.0 if factor is None else factor)
         rate = tf.convert_to_tensor(self._optimizer.learning_rate)  # changes with the update
         loss_scale = self.optimizer_step.loss_scale
         scale = loss_scale.value()
         norm = self.optimizer_step.step(gradients, factor)
-        counted = totals
-        if loss_scale.is_used:  # a step that is skipped does not count
-            is_finite = tf.math.is_finite(norm)
-            counted = {name: tf.where(is_finite, total, 0.0) for name, total in totals.items()}
-        logs = self.metrics.update(counted, *seen)
+        # A step that is skipped does not count.
+        happened = tf.math.is_finite(norm) if loss_scale.is_used else tf.constant(True)
+        logs = self.metrics.update(loss, totals, counts, happened, *seen)
         if loss_scale.is_used:
             logs["loss_scale"] = scale
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
-        logs["step_loss"] = tf.math.divide_no_nan(totals["loss"], totals["count"])
-        logs["gradient_norm"] = norm
-        logs["learning_rate"] = rate
+        logs.update(step_loss=loss, gradient_norm=norm, learning_rate=rate)
         return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
 
-    def _finish_test(self, sums, *seen):
+    def _finish_test(self, sums, counts, *seen):
         """Return the logs of an evaluated batch."""
-        return self.metrics.update(grads.reduce_sum(sums, "test_sums"), *seen)
+        totals = grads.reduce_sum(sums, "test_sums")
+        loss = totals.pop("loss") + totals.pop("added")
+        loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
+        return self.metrics.update(loss, totals, counts, tf.constant(True), *seen)

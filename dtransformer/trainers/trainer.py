@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,15 +17,19 @@ from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
-from dtransformer.trainers.compile_checks import check_compile_options, check_unchanged
+from dtransformer.trainers.compile_checks import (
+    check_compile_options,
+    check_network,
+    check_unchanged,
+)
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
+from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.step_metrics import StepMetrics
 from dtransformer.trainers.step_program import StepProgram
-from dtransformer.trainers.token_loss import as_token_loss
 
 # Number of elements from which on XLA's start pays.
 _LARGE_NETWORK = 2**20
@@ -54,44 +60,48 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     2
     """
 
-    def __init__(self, network, **kwargs):
+    def __init__(self, network: keras.Model, **kwargs):
         super().__init__(**kwargs)
         self._parallel_config = copy.copy(get_parallel_config())
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
+        check_network(network)
         self.network = network
         self.objective = None
         self._accuracy_tracker = None
         self._jit = "auto"
         self._engine = self.optimizer_step = self._program = None
 
-    def call(self, inputs, training=False):
+    def call(self, inputs: Any, training: bool | None = False) -> Any:
         if self._engine is not None and self._engine.compiles_itself and tf.executing_eagerly():
             return self._engine.predict(inputs)
         return ForwardStep(self.network).outputs(inputs, training=training)
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: tuple | None = None) -> None:
         if not self.network.built:
             self.network.build(input_shape)
         self.built = True
 
     def compile(
         self,
-        optimizer="adamw",
-        loss=None,
-        metrics=None,
-        weighted_metrics=None,
-        run_eagerly=False,
-        steps_per_execution=1,
-        jit_compile="auto",
-        auto_scale_loss=True,
-    ):
+        optimizer: str | keras.optimizers.Optimizer = "adamw",
+        loss: str | Callable | dict | list | None = None,
+        loss_weights: float | dict | list | None = None,
+        metrics: list | None = None,
+        weighted_metrics: list | None = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | str = "auto",
+        auto_scale_loss: bool = True,
+    ) -> None:
         """Choose how to train.
 
         Args:
             optimizer: a Keras optimizer, or its name.
-            loss: a `CrossEntropyLoss` (the default), or a Keras loss whose mean over
-                the tokens that count is minimized.
+            loss: a `CrossEntropyLoss` (the default), or what Keras takes: a Keras loss, its
+                name, a function of (y_true, y_pred), or lists or dicts of them, one for each
+                output. A loss is reduced over the global batch as it says itself.
+            loss_weights: the factors of several losses; as Keras'.
             metrics: list of Keras metrics; their states are sums over the ranks.
             weighted_metrics: list of Keras metrics that see the sample weights.
             run_eagerly: whether to run without compiling, to debug.
@@ -113,7 +123,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         # changes that, and is not to change one bit of the results.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
         loss = CrossEntropyLoss() if loss is None else loss
-        self.objective = as_token_loss(loss, getattr(self.network, "vocab_size", None))
+        if isinstance(loss, CrossEntropyLoss) and hasattr(self.network, "logits_vocab_size"):
+            loss = loss.of_classes(self.network.logits_vocab_size())
+        names = getattr(self.network, "output_names", None)
+        self.objective = Objective(loss, loss_weights, names)
         super().compile(
             optimizer=optimizer,
             metrics=metrics,
@@ -134,26 +147,27 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     # Keras calls these with each batch: in a tf.function of its own, but where the engine
     # compiles itself.
 
-    def train_step(self, data):
-        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        numbers = self._program.numbers(labels, sample_weight)
+    def train_step(self, data: tuple) -> dict:
+        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        numbers = self._program.numbers(inputs, labels, sample_weight)
         gradients, outputs, sums = self._program.forward_backward(
             inputs, labels, sample_weight, numbers
         )
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
-        return self._program.finish(gradients, sums, numbers.count, *seen)
+        return self._program.finish(gradients, sums, numbers.counts, *seen)
 
-    def test_step(self, data):
-        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs, sums = self._program.evaluate(inputs, labels, sample_weight)
+    def test_step(self, data: tuple) -> dict:
+        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        counts = self._program.counts(inputs, labels, sample_weight)
+        outputs, sums = self._program.evaluate(inputs, labels, sample_weight, counts)
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
-        return self._program.finish_test(sums, *seen)
+        return self._program.finish_test(sums, counts, *seen)
 
-    def predict_step(self, data):
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return self._engine.predict(inputs)
+    def predict_step(self, data: tuple) -> Any:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        return self._all(self._engine.predict(inputs))
 
     def _build_metrics(self, labels, outputs):
         """Make the metrics' states; those of an epoch that is resumed in its middle are set."""
@@ -165,6 +179,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             with tf.init_scope():
                 self._beginning.restore_metrics(self)
 
+    @property
+    def metrics(self) -> list:
+        """The list of all metrics: those of the outputs' losses among them."""
+        means = [] if self._program is None else self._program.metrics.means
+        return means + [one for one in super().metrics if all(one is not mean for mean in means)]
+
     # What comes before the first step.
 
     def _prepare(self, data=None):
@@ -175,7 +195,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             return
         self.built = True
         self._start_optimizer()
-        metrics = StepMetrics(self._loss_tracker, self._accuracy_tracker, self._compile_metrics)
+        metrics = StepMetrics(
+            self._loss_tracker,
+            self._accuracy_tracker,
+            self._compile_metrics,
+            self.objective.is_of_tokens,
+        )
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
         broadcast_first_values(self.network.variables, states)
         self._program = StepProgram(
@@ -225,11 +250,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             metrics=[metric for metric in metrics if metric is not None],
         )
 
-    def get_compile_config(self):
+    def get_compile_config(self) -> dict:
         """Return nothing: a trainer that is loaded has to be compiled again."""
         return {}
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {"network": keras.saving.serialize_keras_object(self.network)}
 
     @classmethod

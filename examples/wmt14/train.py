@@ -140,7 +140,9 @@ def main():
                 assets=assets,
             )
         )
-    trainer.fit(data, epochs=args.epochs, verbose=2, callbacks=callbacks, resume=args.resume)
+    trainer.fit(
+        data, epochs=args.epochs, verbose=2, callbacks=callbacks, resume=args.resume, shard=False
+    )
     if args.save_timeline:
         trainer.timeline(args.save_timeline)
 

@@ -17,7 +17,9 @@ def checks(num_ranks):
 @pytest.mark.parametrize(
     "num_ranks, name",
     [
-        pytest.param(size, name, marks=pytest.mark.runs(checks(size)))
+        pytest.param(
+            size, name, marks=[pytest.mark.runs(checks(size)), *[pytest.mark.long] * (size == 3)]
+        )
         for size in (2, 3, 4)
         for name, (sizes, _) in CHECKS.items()
         if size in sizes

@@ -7,14 +7,19 @@ import tensorflow as tf
 
 from dtransformer import layers, parallel_config
 from dtransformer.layers import (
+    CrossEntropyLoss,
     Dropout,
     FeedForward,
+    LayerNorm,
+    Linear,
     MultiHeadAttention,
+    RMSNorm,
     Transformer,
     TransformerEncoder,
+    TransformerEncoderLayer,
     VocabHead,
 )
-from dtransformer.models import TranslationTransformer
+from dtransformer.models import CausalLM, TranslationTransformer
 from tests.tolerances import LAYERS, assert_all_close
 
 
@@ -157,4 +162,47 @@ def test_the_number_of_encoder_layers(encoder_layers):
 )
 def test_wrong_choices(make, words):
     with pytest.raises(ValueError, match=words):
+        make()
+
+
+SIZES = {"hidden_size": 8, "num_heads": 2}
+BLOCK = {**SIZES, "ffn_hidden_size": 8}
+MODEL = {"num_layers": 1, **SIZES}
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (
+            lambda: TransformerEncoder(num_layers=True, **BLOCK),
+            TypeError,
+            "num_layers must be an int",
+        ),
+        (lambda: TransformerEncoder(num_layers=-1, **BLOCK), ValueError, "num_layers.*-1"),
+        (lambda: LayerNorm(epsilon=-1), ValueError, "epsilon.*more than 0"),
+        (lambda: LayerNorm(epsilon=float("nan")), ValueError, "epsilon.*nan"),
+        (lambda: RMSNorm(epsilon=0), ValueError, "epsilon.*more than 0"),
+        (
+            lambda: TransformerEncoderLayer(**BLOCK, post_layernorm_residual="False"),
+            TypeError,
+            "post_layernorm_residual must be a bool, got 'False'",
+        ),
+        (lambda: CausalLM(10, **MODEL, pad_id=10), ValueError, "pad_id.*vocabulary of 10"),
+        (lambda: CausalLM(10, **MODEL, ffn_hidden_size=0), ValueError, "ffn_hidden_size"),
+        (
+            lambda: TranslationTransformer(10, target_vocab_size=0, **SIZES),
+            ValueError,
+            "target_vocab_size",
+        ),
+        (
+            lambda: MultiHeadAttention(8, 2, softmax_compute_type="int64"),
+            ValueError,
+            "softmax_compute_type.*float32.*'int64'",
+        ),
+        (lambda: CrossEntropyLoss(ignore_id=1.5), TypeError, "ignore_id must be an int or None"),
+        (lambda: Linear(4, use_bias="no"), TypeError, "use_bias must be a bool"),
+    ],
+)
+def test_arguments_are_what_their_hints_say(make, error, words):
+    with pytest.raises(error, match=words):
         make()

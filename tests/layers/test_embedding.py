@@ -75,7 +75,7 @@ def tied_loss(ids, weights, labels):
 def run_tied(policy, weights, ids, labels):
     """The same with the layers: loss, logits and the gradient of the table."""
     with dtype_policy(policy):
-        embed, head = VocabEmbedding(VOCAB, HIDDEN), VocabHead(VOCAB, tied=True)
+        embed, head = VocabEmbedding(VOCAB, HIDDEN), VocabHead(VOCAB, tied=True, keeps_padding=True)
     embed(ids)
     variables = assign(embed, weights)
     with tf.GradientTape() as tape:

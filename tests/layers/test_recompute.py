@@ -92,6 +92,7 @@ def test_predictions_and_evaluation_do_not_change(kept, recomputed):
         assert found.evaluate(inputs, labels, verbose=0) == sums
 
 
+@pytest.mark.long
 def test_in_micro_batches():
     with parallel_config(micro_batch_num=2):
         expected, found = train(), train(True)
@@ -113,6 +114,7 @@ def peak_of_a_step(recompute):
     return num_bytes
 
 
+@pytest.mark.long
 def test_a_step_takes_a_fraction_of_the_memory():
     kept = peak_of_a_step(False)
     assert peak_of_a_step(True) < 0.3 * kept  # an eighth, and what the block at work takes

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import TRAINING
 from tests.trainers.small import Record, dense_network, dense_trainer, points, squared, weights_of
@@ -84,6 +85,21 @@ class TestAgainstKeras:
             assert scores[name] == pytest.approx(expected[1][name], TRAINING)
         for actual, wanted in zip(weights, expected[2], strict=True):
             np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+
+    def test_positional_arguments(self):
+        """In Keras' order: of `compile` loss weights and metrics, of `fit` the batch size, ..."""
+        x, y = points()
+        found = []
+        for make in (Trainer, lambda network: network):
+            model = make(dense_network())
+            model.compile("sgd", "mse", 0.5, ["mae"])
+            history = model.fit(x, y, 5, 2, 0, None, 0.25, None, False).history
+            scores = model.evaluate(x, y, 5, 0)
+            found.append(
+                [*history["loss"], *history["val_mae"], *scores[:1], model.predict(x, 5, 0)]
+            )
+        for actual, expected in zip(*found, strict=True):
+            np.testing.assert_allclose(actual, expected, TRAINING)
 
     def test_regularizers(self):
         x, y = points()

@@ -45,6 +45,11 @@ def call_at_its_place(
     return compute(*args, **kwargs)
 
 
+def current_chunk() -> int | None:
+    """Return the number of the model chunk that is computed; None where none is."""
+    return getattr(trace.current().stage_view, "chunk", None)
+
+
 class BuildView:
     """Builds the placed layers of this rank as they are called."""
 
@@ -66,18 +71,19 @@ class ChunkView:
         received: dict of the names of `dataflow.received_by(chunk)` and their tensors.
 
     Attributes:
+        chunk: the number.
         sent: dict of the names of `dataflow.sent_after(chunk)` and their tensors.
     """
 
     def __init__(self, chunk, dataflow, received):
-        self._chunk, self._dataflow, self._received = chunk, dataflow, received
+        self.chunk, self._dataflow, self._received = chunk, dataflow, received
         self._names = CallNames()
         self._wanted = {tensor.name for tensor in dataflow.sent_after(chunk)}
         self.sent = {name: x for name, x in received.items() if name in self._wanted}
 
     def call(self, layer, compute, placeholder, args, kwargs):
         name = self._names.next(layer)
-        if chunk_of(layer, self._dataflow.placement) == self._chunk:
+        if chunk_of(layer, self._dataflow.placement) == self.chunk:
             with view(None):  # what is inside of a placed layer is with it
                 results = compute(*args, **kwargs)
             self._keep_sent(layer, name, results, args, kwargs)
@@ -86,7 +92,7 @@ class ChunkView:
         flat = tf.nest.flatten(results)
         for number, x in enumerate(flat):
             flat[number] = self._received.get(f"{name}:{number}", x)
-        if self._chunk in self._dataflow.copies_of(layer):
+        if self.chunk in self._dataflow.copies_of(layer):
             for number, weight in layer.results_that_are_weights.items():
                 flat[number] = tf.convert_to_tensor(getattr(layer, weight))
         return tf.nest.pack_sequence_as(results, flat)

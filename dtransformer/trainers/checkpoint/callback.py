@@ -83,7 +83,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._in_epoch, self._batch = False, 0
         self._wait, self._options = wait, {"replicas": replicas, "assets": assets}
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict | None = None) -> None:
         if not hasattr(self.model, "wait_until_saved"):
             raise InputError(
                 "dtransformer.trainers.ModelCheckpoint saves a dtransformer.Trainer, and this is a "
@@ -106,33 +106,33 @@ class ModelCheckpoint(keras.callbacks.Callback):
     # A save that is due waits until the next step begins, or the epoch ends: at an epoch's last
     # step it then has the logs of the validation, and resuming from it begins the next epoch.
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         before, self._last_step, self._batch = self._last_step, self._step(), batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
         if self._timer is not None:
             self._is_due |= self._timer.is_over(self._last_step)
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._in_epoch = True
         if self._is_due:
             self._save({})
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: dict | None = None) -> None:
         """Save an epoch that stops early, before validation resets the metrics' sums."""
         steps = self.params.get("steps")
         if self._in_epoch and self.model.stop_training and (not steps or self._batch < steps):
             self._save({})
             self._saved_logs = True  # do not save again at the epoch's end, with validation's sums
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         self._in_epoch = False
         is_last = self.model.stop_training or epoch + 1 == self.params.get("epochs")
         is_due = self._is_due or is_last
         if is_due or (self.every_epochs and not (epoch + 1) % self.every_epochs):
             self._save(logs or {})
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict | None = None) -> None:
         self._save(logs or {})
         self._finish()
 

@@ -54,7 +54,7 @@ def check_rows(number):
     if number % multiple:
         shards = job.data_shard()[1]
         raise ValueError(
-            f"a batch of {number} rows a rank cannot be divided into micro_batch_num={multiple} "
+            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
             f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
             f"{multiple * shards} rows, {multiple} a data shard"
         )

@@ -15,21 +15,19 @@ from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.token_loss import hits
 
 
 class Numbers(typing.NamedTuple):
     """The numbers of a training step, equal on all ranks but for the seed.
 
     Args:
-        count: float32 scalar that the sum of losses is divided by: the weights of all tokens
-            of the global batch, where they are known before the forward pass; else a guess,
-            which the optimizer step makes up for.
+        counts: float32 [n], what is counted of the global batch before the forward pass; see
+            `Objective.counts`.
         loss_scale: float32 scalar that the loss is multiplied with.
         seed: int32 [2], of the dropout masks.
     """
 
-    count: tf.Tensor
+    counts: tf.Tensor
     loss_scale: tf.Tensor
     seed: tf.Tensor
 
@@ -40,8 +38,7 @@ class ForwardStep:
 
     Args:
         network: the `keras.Model` that is trained.
-        objective: the loss, with `per_token(outputs, labels, sample_weight)`; see `token_loss`.
-            None where nothing but outputs is asked for.
+        objective: the `Objective`; None where nothing but outputs is asked for.
         keeps_outputs: whether outputs are wanted, for metrics. They are large.
     """
 
@@ -49,18 +46,10 @@ class ForwardStep:
     objective: object = None
     keeps_outputs: bool = False
 
-    @property
-    def knows_count(self):
-        """Whether the weights of tokens are known before the forward pass."""
-        return hasattr(self.objective, "token_weights")
-
-    def count(self, labels, sample_weight):
-        """Return `Numbers.count` of a batch, from this rank's share of it."""
-        if self.knows_count:
-            own = tf.reduce_sum(self.objective.token_weights(labels, sample_weight))
-        else:
-            own = tf.cast(tf.size(tf.nest.flatten(labels)[0]), "float32")
-        return grads.reduce_sum({"count": own}, name="count")["count"]
+    def counts(self, inputs, labels, sample_weight):
+        """Return `Numbers.counts` of a batch, from this rank's share of it."""
+        own = self.objective.counts(inputs, labels, sample_weight)
+        return grads.reduce_sum({"counts": own}, name="counts")["counts"]
 
     def outputs(self, inputs, training=False):
         """Return the network's outputs."""
@@ -70,7 +59,7 @@ class ForwardStep:
             return self.network(inputs, training=training)
 
     def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
-        """Return the gradients of Σ loss / count · scale, the outputs and this rank's sums.
+        """Return the gradients of loss · scale, the outputs and this rank's sums.
 
         Gradients are those of `network.trainable_variables`, as their `trained_value` is.
         """
@@ -79,54 +68,54 @@ class ForwardStep:
         with tf.GradientTape() as tape, dropout_seed(numbers.seed), unsharding("train"):
             tape.watch(values)
             outputs = self.outputs(inputs, training=True)
-            sums = self.sums(inputs, outputs, labels, sample_weight)
-            loss = tf.math.divide_no_nan(sums["loss"], numbers.count)
-            loss += self.added_losses(self.network.losses, sums["count"], numbers.count)
-            loss *= numbers.loss_scale
+            batch = inputs, outputs, labels, sample_weight
+            sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
+            loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
         return gradients, outputs if self.keeps_outputs else None, sums
 
-    def added_losses(self, losses, own_count, count):
-        """Return this share of the batch's contribution to what layers add to the loss.
-
-        Regularizers are the same on all ranks and for all micro-batches, whose losses are
-        added up.
-        """
-        share = 1 / (job.data_shard()[1] * get_parallel_config().micro_batch_num)
-        if not self.knows_count:
-            share = tf.math.divide_no_nan(own_count, count)
-        return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
-
-    def outputs_and_sums(self, inputs, labels, sample_weight):
+    def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
         outputs = self.outputs(inputs)
-        sums = self.sums(inputs, outputs, labels, sample_weight)
+        sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
         return outputs if self.keeps_outputs else None, sums
 
-    def sums(self, inputs, outputs, labels, sample_weight):
+    def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return this rank's sums, a dict of float32 scalars: what the logs are made of.
 
-        `"loss"` and `"count"`, the weight of its tokens; `"accuracy"` of a classifier;
-        `"tokens"`, and `"flops"` where the network tells them.
+        Those of `Objective.sums`; `"added"`, see `added`; `"tokens"`, and `"flops"` where the
+        network tells them.
         """
+        own_is_all = job.data_shard()[1] == 1
+        own_is_all &= not training or get_parallel_config().micro_batch_num == 1
         with tf.name_scope("loss"):
-            values, weights = self.objective.per_token(outputs, labels, sample_weight)
-        weights = tf.cast(weights, "float32")
-        sums = {
-            "loss": tf.reduce_sum(tf.cast(values, "float32") * weights),
-            "count": tf.reduce_sum(weights),
-        }
-        with tf.name_scope("accuracy"):
-            right = hits(outputs, labels)
-        if right is not None:
-            sums["accuracy"] = tf.reduce_sum(right * weights)
-        sums["tokens"] = sums["count"]
+            sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
+        sums["added"] = self.added(losses, sums.get("divided"), training)
+        sums["tokens"] = sums["counted"]
         if hasattr(self.network, "num_tokens"):
             sums["tokens"] = tf.cast(self.network.num_tokens(inputs), "float32")
         if hasattr(self.network, "flops_per_step"):
             sums["flops"] = self.network.flops_per_step(inputs)
         return sums
+
+    def added(self, losses, divided=None, training=False):
+        """Return this share's part of what layers add to the loss.
+
+        Regularizers are the same on all ranks and for all micro-batches, whose losses are
+        added up.
+
+        Args:
+            losses: list of scalars.
+            divided: of `Objective.sums`, where the loss has it.
+            training: whether the batch is one of several micro-batches.
+        """
+        share = 1 / (
+            job.data_shard()[1] * (get_parallel_config().micro_batch_num if training else 1)
+        )
+        if divided is not None:
+            share = divided
+        return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
 
 
 class Engine(typing.Protocol):
@@ -153,7 +142,7 @@ class Engine(typing.Protocol):
         """Build this rank's part of the network, once, for what `fit` is given."""
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        """Compute the gradients of Σ loss / count · scale.
+        """Compute the gradients of loss · scale.
 
         Returns:
             gradients, a list of tensors, one for each shard that this rank has of each trained
@@ -161,8 +150,8 @@ class Engine(typing.Protocol):
             sums, see `ForwardStep.sums`.
         """
 
-    def evaluate(self, inputs, labels, sample_weight):
-        """Return outputs and sums, as `forward_backward` does."""
+    def evaluate(self, inputs, labels, sample_weight, counts):
+        """Return outputs and sums, as `forward_backward` does; `counts` as in `Numbers`."""
 
     def predict(self, inputs):
         """Return the network's outputs, on every rank."""

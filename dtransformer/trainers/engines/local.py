@@ -40,8 +40,8 @@ class LocalEngine:
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         return self._compute(inputs, labels, sample_weight, numbers)
 
-    def evaluate(self, inputs, labels, sample_weight):
-        return self._step.outputs_and_sums(inputs, labels, sample_weight)
+    def evaluate(self, inputs, labels, sample_weight, counts):
+        return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)
 
     def predict(self, inputs):
         return self._step.outputs(inputs)

@@ -66,9 +66,10 @@ class MeshEngine:
         ]
         return shards, _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
-    def evaluate(self, inputs, labels, sample_weight):
+    def evaluate(self, inputs, labels, sample_weight, counts):
         check_mesh_batch((inputs, labels, sample_weight))
-        outputs, sums = self._test(*put_batch(inputs, labels, sample_weight))
+        batch = put_batch(inputs, labels, sample_weight)
+        outputs, sums = self._test(*batch, put_numbers(counts))
         return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
@@ -77,8 +78,8 @@ class MeshEngine:
 
     # What is traced on the mesh.
 
-    def _train_on_mesh(self, inputs, labels, sample_weight, count, loss_scale, seed):
-        numbers = Numbers(count[0], loss_scale[0], seed[:2])
+    def _train_on_mesh(self, inputs, labels, sample_weight, counts, loss_scale, seed):
+        numbers = Numbers(counts, loss_scale[0], seed[:2])
         gradients, outputs, sums = self._step.loss_and_gradients(
             inputs, labels, sample_weight, numbers
         )

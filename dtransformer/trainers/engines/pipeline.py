@@ -3,13 +3,14 @@
 import tensorflow as tf
 
 from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.dtensor.batch import num_rows
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline import schedules
-from dtransformer.parallel.pipeline.call_views import BuildView, view
+from dtransformer.parallel.pipeline.call_views import BuildView, current_chunk, view
 from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline.dataflow import Dataflow, specs_of
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last, zeros_like
@@ -52,13 +53,14 @@ class PipelineEngine:
         self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train")
         self._predict = ForwardPass(self.network, lambda x, _: (step.outputs(x), None), "call")
         self._evaluate = ForwardPass(
-            self.network, lambda batch, _: (step.outputs_and_sums(*batch), None), "test"
+            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test"
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
         )
-        self._names_of_sums = self._shared = self._example = None
+        self._shared = self._example = None
+        self._names_of_sums = {}  # kind of computation -> list
         self._compiled = []  # names of the functions of the step that was compiled last
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
@@ -84,7 +86,7 @@ class PipelineEngine:
         batches = [rows_of(batch, k, number, rows) for k in range(number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
-        put = [self.devices.put_numbers(x) for x in (numbers.count, numbers.loss_scale)]
+        put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
         step = PipelineStep(self, batches, rows // number, *put, numbers.seed)
         for instruction in self._instructions[self.stage]:
             step.run(instruction)
@@ -94,7 +96,9 @@ class PipelineEngine:
         self._compiled = step.compiled or self._compiled
         gradients = self._shared.add_up(step.all_gradients())
         gradients = [shard for shards in gradients for shard in shards]
-        return gradients, step.all_outputs(), self._sums_everywhere(step.sums)
+        sums = self._sums_everywhere(step.sums, "train")
+        self._check_added(sums)
+        return gradients, step.all_outputs(), sums
 
     def dataflow(self, inputs):
         """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
@@ -107,42 +111,64 @@ class PipelineEngine:
         """Return the compiled forward pass of a chunk; see `ChunkFunctions.of`."""
         return self._functions.of(chunk, dataflow)
 
-    def _forward(self, chunk, inputs, labels, sample_weight, count, loss_scale, seed):
-        """Return a chunk's share of the loss, and of the last one sums, and outputs if wanted."""
+    def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
+        """Return a chunk's share of the loss, its sums, and of the last one outputs if wanted."""
         devices, step = self.devices, self._step
         with dropout_seed(devices.numbers(seed, [2])):
             outputs = self.network(inputs, training=True)
-        loss, sums = tf.zeros([]), {}
+        sums = {}
         if chunk == self.placement.last_chunk:
-            sums = step.sums(inputs, outputs, labels, sample_weight)
-            loss = tf.math.divide_no_nan(sums["loss"], devices.numbers(count, []))
+            batch = inputs, outputs, labels, sample_weight
+            sums = step.sums(*batch, counts, training=True)
         if chunk != self.placement.last_chunk or not step.keeps_outputs:
             outputs = None
-        own_losses = losses_of(self.network, chunk, self.placement)
-        loss += step.added_losses(own_losses, sums.get("count"), count)
-        loss *= devices.numbers(loss_scale, [])
+        losses = losses_of(self.network, chunk, self.placement)
+        sums["added"] = step.added(losses, training=True)
+        loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs))
 
     def _check(self, batch):
         self.devices.check(batch)
         check_same_batch(batch, job.pipeline_group(), "a pipeline")
 
-    def _sums_everywhere(self, sums):
-        """Return on every stage the sums of the one that has the loss."""
-        if self._names_of_sums is None:  # always the same
-            self._names_of_sums = max(all_gather_json(sorted(sums), "names_of_sums"), key=len)
-        own = tf.stack([sums.get(name, tf.zeros([])) for name in self._names_of_sums])
-        return dict(zip(self._names_of_sums, tf.unstack(from_last(own, "sums"))))
+    def _sums_everywhere(self, sums, kind):
+        """Return on every stage the sums over all stages."""
+        if kind not in self._names_of_sums:  # always the same
+            everyone = all_gather_json(sorted(sums), "names_of_sums")
+            self._names_of_sums[kind] = max(everyone, key=len)
+        names = self._names_of_sums[kind]
+        own = tf.stack([sums.get(name, tf.zeros([])) for name in names])
+        total = transport.all_reduce(own, "Sum", job.pipeline_group(), "sums")
+        return dict(zip(names, tf.unstack(total)))
+
+    def _check_added(self, sums):
+        """Refuse what stages would have to know of the last one before their backward passes."""
+        if "divided" in sums and float(sums["added"]):
+            raise ValueError(
+                "a loss that is a mean over a mask, and losses that layers add, do not go through a "
+                "pipeline together: use sample weights and reduction='mean_with_sample_weight' "
+                "instead of the mask, or pipeline_stage=1"
+            )
 
     # Without gradients: the whole batch, from stage to stage.
 
-    def evaluate(self, inputs, labels, sample_weight):
+    def evaluate(self, inputs, labels, sample_weight, counts):
         """As `Engine.evaluate`; outputs where metrics want them, on the stage that has them."""
         self._check((inputs, labels, sample_weight))
         rows = num_rows((inputs, labels))
-        (outputs, sums), _ = self._evaluate(self.devices.put_batch(inputs, labels, sample_weight))
+        batch = self.devices.put_batch(inputs, labels, sample_weight)
+        (outputs, sums), added = self._evaluate((*batch, self.devices.put_numbers(counts)))
         outputs = tf.nest.map_structure(lambda x: None if x is None else x[:rows], outputs)
-        return outputs, self._sums_everywhere(sums)
+        sums["added"] += tf.add_n([self.devices.local(x) for x in added.values()])
+        return outputs, self._sums_everywhere(sums, "test")
+
+    def _outputs_and_sums(self, inputs, labels, sample_weight, counts):
+        """Return the last chunk's results, and what the layers of this one add to the loss."""
+        outputs = self._step.outputs(inputs)
+        sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
+        losses = losses_of(self.network, current_chunk(), self.placement)
+        results = outputs if self._step.keeps_outputs else None, sums
+        return results, self.devices.replicate(self._step.added(losses))
 
     def predict(self, inputs):
         """As `Engine.predict`."""

@@ -26,22 +26,22 @@ class PipelineStep:
         batches: list of the micro-batches, each (inputs, labels, sample_weight) as compiled
             functions take them.
         num_rows: number of rows of each, those that were added for the mesh not counted.
-        count, loss_scale: numbers as compiled functions take them.
+        counts, loss_scale: numbers as compiled functions take them.
         seed: int32 tensor [2].
 
     Attributes:
         dataflow: the `Dataflow` of a micro-batch.
-        sums: dict of what the logs are made of, on the stage that has the loss.
+        sums: dict of what the logs are made of, of this stage.
         events: list of the `Event`s of computations.
         sent: dict of the names of sends and when they began.
         received: dict of the names of receives and their `Event`s.
         compiled: names of the functions that were compiled, if any were.
     """
 
-    def __init__(self, engine, batches, num_rows, count, loss_scale, seed):
+    def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
         self._engine, self._devices = engine, engine.devices
         self._batches, self._num_rows = batches, num_rows
-        self._count, self._loss_scale, self._seed = count, loss_scale, seed
+        self._counts, self._loss_scale, self._seed = counts, loss_scale, seed
         self.dataflow = engine.dataflow(batches[0][0])
         self._last_chunk = self.dataflow.placement.last_chunk
         self._weights = {}  # chunk -> what gradients are taken of
@@ -142,7 +142,7 @@ class PipelineStep:
                 weights,
                 dict(zip(names, received, strict=True)),
                 *self._batches[k],
-                *(self._count, self._loss_scale, seed),
+                *(self._counts, self._loss_scale, seed),
             )
         sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
         self._tapes[chunk, k] = tape, sent, loss, received

@@ -68,7 +68,7 @@ def losses(trainer, begin, number):
     data = replica_share(of_all, EVEN[0])
     data = data.apply(tf.data.experimental.assert_cardinality(number))
     record = Record()
-    trainer.fit(data, callbacks=[record], verbose=0)
+    trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     return record["step_loss"]
 
 
@@ -138,6 +138,7 @@ def resume(folder, layout):
             verbose=0,
             callbacks=[record] + [ModelCheckpoint(folder, every_steps=3, keep=None)] * (not path),
             resume=path,
+            shard=False,
         )
         found[kind] = {
             "losses": record["step_loss"],

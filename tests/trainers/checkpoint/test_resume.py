@@ -49,6 +49,7 @@ class TestResume:
                     assert found[name] == history[name][stop_at // 6 :]
         assert seen.batches == list(range(6)), "one more epoch"
 
+    @pytest.mark.long
     def test_several_steps_at_a_time(self, tmp_path):
         """The last call of an epoch counts beyond its end."""
 

@@ -4,6 +4,7 @@ import unittest.mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import dtransformer
@@ -85,6 +86,7 @@ def test_micro_batches_on_the_mesh():
     stop()
 
 
+@pytest.mark.long
 @on_mesh
 def test_recompute_on_the_mesh():
     options = {"dropout_rate": 0.1}
@@ -106,6 +108,7 @@ def test_recompute_on_the_mesh():
         stop()
 
 
+@pytest.mark.long
 @on_mesh
 def test_updates_of_large_networks_are_compiled_on_every_device():
     decay = keras.optimizers.schedules.ExponentialDecay(1e-2, 2, 0.5)

@@ -5,11 +5,11 @@ import traceback
 
 from dtransformer.parallel import job
 from harness.launch import REPOSITORY
-from tests.distributed.tasks.collectives import errors, functions, values
+from tests.distributed.tasks.collectives import errors, functions, own, values
 from tests.distributed.tasks.collectives.checks import CHECKS, failures
 from tests.distributed.tasks.collectives.groups import all_groups
 
-FILES = values, errors, functions  # which register their checks
+FILES = values, errors, functions, own  # which register their checks
 
 
 def checks():

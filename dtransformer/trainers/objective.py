@@ -1,0 +1,147 @@
+"""What is minimized: the losses of a network's outputs, over the global batch."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
+
+_BY_SHAPE = "crossentropy", "ce"  # which Keras chooses by the shapes of an output
+_COUNTS = len(Counted._fields)  # of each output's labels
+
+
+class Objective:
+    """The weighted sum of the losses of a network's outputs.
+
+    Args:
+        loss: as `keras.Model.compile` takes it: a Keras loss, its name, a function of
+            (y_true, y_pred), or dicts and lists of them, one for each output. Or a
+            `CrossEntropyLoss`, or any other object with its `per_token` and `token_weights`.
+        loss_weights: None, or numbers in the same structure.
+        output_names: list of the names of the network's outputs, where it has them.
+
+    Raises:
+        ValueError: a loss is none of these, or has no reduction to a scalar.
+    """
+
+    def __init__(self, loss, loss_weights=None, output_names=None):
+        self._losses, self._weights, self._names = loss, loss_weights, output_names
+        self._flat = keras.tree.flatten(loss)
+        for one in self._flat:
+            if one is not None and not hasattr(one, "per_token") and one not in _BY_SHAPE:
+                check_loss(keras.losses.get(one))
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether it is one loss of tokens, of which epochs' means are weighted by their number."""
+        return len(self._flat) == 1 and hasattr(self._flat[0], "token_weights")
+
+    @property
+    def knows_divisors(self) -> bool:
+        """Whether it is known before the forward pass what sums of losses are divided by."""
+        return all(not hasattr(one, "per_token") or self.is_of_tokens for one in self._flat)
+
+    def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
+        """Return what is counted before the forward pass, to be added up over the ranks.
+
+        Args:
+            inputs, labels: nested tensors [b, ...].
+            sample_weight: tensor or nested tensors [b, ...], or None.
+
+        Returns:
+            A float32 tensor [1 + 3·n]: the number of rows, and a `Counted` for each of the n
+            tensors of labels.
+        """
+        rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
+        return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
+
+    def _label_counts(self, labels, sample_weight):
+        flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
+        weights = _one_each(sample_weight, len(flat))
+        losses = self._flat if len(self._flat) == len(flat) else self._flat[:1] * len(flat)
+        counts = []
+        for label, weight, loss in zip(flat, weights, losses):
+            size = tf.cast(tf.size(label), "float32")
+            total = -size if weight is None else tf.reduce_sum(tf.cast(weight, "float32"))
+            tokens = tf.zeros([])
+            if hasattr(loss, "token_weights"):
+                tokens = tf.reduce_sum(loss.token_weights(label, weight))
+            elif hasattr(loss, "per_token"):
+                tokens = size  # a guess
+            counts += [size, total, tokens]
+        return counts
+
+    def sums(self, outputs, labels, sample_weight, counts, own_is_all: bool) -> dict:
+        """Return this share's sums, which add up over ranks and micro-batches.
+
+        Args:
+            outputs, labels, sample_weight: nested tensors [b, ...].
+            counts: as from `counts`, of the global batch; it may be longer.
+            own_is_all: whether this share is the global batch.
+
+        Returns:
+            A dict of float32 scalars: `"loss"`, the part of the loss; `"loss/NAME"` of each
+            loss where there are several; `"divided"` where the loss still has to be divided
+            by its sum; `"counted"`, the weight of the labels, or the rows where there are
+            several losses; `"right"` of a classifier, the weight of those that it predicts.
+
+        Raises:
+            ValueError: several losses are divided by what is only known after the forward pass.
+        """
+        flat, shares = keras.tree.flatten(labels), {}
+
+        def term(loss, name):
+            loss = loss.fn if hasattr(getattr(loss, "fn", None), "per_token") else loss
+
+            def share(y_true, y_pred, weight=None):
+                start = 1 + _COUNTS * _position(y_true, flat)
+                counted = Counted(*(counts[start + i] for i in range(_COUNTS)))
+                shares[name] = share_of(loss, y_true, y_pred, weight, counted, own_is_all)
+                return shares[name].loss
+
+            return share
+
+        compiled = _compat.CompileLoss(self._losses, self._weights, self._names, term)
+        sums = {"loss": tf.cast(compiled(labels, outputs, sample_weight), "float32")}
+        if len(shares) > 1:
+            sums.update({f"loss/{name}": share.loss for name, share in shares.items()})
+            if any(share.divided is not None for share in shares.values()):
+                raise ValueError(
+                    "several losses of which one is a mean over a mask need the whole batch at "
+                    "once: train it on one data shard with micro_batch_num=1, or give sample "
+                    "weights and mean_with_sample_weight instead of the mask"
+                )
+            return {**sums, "counted": tf.cast(tf.shape(flat[0])[0], "float32")}
+        (share,) = shares.values()
+        if share.divided is not None:
+            sums["divided"] = share.divided
+        return {**sums, **_accuracy(outputs, labels, share.weights)}
+
+
+def _one_each(sample_weight, number):
+    """Return a list of the sample weights of a number of label tensors."""
+    weights = keras.tree.flatten(sample_weight) if sample_weight is not None else [None]
+    return weights if len(weights) == number else weights[:1] * number
+
+
+def _position(tensor, flat):
+    return next(i for i, x in enumerate(flat) if x is tensor)
+
+
+def _accuracy(outputs, labels, weights):
+    """Return the sums of a classifier's accuracy, `"right"` and `"counted"`."""
+    (outputs,), (labels,) = keras.tree.flatten(outputs)[:1], keras.tree.flatten(labels)[:1]
+    size = tf.cast(tf.size(labels), "float32")
+    if weights is None:
+        counted = {"counted": size}
+        weights = tf.ones([])
+    else:
+        each = tf.math.divide_no_nan(size, tf.cast(tf.size(weights), "float32"))
+        counted = {"counted": tf.reduce_sum(tf.cast(weights, "float32")) * each}
+        extra = labels.shape.rank - weights.shape.rank
+        weights = weights[(..., *[None] * extra)] if extra > 0 else weights
+    with tf.name_scope("accuracy"):
+        right = hits(outputs, labels)
+    if right is None:
+        return counted
+    return {"right": tf.reduce_sum(right * tf.cast(weights, "float32")), **counted}

@@ -1,0 +1,96 @@
+"""What Keras' own `fit` does, done by it where there is one process, and by every rank else."""
+
+import keras
+import numpy as np
+
+from dtransformer.models import CausalLM
+from dtransformer.parallel import job
+from dtransformer.trainers import Trainer
+
+ROWS, WIDTH, CLASSES = 20, 5, 4
+rng = np.random.default_rng(0)
+X = rng.standard_normal((ROWS, WIDTH, 3)).astype("float32")
+CLASS = rng.integers(0, CLASSES, (ROWS, WIDTH))
+VALUE = rng.standard_normal((ROWS, WIDTH, 1)).astype("float32")
+WEIGHT = rng.random((ROWS, WIDTH)).astype("float32")
+IDS = rng.integers(0, 12, (ROWS, WIDTH + 1)).astype("int32")
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output so far: a state that is no sum."""
+
+    state_reduction = "max"
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(outputs)))
+
+    def result(self):
+        return self.value
+
+
+def train(model, data, optimizer=None, **options):
+    """Fit, evaluate and predict with the global data; return what a test compares."""
+    if job.size() > 1 or job.mesh() is not None:
+        model = Trainer(model)
+    model.compile(optimizer or keras.optimizers.AdamW(0.01), **options)
+    history = model.fit(**data, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    evaluation = model.evaluate(data["x"], data["y"], batch_size=8, verbose=0, return_dict=True)
+    outputs = keras.tree.flatten(model.predict(data["x"], batch_size=8, verbose=0))
+    return {
+        "history": {name: list(map(float, values)) for name, values in history.history.items()},
+        "evaluation": {name: float(value) for name, value in evaluation.items()},
+        **{f"outputs/{number}": np.asarray(x) for number, x in enumerate(outputs)},
+    }
+
+
+def several_outputs():
+    """A functional model of Keras' layers, with two outputs, losses, weights and metrics."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WIDTH, 3))
+    regularizer = keras.regularizers.L2(0.1)
+    x = keras.layers.Dense(8, activation="tanh", kernel_regularizer=regularizer)(inputs)
+    tag = keras.layers.Dense(CLASSES, name="tag")(x)
+    model = keras.Model(inputs, {"tag": tag, "value": keras.layers.Dense(1, name="value")(x)})
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    labels, weights = {"tag": CLASS, "value": VALUE}, {"tag": WEIGHT, "value": WEIGHT[:, :1]}
+    return train(
+        model,
+        {"x": X, "y": labels, "sample_weight": weights},
+        loss={"tag": classes, "value": "mse"},
+        loss_weights={"tag": 1.0, "value": 0.3},
+        metrics={"tag": ["accuracy", Largest()], "value": ["mae"]},
+    )
+
+
+def a_mask():
+    """A mask of Keras', which tells only after the forward pass what a loss is divided by."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            keras.layers.Embedding(12, 8, mask_zero=True),
+            keras.layers.Dense(12),
+        ]
+    )
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # Adam would not do: Keras squares the gradient of each of a table's rows that are looked up
+    # several times, and not their sum.
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return train(model, {"x": IDS[:, :-1], "y": IDS[:, 1:]}, optimizer, loss=classes)
+
+
+def tokens():
+    """Our model, with Keras' loss, which leaves out a class."""
+    model = CausalLM(12, hidden_size=16, num_heads=2, num_layers=2, dropout_rate=0.0)
+    model.build()
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    data = {"x": IDS[:16, :-1], "y": IDS[:16, 1:]}
+    return train(model, data, optimizer, loss=classes, metrics=["accuracy"])
+
+
+TASKS = {"several_outputs": several_outputs, "a_mask": a_mask, "tokens": tokens}

@@ -1,0 +1,35 @@
+"""Promise: on every layout `fit`, `evaluate` and `predict` give the numbers of Keras' own."""
+
+import numpy as np
+import pytest
+
+from harness.tolerances import PARITY_LOSS
+from tests.shared_runs import each
+
+TASKS = "tests.distributed.tasks.keras_fit:"
+RUNS = [
+    f"{TASKS}{task}/{layout}"
+    for task, layouts in {
+        "several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
+        "a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
+        "tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1", "dp2mp2@2x2"),
+    }.items()
+    for layout in layouts
+]
+# Keras weighs the batch that has fewer rows as one row where it shows the losses of outputs.
+OF_OUTPUTS = {"tag_loss", "value_loss"}
+
+
+def alone(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+@each(RUNS, reads=lambda run: [alone(run)])
+def test_numbers_are_those_of_keras(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    for rank in ranks_of(run):
+        for kind in ("history", "evaluation"):
+            for name in set(expected[kind]) - (OF_OUTPUTS):
+                assert rank[kind][name] == pytest.approx(expected[kind][name], PARITY_LOSS), name
+        for name in (name for name in expected if name.startswith("outputs/")):
+            np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)

@@ -1,0 +1,47 @@
+"""Public functions and methods say what they take and return."""
+
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+API = pathlib.Path(__file__).parents[1] / "docs" / "api"
+DOCUMENTED = sorted(
+    name
+    for page in API.glob("*.md")
+    for name in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE)
+)
+
+
+def functions(module):
+    """Yield the names and functions, and methods of classes, that a module makes public."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or not getattr(value, "__module__", "").startswith("dtransformer"):
+            continue
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            for method, function in vars(value).items():
+                is_public = method == "__init__" or not method.startswith("_")
+                if is_public and inspect.isfunction(function):
+                    yield f"{name}.{method}", function
+
+
+def has_hints(function):
+    """Return whether all arguments, besides *args and **kwargs, and the result have types."""
+    signature = inspect.signature(function)
+    variadic = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    parameters = [p for p in signature.parameters.values() if p.kind not in variadic]
+    if function.__module__.startswith("keras."):  # Keras wraps `build`
+        return True
+    returns = function.__name__ == "__init__" or signature.return_annotation is not signature.empty
+    return returns and all(p.annotation is not p.empty or p.name == "self" for p in parameters)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_public_functions_have_type_hints(name):
+    found = dict(functions(importlib.import_module(name)))
+    assert found, f"{name} makes no function public"
+    assert [name for name, function in found.items() if not has_hints(function)] == []

@@ -1,0 +1,190 @@
+"""Promise: losses are Keras' own, by their own reductions, and their shares add up."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.objective import Objective
+from tests.tolerances import TRAINING
+
+ROWS, WIDTH, CLASSES = 11, 5, 4
+rng = np.random.default_rng(0)
+X = rng.standard_normal((ROWS, WIDTH, 3)).astype("float32")
+X[::3, 2:] = 0  # masked
+CLASS = rng.integers(0, CLASSES, (ROWS, WIDTH))
+ONE_HOT, WEIGHT = np.eye(CLASSES, dtype="float32")[CLASS], rng.random((ROWS, WIDTH), "float32")
+VALUE = rng.standard_normal((ROWS, WIDTH, 1)).astype("float32")
+
+
+def classes(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def cubed(labels, outputs):
+    return tf.reduce_mean(tf.abs(labels - outputs) ** 3, -1)
+
+
+def one_value(labels, outputs):
+    return tf.reduce_mean(tf.abs(labels - outputs) ** 3)
+
+
+LOSSES = {  # a function that makes it, and labels
+    "mse": (lambda: "mse", ONE_HOT),
+    "function": (lambda: cubed, ONE_HOT),
+    "one value": (lambda: one_value, ONE_HOT),
+    "smoothing": (lambda: keras.losses.CategoricalCrossentropy(True, 0.1), ONE_HOT),
+    "cosine": (lambda: keras.losses.CosineSimilarity(), ONE_HOT),
+    "classes": (classes, CLASS),
+    "sum": (lambda: classes(reduction="sum"), CLASS),
+    "over weights": (lambda: classes(reduction="mean_with_sample_weight"), CLASS),
+    "a class ignored": (lambda: classes(ignore_class=1), CLASS),
+}
+
+
+def network(masks=False, activation=None):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WIDTH, 3))
+    x = keras.layers.Masking()(inputs) if masks else inputs
+    regularizer = keras.regularizers.L2(0.1)
+    x = keras.layers.Dense(8, activation="tanh", kernel_regularizer=regularizer)(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, activation)(x))
+
+
+def fit(of, loss, labels, weights, **options):
+    """Return what plain `fit` gives, and the weights after it."""
+    of.compile(keras.optimizers.SGD(0.1), loss, **options)
+    data = {"x": X, "y": labels, "sample_weight": weights, "batch_size": 4, "shuffle": False}
+    history = of.fit(**data, epochs=2, verbose=0, validation_data=(X, labels)).history
+    return history, getattr(of, "network", of).get_weights()
+
+
+def assert_same(found, expected, names=None):
+    for name in names or expected[0]:
+        np.testing.assert_allclose(found[0][name], expected[0][name], TRAINING, err_msg=name)
+    for actual, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(actual, wanted, TRAINING, atol=TRAINING)
+
+
+@pytest.mark.parametrize("masks, weights", [(False, None), (True, WEIGHT)], ids=["", "weighted"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_history_and_weights_are_those_of_keras(name, masks, weights):
+    make, labels = LOSSES[name]
+    found = fit(Trainer(network(masks)), make(), labels, weights)
+    assert_same(found, fit(network(masks), make(), labels, weights))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHT], ids=["", "weights"])
+@pytest.mark.parametrize("masks", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_shares_add_up(name, masks, weights):
+    """Of parts of a batch, of several sizes, the losses' shares are the batch's loss."""
+    make, labels = LOSSES[name]
+    model = keras.Sequential([keras.layers.Identity()])
+    model.compile("sgd", make())
+    outputs = network(masks)(X)
+    expected = model.compute_loss(X, labels, outputs, weights)
+    objective, parts = Objective(make()), [slice(0, 2), slice(2, 3), slice(3, ROWS)]
+    take = lambda x, part: None if x is None else tf.convert_to_tensor(x[part])
+    batches = [tuple(take(x, part) for x in (X, labels, weights)) for part in parts]
+    counts = sum(objective.counts(*batch) for batch in batches)
+    totals = {}
+    for part, (_, own_labels, own_weights) in zip(parts, batches):
+        own_outputs = outputs[part]
+        if masks:
+            own_outputs._keras_mask = outputs._keras_mask[part]
+        own = own_outputs, own_labels, own_weights, counts
+        if name == "one value" and (masks or weights is not None):
+            with pytest.raises(ValueError, match="one_value.*each row"):
+                objective.sums(*own, own_is_all=False)
+            return
+        sums = objective.sums(*own, own_is_all=False)
+        totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
+    loss = totals["loss"] / totals.get("divided", 1.0)
+    assert float(loss) == pytest.approx(float(expected), TRAINING)
+
+
+def test_a_loss_that_keras_chooses_by_the_outputs_shape():
+    found = [
+        fit(make(network(activation="softmax")), "crossentropy", CLASS, None)
+        for make in (Trainer, lambda network: network)
+    ]
+    assert_same(*found)
+
+
+class TestSeveralOutputs:
+    def network(self):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((WIDTH, 3))
+        x = keras.layers.Dense(8, activation="tanh")(inputs)
+        names = {"tag": keras.layers.Dense(CLASSES, name="tag")(x)}
+        return keras.Model(inputs, {**names, "value": keras.layers.Dense(1, name="value")(x)})
+
+    LABELS = {"tag": CLASS, "value": VALUE}
+
+    @pytest.mark.parametrize(
+        "weights, loss_weights",
+        [(None, None), ({"tag": WEIGHT, "value": WEIGHT[:, :1]}, {"tag": 1.0, "value": 0.3})],
+    )
+    def test_history_and_weights_are_those_of_keras(self, weights, loss_weights):
+        found = [
+            fit(
+                make(self.network()),
+                {"tag": classes(), "value": "mse"},
+                self.LABELS,
+                weights,
+                loss_weights=loss_weights,
+                metrics={"tag": ["accuracy"], "value": ["mae"]},
+            )
+            for make in (Trainer, lambda network: network)
+        ]
+        # Keras weighs the batch that has fewer rows as one row where it shows the losses of
+        # outputs, and as its rows everywhere else.
+        own = {"tag_loss", "val_tag_loss", "value_loss", "val_value_loss"}
+        assert own < set(found[0][0])
+        assert_same(*found, names=set(found[1][0]) - own)
+
+    def test_one_loss_for_all(self):
+        inputs = keras.Input((WIDTH, 3))
+        two = keras.Model(inputs, [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)])
+        weights = two.get_weights()
+        found = []
+        for make in (Trainer, lambda network: network):
+            two.set_weights(weights)
+            found.append(fit(make(two), "mse", [VALUE, 2 * VALUE], None))
+        assert_same(*found, names=["loss"])
+
+
+@pytest.mark.parametrize("reduction", ["none", None])
+def test_reductions_that_give_no_scalar_are_refused(reduction):
+    loss = keras.losses.MeanSquaredError(reduction=reduction, name="the_loss")
+    with pytest.raises(ValueError, match=f"the_loss.*{reduction}.*sum_over_batch_size"):
+        Objective(loss)
+
+
+def test_a_loss_that_is_no_sum_of_parts_is_refused():
+    class Own(keras.losses.Loss):
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            return 0.0
+
+    with pytest.raises(ValueError, match="Own.*__call__"):
+        Objective(Own())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_outputs_are_compared_in_float32(dtype):
+    """The square of 1,000 is no float16."""
+    objective, outputs, labels = Objective("mse"), tf.constant([[1000.0]], dtype), [[0.0]]
+    labels = tf.constant(labels)
+    counts = objective.counts(outputs, labels, None)
+    assert float(objective.sums(outputs, labels, None, counts, True)["loss"]) == 1e6
+
+
+def test_tokens_count_once_a_batch():
+    """The mean over an epoch of a loss of tokens is over its tokens."""
+    objective = Objective(CrossEntropyLoss(ignore_id=0))
+    assert objective.is_of_tokens and not Objective("mse").is_of_tokens
+    counts = objective.counts(tf.zeros((2, 3)), tf.constant([[1, 0, 2], [0, 0, 0]]), None)
+    np.testing.assert_array_equal(counts, [2, 6, -6, 2])
