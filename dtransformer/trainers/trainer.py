@@ -219,7 +219,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             network=self.network,
             optimizer=self.optimizer,
             optimizer_shards=[
-                (one.weight, one.bounds, one.flat_range) for one in self.optimizer_step.shards
+                (unit.weight, unit.bounds, unit.flat_range) for unit in self.optimizer_step.units
             ],
             skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
             metrics=[metric for metric in metrics if metric is not None],
