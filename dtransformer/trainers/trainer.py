@@ -174,10 +174,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._program is not None:
             return
         self.built = True
-        self._start_optimizer()
+        broadcast_first_values(self.network.variables, [])
+        self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(self._loss_tracker, self._accuracy_tracker, self._compile_metrics)
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
-        broadcast_first_values(self.network.variables, states)
+        broadcast_first_values([], states)
         self._program = StepProgram(
             step, self._engine, self.optimizer, self.optimizer_step, metrics
         )

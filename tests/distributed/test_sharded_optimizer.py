@@ -48,7 +48,7 @@ def test_a_rank_sends_what_the_theory_says(run, ranks_of):
     layout = Run.of(run).layout
     elements = ranks_of(alone(run))[0]["bytes"] / 4
     times = 3 if layout.level == 3 else 2
-    sent = ranks_of(run)[0]["sent"] / (1 - 1 / layout.data)
+    sent = np.mean([results["sent"] for results in ranks_of(run)]) / (1 - 1 / layout.data)
     tables = elements if layout.level == 3 else 0
     assert sent <= 1.1 * times * elements
     assert sent >= times * elements - tables

@@ -9,7 +9,8 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.loss_scale import LossScale
-from dtransformer.trainers.sharded_optimizer import ShardedOptimizer, check_elementwise
+from dtransformer.trainers.optimizer_checks import check_elementwise, check_shards
+from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),
@@ -143,6 +144,41 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
     np.testing.assert_allclose(halves[0], expected, rtol=1e-5, atol=1e-7)
     if optimizer.weight_decay:
         assert np.abs(halves[1] - expected).max() > 1e-3, "the bias does not decay"
+
+
+WHOLE_WEIGHTS = {
+    "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.1),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01, weight_decay=0.1),
+    "muon": lambda: keras.optimizers.Muon(0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_WEIGHTS)
+def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((5, 4)).astype("float32")
+    full = keras.Variable(start, name="kernel")
+    held = HeldParameter(keras.Variable(start, name="kernel"), start.shape)
+    plain, handed, value = WHOLE_WEIGHTS[name](), WHOLE_WEIGHTS[name](), tf.constant(start)
+    handed.build([held])
+    for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
+        plain.apply([gradient], [full])
+        held.hold(value)
+        handed.apply([gradient], [held])
+        value = held.release()
+    np.testing.assert_allclose(value, full.numpy(), rtol=1e-6)
+
+
+def test_an_optimizer_that_begins_with_the_weights_is_refused_where_it_has_shards():
+    held = HeldParameter(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
+    with pytest.raises(ValueError, match="reads kernel outside of an update.*partition='whole'"):
+        keras.optimizers.ScheduleFreeAdamW().build([held])
+
+
+@pytest.mark.parametrize("fields", [{"use_ema": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_what_is_not_done_for_parts_of_the_weights_is_refused(fields):
+    with pytest.raises(ValueError, match=f"Lamb has {next(iter(fields))}="):
+        check_shards(keras.optimizers.Lamb(0.1, **fields))
 
 
 def test_states_are_as_large_as_shards():
