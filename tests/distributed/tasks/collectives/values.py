@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dtransformer.parallel import collectives, job
 from dtransformer.parallel.collectives import flat_shards, transport
-from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.call import Call
+from dtransformer.parallel.collectives.division import Division
 from tests.distributed.tasks.collectives.checks import (
     CHECKS,
     check,
