@@ -14,7 +14,7 @@ class Layout:
         ranks, devices: number of ranks, and of devices of each rank.
         rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
-        level: of optimizer sharding; weights of 1 KB and more are sharded.
+        level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
         stages, micro_batches, schedule, chunks: of a pipeline; without stages, the number
             of micro-batches of a step.
     """
@@ -26,6 +26,7 @@ class Layout:
     rows: bool = False
     sequence: bool = False
     level: int = 0
+    partition: str = "flat"
     stages: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
@@ -40,7 +41,7 @@ class Layout:
         axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
         axes += f"-{schedule}" * (self.stages > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
-        options += f"+shard{self.level}" * (self.level > 0)
+        options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
 
     @property
@@ -63,6 +64,7 @@ class Layout:
             vocab_emb_dp=not self.rows,
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
+            optimizer_shard_partition=self.partition,
             parallel_optimizer_threshold=1,
             pipeline_stage=self.stages,
             micro_batch_num=self.micro_batches,
@@ -72,12 +74,13 @@ class Layout:
         dtransformer.init(config, local_devices=self.devices)
 
 
+_PARTITIONS = {"flat": "shard", "whole": "whole"}
 ALONE = Layout()
 _NAME = re.compile(
     r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
-    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+shard(?P<level>\d))?"
+    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
 )
 
 
@@ -87,10 +90,10 @@ def layout_of(name):
     if match is None:
         raise ValueError(f"no layout has the name {name!r}; one is 'dp2mp2@2x2+rows+sp'")
     fields = {field: value for field, value in match.groupdict().items() if value}
-    return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(k, v) for k, v in fields.items()})
+    return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 
 
-_WORDS = {"rows": True, "sequence": True}
+_WORDS = {"+rows": True, "+sp": True, "shard": "flat"}
 
 # data, model, ranks, devices of each rank
 _GRIDS = (
@@ -105,7 +108,12 @@ DIVIDED = tuple(
 )
 
 _SHARDED_GRIDS = (2, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 2), (4, 2, 4, 2)
-SHARDED = tuple(Layout(*grid, level=level) for grid in _SHARDED_GRIDS for level in (1, 2, 3))
+SHARDED = tuple(
+    Layout(*grid, level=level, partition=partition)
+    for grid in _SHARDED_GRIDS
+    for partition, levels in {"flat": (1, 2, 3), "whole": (1, 2)}.items()
+    for level in levels
+)
 
 # stages, micro-batches
 _PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)

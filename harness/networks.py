@@ -63,6 +63,28 @@ def lion(_, **options):
     return _without_decay(optimizer, **options)
 
 
+def lamb(epsilon, **options):
+    """As `adamw`; each weight moves by its own norm."""
+    optimizer = keras.optimizers.Lamb(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
+    return _without_decay(optimizer, **options)
+
+
+def adafactor(epsilon, **options):
+    """As `adamw`; its states are sums over rows and columns; each gradient is clipped by itself."""
+    optimizer = keras.optimizers.Adafactor(
+        1e-3, weight_decay=0.1, epsilon_1=epsilon**2, clipnorm=0.2
+    )
+    return _without_decay(optimizer, **options)
+
+
+def muon(epsilon, **options):
+    """As `adamw`; matrices move by their momenta made orthogonal, all but the biases."""
+    optimizer = keras.optimizers.Muon(
+        1e-3, weight_decay=0.1, epsilon=epsilon, clipvalue=0.01, exclude_layers=["bias"]
+    )
+    return _without_decay(optimizer, **options)
+
+
 def deep_dropout(epsilon, **options):
     """As `tied`, with dropout: its masks depend on the number of micro-batches."""
     return tied(epsilon, dropout_rate=0.1, **options)
@@ -91,6 +113,7 @@ DEEP_NETWORKS = {
     "deep_tied": tied,
     "deep_dropout": deep_dropout,
     "deep_causal": deep_causal,
+    "deep_lamb": lamb,
 }
 NETWORKS = {
     "untied": untied,
@@ -98,6 +121,9 @@ NETWORKS = {
     "adamw": adamw,
     "sgd": sgd,
     "lion": lion,
+    "lamb": lamb,
+    "adafactor": adafactor,
+    "muon": muon,
     **DEEP_NETWORKS,
 }
 

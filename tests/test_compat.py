@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.zero.flat_parameter import FlatParameter
+from dtransformer.parallel.zero.held_parameter import HeldParameter
 
 PACKAGE = pathlib.Path(_compat.__file__).parent
 COMPAT = pathlib.Path(_compat.__file__)
@@ -204,7 +204,7 @@ def test_autocast():
 def test_an_optimizer_knows_a_flat_shard_by_its_key():
     owners = [keras.Variable(np.ones(4, "float32"), name=name) for name in ("a", "b")]
     assert len({_compat.variable_key(owner.value) for owner in owners}) == 2
-    flat = [FlatParameter(owner, 2) for owner in owners]
+    flat = [HeldParameter(owner, (2,)) for owner in owners]
     optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
     optimizer.build(flat)
     flat[1].hold(tf.ones([2]))

@@ -136,6 +136,9 @@ class TransformerOpParallelConfig(validators.Checked):
         micro_batch_num: number of micro-batches that a batch is split into.
         optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
             data-parallel group), 2 (gradients too), 3 (weights too).
+        optimizer_shard_partition: `"flat"`: each weight is flattened and divided over those
+            ranks; or `"whole"`, at levels 1 and 2: one rank updates all of it, for
+            optimizers that compute with full weights (Lamb, Adafactor, Muon).
         parallel_optimizer_threshold: weights of fewer KB are replicated.
         parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
             one is found are replicated, too.
@@ -174,6 +177,9 @@ class TransformerOpParallelConfig(validators.Checked):
     expert_parallel: int = validators.field(1, validators.count)
     micro_batch_num: int = validators.field(1, validators.count)
     optimizer_shard: bool | int = validators.field(False, validators.shard_level)
+    optimizer_shard_partition: str = validators.field(
+        "flat", validators.one_of(*validators.PARTITIONS)
+    )
     parallel_optimizer_threshold: float = validators.field(64, validators.non_negative)
     parallel_optimizer_exclude: tuple = validators.field((), validators.patterns)
     gradient_accumulation_shard: bool = validators.field(False, validators.flag)
@@ -230,7 +236,7 @@ class TransformerOpParallelConfig(validators.Checked):
             item_bytes: bytes of an element.
             has_constraint: whether Keras projects it after every update.
         """
-        if has_constraint:
+        if has_constraint and self.optimizer_shard_partition == "flat":
             return "its constraint needs the whole"
         if math.prod(shape) * item_bytes < self.parallel_optimizer_threshold * 1024:
             return f"less than {self.parallel_optimizer_threshold} KB"

@@ -27,6 +27,9 @@ class TraceContext:
         dropout_seed: int32 tensor [2], from which dropout masks are derived; None for
             TensorFlow's global generator.
         collective: name of the collective whose gradient is being made; None outside of one.
+        names_are_global: whether collectives have the names that they are given, whatever the
+            scopes around. TensorFlow numbers those of branches by what else a function
+            computes, which is not the same on ranks that update different weights.
     """
 
     on_mesh: bool = False
@@ -39,6 +42,7 @@ class TraceContext:
     kept_sums: object = None
     dropout_seed: object = None
     collective: str | None = None
+    names_are_global: bool = False
 
 
 _current = contextvars.ContextVar("dtransformer_trace", default=TraceContext())  # noqa: B039

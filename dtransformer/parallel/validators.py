@@ -10,6 +10,7 @@ from dtransformer.parallel.pipeline import schedules
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one is outermost
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
+PARTITIONS = ("flat", "whole")
 
 
 def _is_int(value) -> bool:
@@ -179,6 +180,15 @@ def check_supported(config) -> None:
             raise NotImplementedError(
                 f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
             )
+    if config.optimizer_shard_partition == "whole" and int(config.optimizer_shard) not in (1, 2):
+        why = (
+            "level 3 shards the weights themselves" if config.optimizer_shard else "none is sharded"
+        )
+        raise ValueError(
+            f"optimizer_shard_partition='whole' does not work with "
+            f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
+            "optimizer_shard_partition='flat'"
+        )
     if config.pipeline_stage > 1:
         for name, reason in _NOT_WITH_A_PIPELINE.items():
             value = getattr(config, name)

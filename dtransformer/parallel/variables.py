@@ -80,8 +80,9 @@ def _with_data_axis(specs: Specs, shape: tuple[int, ...]) -> Specs:
 
 def _flat_class(dtype: str, compute_dtype: str) -> Callable:
     """Return the class of a weight without a mesh: flat shards over the data-parallel group."""
-    level = get_parallel_config().optimizer_shard
-    if not level or job.data_parallel_group().size == 1:
+    config = get_parallel_config()
+    level, is_flat = config.optimizer_shard, config.optimizer_shard_partition == "flat"
+    if not level or not is_flat or job.data_parallel_group().size == 1:
         return keras.Variable
     if level == 3:
         return FullyShardedVariable

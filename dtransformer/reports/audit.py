@@ -42,13 +42,15 @@ class Collective:
             or "send/recv", of one pipeline stage to another.
         sent_as: the kind that it is carried out as: on CPUs DTensor's own all-gather is an
             all-reduce of a padded buffer.
-        shape: shape of the result on a device; None for a dimension that is not known
-            before it runs.
+        shape: shape of the result on a device, or of what it sends in an uneven all-to-all;
+            None for a dimension that is not known before it runs.
         dtype: name of its type.
         over: the mesh axis, "horovod", or "stages".
         group_size: number of devices, or ranks, that take part.
         layer: path of the layer; the name of the operation elsewhere.
         backward: whether it belongs to a gradient.
+        sends: number of elements that this rank sends, where it sends each rank another number;
+            None where all ranks send as many.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Collective:
     group_size: int
     layer: str
     backward: bool
+    sends: int | None = None
 
     @property
     def elements(self):
@@ -68,6 +71,8 @@ class Collective:
     @property
     def elements_sent(self):
         """The number of elements that each device sends, by a ring's algorithm."""
+        if self.sends is not None:
+            return self.sends
         if self.kind == "send/recv":
             return self.elements
         times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
@@ -149,21 +154,37 @@ def horovod_collectives(graph, group_size):
     found = []
     for operation in _operations(graph):
         if operation.type in _OPERATIONS and operation.type.startswith("Horovod"):
-            for output in operation.outputs:
+            sizes = _sizes_sent(operation)
+            outputs = operation.outputs if sizes is None else operation.outputs[:1]
+            for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
                 found.append(
                     Collective(
                         kind=_OPERATIONS[operation.type],
                         sent_as=_OPERATIONS[operation.type],
-                        shape=tuple(shape),
+                        shape=tuple(shape) if sizes is None else (sum(sizes),),
                         dtype=output.dtype.name,
                         over="horovod",
                         group_size=group_size,
                         layer=operation.name,
                         backward=False,
+                        sends=None if sizes is None else sum(sizes) - _own(sizes),
                     )
                 )
     return found
+
+
+def _sizes_sent(operation):
+    """Return the numbers of elements of an uneven all-to-all, by rank; None of other operations."""
+    if operation.type != "HorovodAlltoall":
+        return None
+    splits = tf.get_static_value(operation.inputs[1])
+    return None if splits is None or not len(splits) else [int(size) for size in splits]
+
+
+def _own(sizes):
+    """Return the number for this rank among those for the ranks of the data-parallel group."""
+    return sizes[sorted(job.data_parallel_group().ranks).index(job.rank())]
 
 
 def _operations(graph):

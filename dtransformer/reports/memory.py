@@ -85,7 +85,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     weights += [w.copy for w in copied]
     others = own_shards(network.non_trainable_variables)
     states = [v for v in optimizer.variables if v.shape.rank]
-    per_element = round(len(states) / max(len(plan.parameters), 1))
+    planned_states = _state_bytes(optimizer, states, update)
     states += own_shards(copied)
     rows = (
         MemoryRow(
@@ -97,7 +97,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow(
             "gradients",
             sum(
-                row.shard_elements * row.item_bytes
+                row.shard_elements(plan.index) * row.item_bytes
                 if level >= 2
                 else row.num_elements * _item_bytes(row, kinds.get(row.path))
                 for row in plan.parameters
@@ -106,17 +106,37 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         ),
         MemoryRow(
             "optimizer states",
-            sum(
-                (per_element + isinstance(kinds.get(row.path), MasterShardedVariable))
-                * row.shard_elements
-                * row.item_bytes
+            planned_states
+            + sum(
+                row.updated_elements(plan.index) * row.item_bytes
                 for row in plan.parameters
+                if isinstance(kinds.get(row.path), MasterShardedVariable)
             ),
             _bytes(states),
         ),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
     return MemoryReport(rows, _peak())
+
+
+def _state_bytes(optimizer, states, update):
+    """Return the bytes of an optimizer's states by the plan: some for each element that is updated.
+
+    States of other shapes, such as Adafactor's sums over rows, are counted as they are.
+    """
+    plan, others, planned = update.partition, _bytes(states), 0
+    lists = _compat.optimizer_states(getattr(optimizer, "inner_optimizer", optimizer)).values()
+    lists = [each for each in lists if isinstance(each, list) and len(each) == len(update.units)]
+    for number, unit in enumerate(update.units):
+        rows = [plan.parameters[i] for i in unit.positions]
+        shape = unit.parameter.shape
+        of_unit = [each[number] for each in lists if each[number] is not None]
+        of_unit = [v for v in of_unit if tuple(v.shape) == tuple(shape)]
+        others -= _bytes(of_unit)
+        planned += len(of_unit) * sum(
+            row.updated_elements(plan.index) * row.item_bytes for row in rows
+        )
+    return planned + others
 
 
 def _item_bytes(row, variable):
@@ -128,7 +148,8 @@ def _item_bytes(row, variable):
 
 def _weight_bytes(row, variable):
     is_unsharded = isinstance(variable, FullyShardedVariable)
-    return (row.shard_elements if is_unsharded else row.num_elements) * _item_bytes(row, variable)
+    elements = max(row.division.sizes) if is_unsharded else row.num_elements
+    return elements * _item_bytes(row, variable)
 
 
 def activation_bytes(network, input_shapes, num_kept=1):

@@ -5,7 +5,7 @@ import math
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.zero.flat_parameter import FlatParameter
+from dtransformer.parallel.zero.held_parameter import HeldParameter
 
 # Elements of the weights that a function of XLA's updates, but for the last weight's.
 _ELEMENTS_AT_ONCE = 2**22
@@ -16,19 +16,19 @@ def update_units(optimizer, units):
 
     Args:
         optimizer: a Keras optimizer, built.
-        units: list of what it updates: variables and `FlatParameter`s.
+        units: list of what it updates: variables and `HeldParameter`s.
 
     Returns:
-        A function of gradients and of the values of the `FlatParameter`s, lists of tensors,
+        A function of gradients and of the values of the `HeldParameter`s, lists of tensors,
         that returns the new values of the latter.
     """
-    flat = [unit for unit in units if isinstance(unit, FlatParameter)]
+    held = [unit for unit in units if isinstance(unit, HeldParameter)]
 
     def update(gradients, values):
-        for unit, value in zip(flat, values, strict=True):
+        for unit, value in zip(held, values, strict=True):
             unit.hold(value)
         optimizer.apply(gradients, units)
-        return [unit.release() for unit in flat]
+        return [unit.release() for unit in held]
 
     return update
 
@@ -60,7 +60,7 @@ def _update_in_calls(optimizer, units, on_device):
     """Return the update as functions of XLA's, dict of device -> lists of numbers of units."""
     scalars = [optimizer.iterations, optimizer.learning_rate]
     scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
-    flat = [number for number, unit in enumerate(units) if isinstance(unit, FlatParameter)]
+    held = [number for number, unit in enumerate(units) if isinstance(unit, HeldParameter)]
 
     def compiled(numbers):
         own_update = update_units(optimizer, [units[number] for number in numbers])
@@ -79,7 +79,7 @@ def _update_in_calls(optimizer, units, on_device):
     }
 
     def update(gradients, values):
-        given = dict(zip(flat, values, strict=True))
+        given = dict(zip(held, values, strict=True))
         scalar_values = [tf.identity(scalar.value) for scalar in scalars]
         new = {}
         for device, calls in functions.items():

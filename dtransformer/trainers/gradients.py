@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards, transport
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.packing import by_dtype
 
 Gradient = tf.Tensor | tf.IndexedSlices
@@ -57,7 +58,7 @@ def scale(gradients: list, factor) -> list:
 
 
 def reduce(
-    gradients: list, buckets: list, is_sharded: Sequence[bool], dtype: str | None = None
+    gradients: list, buckets: list, divisions: Sequence[Division | None], dtype: str | None = None
 ) -> list:
     """Return the sums of the gradients over the data-parallel group, as dense tensors.
 
@@ -67,7 +68,8 @@ def reduce(
     Args:
         gradients: list of tensors and `tf.IndexedSlices`.
         buckets: list of lists of positions, from `buckets.buckets`.
-        is_sharded: for each gradient whether only this rank's shard of the sum is wanted.
+        divisions: for each gradient its `Division` over the group, of which only this rank's shard
+            of the sum is wanted; None where all of it is.
         dtype: name of the type in which dense gradients travel, by default their own.
 
     Returns:
@@ -81,33 +83,41 @@ def reduce(
         dense = {True: [], False: []}  # positions of those that are sharded, and of the others
         for i in bucket:
             if isinstance(gradients[i], tf.IndexedSlices):
-                reduced[i] = _reduce_rows(group, gradients[i], is_sharded[i], f"rows_{i}")
+                reduced[i] = _reduce_rows(group, gradients[i], divisions[i], f"rows_{i}")
             else:
-                dense[is_sharded[i]].append(i)
+                dense[divisions[i] is not None].append(i)
         for sharded, positions in dense.items():
             name = f"{'shards' if sharded else 'gradients'}_{number}"
-            sums = _reduce_dense(group, [gradients[i] for i in positions], sharded, name, dtype)
+            own_divisions = [divisions[i] for i in positions] if sharded else None
+            own = [gradients[i] for i in positions]
+            sums = _reduce_dense(group, own, own_divisions, name, dtype)
             for i, total in zip(positions, sums):
                 reduced[i] = total
     return reduced
 
 
-def _reduce_dense(group, gradients, sharded, name, dtype):
+def _reduce_dense(group, gradients, divisions, name, dtype):
     """Reduce dense gradients of a bucket, those of one type together."""
-    add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
-    return by_dtype(
-        lambda tensors, kind: add_up(tensors, group, f"{name}_{kind}", dtype), gradients
-    )
+
+    def add_up(tensors, kind):
+        return flat_shards.all_reduce(tensors, group, f"{name}_{kind}", dtype)
+
+    def add_up_shards(tensors, divisions, kind):
+        return flat_shards.reduce_scatter(tensors, group, f"{name}_{kind}", dtype, divisions)
+
+    if divisions is None:
+        return by_dtype(add_up, gradients)
+    return by_dtype(add_up_shards, gradients, divisions)
 
 
-def _reduce_rows(group, rows, sharded, name):
+def _reduce_rows(group, rows, division, name):
     """Reduce a gradient of rows, in the form that sends less."""
     shape = tf.TensorShape(tf.get_static_value(rows.dense_shape))
     num_rows = tf.shape(rows.indices, out_type="int64")[0]
     most_rows = transport.all_reduce(num_rows, "Max", group, f"{name}_count")
     # A ring all-reduce sends the table twice, a reduce-scatter once, an all-gather each
     # rank's rows once.
-    times = 1 if sharded else 2
+    times = 2 if division is None else 1
     all_gather_is_less = most_rows * group.size < times * tf.cast(rows.dense_shape[0], "int64")
 
     def table(values, indices):
@@ -118,12 +128,13 @@ def _reduce_rows(group, rows, sharded, name):
         values = transport.concatenate(rows.values, group, f"{name}_values")
         indices = transport.concatenate(rows.indices, group, f"{name}_indices")
         total = table(values, indices)
-        return flat_shards.own_shard(total, group) if sharded else total
+        return total if division is None else flat_shards.own_shard(total, group, division)
 
     def reduce_table():
         total = table(rows.values, rows.indices)
-        add_up = flat_shards.reduce_scatter if sharded else flat_shards.all_reduce
-        return add_up([total], group, f"{name}_table")[0]
+        if division is None:
+            return flat_shards.all_reduce([total], group, f"{name}_table")[0]
+        return flat_shards.reduce_scatter([total], group, f"{name}_table", None, [division])[0]
 
     return tf.cond(all_gather_is_less, all_gather, reduce_table)
 

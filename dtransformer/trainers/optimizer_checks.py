@@ -2,6 +2,8 @@
 
 import contextlib
 
+from dtransformer.parallel.config import get_parallel_config
+
 
 def check_clipping(optimizer):
     """Check that a Keras optimizer's gradients can be clipped before it sees them, as shards.
@@ -37,18 +39,21 @@ _NOT_ELEMENTWISE = ("Adafactor", "Lamb", "Muon")
 
 
 def check_elementwise(optimizer):
-    """Check that an optimizer can update the shards of a weight one by one.
+    """Check that an optimizer can update the shards of a weight one by one, where it has to.
 
     Raises:
-        ValueError: names the optimizer, and others that can.
+        ValueError: names the optimizer, and the partition with which it can.
     """
+    if get_parallel_config().optimizer_shard_partition == "whole":
+        return
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     for kind in type(optimizer).__mro__:
         if kind.__name__ in _NOT_ELEMENTWISE:
             raise ValueError(
-                f"{type(optimizer).__name__} computes with full weights, and model_parallel or "
-                "optimizer_shard shards them: use an optimizer that updates each element by itself, "
-                "such as AdamW, Adam, Lion, SGD, RMSprop or Nadam"
+                f"{type(optimizer).__name__} computes with full weights, and a mesh or "
+                "optimizer_shard shards them: set optimizer_shard_partition='whole' with "
+                "optimizer_shard=1 or 2, or use an optimizer that updates each element by itself, "
+                "such as AdamW, Lion or SGD"
             )
 
 

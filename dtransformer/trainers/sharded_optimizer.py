@@ -8,7 +8,7 @@ import math
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.config import get_parallel_config
@@ -22,6 +22,7 @@ from dtransformer.trainers.optimizer_checks import (
     check_shards,
     without_clipping,
 )
+from dtransformer.trainers.update_units import UpdateUnits
 from dtransformer.trainers.updated_shards import partition_of, updated_shards
 
 
@@ -39,6 +40,7 @@ class ShardedOptimizer:
     Attributes:
         partition: the `Partition`.
         shards: list of the `UpdatedShard`s.
+        units: list of the `UpdateUnit`s, in the order of the optimizer's states.
         loss_scale: the `LossScale`.
         gradient_bytes: bytes of the gradients that this rank keeps until it has them all:
             full ones, and from level 2 on their shards; None before the first step.
@@ -56,8 +58,8 @@ class ShardedOptimizer:
         self.gradient_bytes = self.graph = None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._group = job.data_parallel_group()
-        self._units = [one.unit for one in self.shards]
-        self._flat = [i for i, one in enumerate(self.shards) if one.is_flat]
+        self._update_units = UpdateUnits(self.shards, self.partition.kind)
+        self.units, parameters = self._update_units.units, self._update_units.parameters
         self._is_sharded = [one.is_sharded for one in self.shards]
         # Gradients of micro-batches are added up as shards: each is reduced for itself.
         self._reduces_micro_batches = (
@@ -67,9 +69,10 @@ class ShardedOptimizer:
         )
         if self.is_sharded:
             check_elementwise(self._optimizer)
+        if self.is_sharded or any(unit.is_held for unit in self.units):
             check_shards(self._optimizer)
         if not optimizer.built:
-            optimizer.build(self._units)
+            optimizer.build(parameters)
         on_mesh = any(one.norm_share is not None for one in self.shards)
         self._clips = self.is_sharded or on_mesh or job.stage()[1] > 1
         if self._clips:
@@ -80,10 +83,10 @@ class ShardedOptimizer:
                 [bucket_ids[one.number] for one in self.shards], config.gradient_aggregation_group
             )
         ]
-        devices = [one.shard.value.device for one in self.shards]
-        self._update = update_units(self._optimizer, self._units)
+        devices = [self.shards[unit.positions[0]].shard.value.device for unit in self.units]
+        self._update = update_units(self._optimizer, parameters)
         if jit_compile:
-            self._update = compiled_update(self._optimizer, self._units, devices)
+            self._update = compiled_update(self._optimizer, parameters, devices)
 
     @property
     def is_sharded(self):
@@ -92,7 +95,11 @@ class ShardedOptimizer:
 
     def reduce_micro_batch(self, gradients):
         """Return the gradients of a micro-batch as they are added up."""
-        return self._reduce(gradients) if self._reduces_micro_batches else gradients
+        if not self._reduces_micro_batches:
+            return gradients
+        if self.partition.kind == "whole":  # rows would travel in a branch, by a rank's own name
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return self._reduce(gradients)
 
     def step(self, gradients, factor=None):
         """Reduce the gradients of all micro-batches, and update the weights.
@@ -108,9 +115,10 @@ class ShardedOptimizer:
             self.graph = tf.compat.v1.get_default_graph()
         if factor is not None:
             gradients = grads.scale(gradients, factor)
-        if not self._reduces_micro_batches:
-            gradients = self._reduce(gradients)
-        return self._apply(gradients)
+        with trace.scope(names_are_global=True):
+            if not self._reduces_micro_batches:
+                gradients = self._reduce(gradients)
+            return self._apply(gradients)
 
     def _reduce(self, gradients):
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
@@ -122,10 +130,11 @@ class ShardedOptimizer:
                 gradient.set_shape(shape)  # XLA's results have none
         kept = gradients
         gradients = [
-            gradient if one.comes_reduced else grads.cast(gradient, one.unit.dtype)
+            gradient if one.comes_reduced else grads.cast(gradient, one.shard.value.dtype)
             for gradient, one in zip(gradients, self.shards)
         ]
-        reduced = grads.reduce(gradients, self._buckets, self._is_sharded, dtype)
+        divisions = [one.division for one in self.shards]
+        reduced = grads.reduce(gradients, self._buckets, divisions, dtype)
         if self.partition.level >= 2:
             shapes, kept = [gradient.shape for gradient in reduced], reduced
         self.gradient_bytes = sum(
@@ -154,28 +163,28 @@ class ShardedOptimizer:
         return norm
 
     def _update_and_all_gather(self, gradients):
-        old = [
-            flat_shards.own_shard(tf.convert_to_tensor(self.shards[i].shard.value), self._group)
-            for i in self._flat
-        ]
+        gradients, held = self._update_units.gradients(gradients), self._update_units.held_values()
         with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
-            new = dict(zip(self._flat, self._update(gradients, old)))
-        for i, one in enumerate(self.shards):
-            if one.replicated is not None and i not in new:  # the master weights have changed
-                new[i] = tf.cast(one.unit.value, one.replicated.dtype)
+            new = self._update_units.new_values(self._update(gradients, held))
         for number, bucket in enumerate(self._buckets):
-            positions = [i for i in bucket if i in new]
-            variables = [self.shards[i].replicated for i in positions]
-            self._all_gather([new[i] for i in positions], variables, f"weights_{number}")
+            positions = [i for i in bucket if self.shards[i].replicated is not None]
+            self._all_gather(positions, new, f"weights_{number}")
+        for unit in self.units:
+            for i in unit.positions:
+                one = self.shards[i]
+                if one.replicated is None and unit.is_held:
+                    one.shard.assign(tf.reshape(new[i], one.shard.shape))
 
-    def _all_gather(self, shards, variables, name):
-        """Assign to variables what the ranks have flat shards of, those of one type together."""
+    def _all_gather(self, positions, new, name):
+        """Assign to variables what the ranks have parts of, those of one type together."""
+        shards = [self.shards[i] for i in positions]
         full = by_dtype(
-            lambda shards, shapes, dtype: flat_shards.all_gather(
-                shards, shapes, self._group, f"{name}_{dtype}"
+            lambda parts, shapes, divisions, dtype: flat_shards.all_gather(
+                parts, shapes, self._group, f"{name}_{dtype}", divisions
             ),
-            shards,
-            [variable.shape for variable in variables],
+            [tf.cast(new[i], self.shards[i].replicated.dtype) for i in positions],
+            [one.replicated.shape for one in shards],
+            [one.division for one in shards],
         )
-        for variable, value in zip(variables, full):
-            variable.assign(value)
+        for one, value in zip(shards, full):
+            one.replicated.assign(value)

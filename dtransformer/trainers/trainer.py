@@ -194,7 +194,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._program is not None:
             return
         self.built = True
-        self._start_optimizer()
+        broadcast_first_values(self.network.variables, [])
+        self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(
             self._loss_tracker,
             self._accuracy_tracker,
@@ -202,7 +203,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self.objective.is_of_tokens,
         )
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
-        broadcast_first_values(self.network.variables, states)
+        broadcast_first_values([], states)
         self._program = StepProgram(
             step, self._engine, self.optimizer, self.optimizer_step, metrics
         )
@@ -244,7 +245,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             network=self.network,
             optimizer=self.optimizer,
             optimizer_shards=[
-                (one.weight, one.bounds, one.flat_range) for one in self.optimizer_step.shards
+                (unit.weight, unit.bounds, unit.flat_range) for unit in self.optimizer_step.units
             ],
             skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
             metrics=[metric for metric in metrics if metric is not None],

@@ -1,20 +1,20 @@
-"""What this rank updates of each weight: a plan that the optimizer step carries out."""
+"""What this rank stores of each weight, and who updates it: a plan for the optimizer step."""
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.dtensor.variable import share_of
+from dtransformer.parallel.dtensor.variable import MeshVariable, share_of
 from dtransformer.parallel.sharded_variable import (
     is_unsharded_for_use,
     own_shards,
     shard_bounds_of,
 )
-from dtransformer.parallel.zero.flat_parameter import FlatParameter
-from dtransformer.parallel.zero.partition import Partition
+from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
     MasterShardedVariable,
@@ -23,31 +23,29 @@ from dtransformer.parallel.zero.variables import (
 
 @dataclasses.dataclass(frozen=True)
 class UpdatedShard:
-    """A shard that this rank updates, or a part of one.
+    """A shard of a weight that this rank stores, and what becomes of it in an update.
 
     Args:
         weight: the Keras variable that is trained.
         number: its number among all that are.
         shard: what this rank stores of it, an ordinary Keras variable.
-        unit: what the optimizer updates: `shard`, or a `FlatParameter` that is a flat part of it.
+        division: how the ranks of the data-parallel group divide the update of what `shard`
+            is, or is a part of; None where each does the same.
         replicated: the variable that the new values of all ranks are all-gathered to; None where
-            `unit` is all that there is.
-        is_sharded: whether the ranks of the data-parallel group update parts of their own.
+            they are in `shard` alone.
         comes_reduced: whether its gradients come as sums over that group.
         norm_share: 1 over the number of the mesh's ranks that have the same shard; None where
             every rank has the full weight.
         counts: whether it counts in the norm of all gradients, as copies of what another
             pipeline stage has do not.
-        bounds: where `shard` lies in the weight: a tuple of (start, stop), one a dimension.
-        flat_range: (start, stop) of `unit` in the flattened `shard`; None where it is all.
+        bounds, flat_range: where `shard` lies in the weight; see `shard_bounds_of`.
     """
 
     weight: object
     number: int
     shard: object
-    unit: object
+    division: Division | None
     replicated: object
-    is_sharded: bool
     comes_reduced: bool
     norm_share: float | None
     counts: bool
@@ -55,9 +53,9 @@ class UpdatedShard:
     flat_range: tuple | None
 
     @property
-    def is_flat(self):
-        """Whether the optimizer updates a flat part of what this rank stores."""
-        return isinstance(self.unit, FlatParameter)
+    def is_sharded(self):
+        """Whether the ranks of the data-parallel group update parts of their own."""
+        return self.division is not None
 
     @property
     def gradient_shape(self):
@@ -74,7 +72,6 @@ def updated_shards(weights, partition, copies=()):
         copies: those that another pipeline stage has, too, and counts.
     """
     is_copy = {id(weight) for weight in copies}
-    group = job.data_parallel_group()
     stored = [
         (weight, number, shard, place)
         for number, weight in enumerate(weights)
@@ -82,27 +79,23 @@ def updated_shards(weights, partition, copies=()):
     ]
     found = []
     for (weight, number, shard, place), row in zip(stored, partition.parameters, strict=True):
-        is_sharded = row.num_shards > 1
-        bounds, flat_range = place
-        unit, replicated = shard, None
-        if is_sharded and not isinstance(weight, FlatShardedVariable):
-            unit, replicated = FlatParameter(shard, row.shard_elements), shard.value
-            flat_range = flat_shards.own_range(row.shard_elements, group)
-        elif isinstance(weight, MasterShardedVariable):
+        replicated = None
+        if isinstance(weight, MasterShardedVariable):
             replicated = weight.copy
+        elif row.division is not None and not isinstance(weight, FlatShardedVariable):
+            replicated = shard.value
         found.append(
             UpdatedShard(
                 weight=weight,
                 number=number,
                 shard=shard,
-                unit=unit,
+                division=row.division,
                 replicated=replicated,
-                is_sharded=is_sharded,
                 comes_reduced=is_unsharded_for_use(weight),
                 norm_share=share_of(weight),
                 counts=id(weight) not in is_copy,
-                bounds=bounds,
-                flat_range=flat_range,
+                bounds=place[0],
+                flat_range=place[1],
             )
         )
     return found
@@ -110,9 +103,36 @@ def updated_shards(weights, partition, copies=()):
 
 def partition_of(weights):
     """Return the `Partition` of a list of weights under the current config."""
+    group = job.data_parallel_group()
     described = [
-        (weight.path, part.shape, tf.as_dtype(part.dtype).size, weight.constraint is not None)
+        Parameter(
+            weight.path,
+            tuple(part.shape),
+            tf.as_dtype(part.dtype).size,
+            weight.constraint is not None,
+            updates,
+        )
         for weight in weights
-        for part in ([weight] if isinstance(weight, FlatShardedVariable) else own_shards([weight]))
+        for part, updates in _parts(weight)
     ]
-    return Partition.of(described, get_parallel_config(), job.data_parallel_group().size)
+    return Partition.of(described, get_parallel_config(), group.size, group.index)
+
+
+def _parts(weight):
+    """Return what this rank stores of a weight, and how many elements are updated for each part."""
+    if isinstance(weight, FlatShardedVariable):
+        return [(weight, None)]
+    shards = own_shards([weight])
+    if get_parallel_config().optimizer_shard_partition == "flat" or not is_made_whole(weight):
+        return [(shard, None) for shard in shards]
+    return [(shard, 0 if i else math.prod(true_shape(weight))) for i, shard in enumerate(shards)]
+
+
+def is_made_whole(weight):
+    """Return whether a whole partition has to make a weight whole: a mesh may pad and shard it."""
+    return isinstance(weight, MeshVariable)
+
+
+def true_shape(weight):
+    """Return the shape of a full weight without the padding of a vocabulary."""
+    return tuple(getattr(weight, "true_shape", weight.shape))

@@ -10,6 +10,7 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.trainers.checkpoint import Checkpoint
 from harness.layouts import layout_of
+from harness.runs import Run
 from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks import checkpoints
 from tests.distributed.tasks.checkpoints import (
@@ -22,7 +23,7 @@ from tests.distributed.tasks.checkpoints import (
     checkpoint_of,
     replicated,
 )
-from tests.shared_runs import needs_horovod
+from tests.shared_runs import each, needs_horovod
 
 
 def run(task, layout):
@@ -34,7 +35,7 @@ pytestmark = [needs_horovod, pytest.mark.runs(*SAVED)]
 
 
 def pair(saved, restored):
-    """One layout restores what another one has saved: of 81 pairs 17 are in the quick suite."""
+    """One layout restores what another one has saved: of 100 pairs 19 are in the quick suite."""
     is_quick = saved in RESTORED[restored]
     marks = [] if is_quick else [pytest.mark.long]
     if not is_quick and restored != ALONE:
@@ -100,6 +101,22 @@ def test_a_restored_state_is_the_saved_one_to_the_last_bit(saved, restored, fold
 def test_losses_after_it_are_those_of_the_uninterrupted_run(saved, restored, ranks_of, losses_of):
     expected = ranks_of(run("save_and_restore", saved))[0]["after"]
     np.testing.assert_allclose(losses_of(saved, restored), expected, rtol=PARITY_LOSS)
+
+
+SUMS = [run("sums_over_rows", name) for name in (ALONE, "dp2@2x1+whole1", "dp2mp2@2x2+rows+whole1")]
+
+
+@each(SUMS[1:], SUMS[2:], lambda job: SUMS[:1])
+def test_sums_over_rows_are_those_of_one_process(run, ranks_of):
+    (alone,), (job, *_) = ranks_of(SUMS[0]), ranks_of(run)
+    path = ranks_of.folder / f"adafactor-{Run.of(run).layout.name}"
+    in_one_process = checkpoints.continued(checkpoints.new_trainer("adafactor"), path)
+    for found in (job["after"], job["restored"], in_one_process):
+        np.testing.assert_allclose(found, alone["after"], rtol=PARITY_LOSS)
+    expected = state_of(ranks_of.folder / f"adafactor-{ALONE}")
+    assert {n: x.shape for n, x in state_of(path).items()} == {
+        n: x.shape for n, x in expected.items()
+    }
 
 
 @each_layout

@@ -9,15 +9,23 @@ from tests.shared_runs import each
 
 SHARDED = [run for run in RUNS if Run.of(run).layout.level and Run.of(run).layout.stages == 1]
 WITHOUT_MESH = [run for run in SHARDED if Run.of(run).layout.model == 1]
+FLAT = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "flat"]
+WHOLE = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "whole"]
 
 
 @each(SHARDED, LONG)
 def test_a_rank_has_what_is_planned(run, ranks_of):
-    results = ranks_of(run)[0]
-    np.testing.assert_array_equal(results["measured"], results["planned"])
+    for results in ranks_of(run):
+        np.testing.assert_array_equal(results["measured"], results["planned"])
 
 
-@each(WITHOUT_MESH, LONG)
+@each(WHOLE, LONG)
+def test_whole_weights_are_spread_evenly(run, ranks_of):
+    states = [results["measured"][2] for results in ranks_of(run)]
+    assert max(states) <= 1.15 * np.mean(states)
+
+
+@each(FLAT, LONG)
 def test_a_rank_has_its_share_of_the_memory(run, ranks_of):
     network, layout = network_of(run), Run.of(run).layout
     results = ranks_of(run)[0]
@@ -40,7 +48,7 @@ def test_a_rank_sends_what_the_theory_says(run, ranks_of):
     layout = Run.of(run).layout
     elements = ranks_of(alone(run))[0]["bytes"] / 4
     times = 3 if layout.level == 3 else 2
-    sent = ranks_of(run)[0]["sent"] / (1 - 1 / layout.data)
+    sent = np.mean([results["sent"] for results in ranks_of(run)]) / (1 - 1 / layout.data)
     tables = elements if layout.level == 3 else 0
     assert sent <= 1.1 * times * elements
     assert sent >= times * elements - tables

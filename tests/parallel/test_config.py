@@ -44,6 +44,7 @@ DEFAULTS = {
         "expert_parallel": 1,
         "micro_batch_num": 1,
         "optimizer_shard": False,
+        "optimizer_shard_partition": "flat",
         "parallel_optimizer_threshold": 64,
         "parallel_optimizer_exclude": (),
         "gradient_accumulation_shard": False,
@@ -76,6 +77,7 @@ KINDS = {
         [("(",), ("bias", "*")],
     ),
     "type": (["float32", "float16", "bfloat16"], [None, 16, True], ["float64", "", "half"]),
+    "partition": (["flat", "whole"], [None, 1, True], ["flatten", ""]),
     "schedule": (["1f1b", "gpipe"], [None, 1, True], ["zigzag", ""]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
@@ -97,6 +99,7 @@ KIND_OF = {
     "capacity_factor": "positive",
     "aux_loss_factor": "non-negative",
     "optimizer_shard": "level",
+    "optimizer_shard_partition": "partition",
     "select": "parts",
     "parallel_rules": "rules",
 }

@@ -106,6 +106,7 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
         {"data_parallel": 8},
         {"optimizer_shard": 0},
         {"optimizer_shard": 3},
+        {"optimizer_shard": True, "optimizer_shard_partition": "whole"},
         {"recompute": TransformerRecomputeConfig(select=("norm",))},
         {"micro_batch_num": 4},
         {"pipeline_stage": 2, "micro_batch_num": 4},
@@ -116,6 +117,13 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
 )
 def test_what_is_carried_out(fields):
     validators.check_supported(TransformerOpParallelConfig(**fields))
+
+
+@pytest.mark.parametrize("level", [False, 3])
+def test_levels_at_which_no_rank_could_own_a_weight_are_refused(level):
+    config = TransformerOpParallelConfig(optimizer_shard_partition="whole", optimizer_shard=level)
+    with pytest.raises(ValueError, match=f"'whole'.*={level}, as .*: set optimizer_shard=1 or 2"):
+        validators.check_supported(config)
 
 
 @pytest.mark.parametrize(

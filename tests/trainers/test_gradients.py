@@ -75,7 +75,7 @@ def test_scale_keeps_rows_as_rows():
 
 def test_alone_nothing_is_reduced_and_rows_are_summed():
     dense, sparse = tf.constant([1.0, -2.0]), rows([[1.0, 2.0], [3.0, 4.0]], [1, 1], 3)
-    reduced = grads.reduce([dense, sparse], [[0, 1]], [False, False])
+    reduced = grads.reduce([dense, sparse], [[0, 1]], [None, None])
     np.testing.assert_array_equal(reduced[0], dense)
     np.testing.assert_array_equal(reduced[1], [[0, 0], [4, 6], [0, 0]])
     sums = {"loss": tf.constant(2.0), "count": tf.constant(3.0)}

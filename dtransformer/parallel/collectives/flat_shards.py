@@ -1,33 +1,24 @@
 """Tensors as flat shards over a group of ranks, one shard a rank.
 
 A tensor of n elements is flattened, padded with zeros and divided into d shards of ⌈n/d⌉
-elements; shard i is that of the rank at position i. Several tensors travel in one collective.
-Unlike the public collectives, these do not compare the ranks' calls: ranks may trace their
-steps at different times, for batches of different shapes.
+elements, or as a `Division` says; shard i is that of the rank at position i. Several tensors
+travel in one collective. Unlike the public collectives, these do not compare the ranks' calls:
+ranks may trace their steps at different times, for batches of different shapes.
 """
 
 import math
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.process_groups import Group
-
-
-def shard_size(num_elements: int, num_shards: int) -> int:
-    """Return the number of elements of each shard, padding included.
-
-    Example:
-
-    >>> shard_size(10, 4)
-    3
-    """
-    return -(-num_elements // num_shards)
 
 
 def to_shards(x: tf.Tensor, num_shards: int) -> tf.Tensor:
     """Return the shards of a tensor of known shape, [d, ⌈n/d⌉]."""
-    size = shard_size(math.prod(x.shape), num_shards)
+    size = Division.even(math.prod(x.shape), num_shards).sizes[0]
     padding = size * num_shards - math.prod(x.shape)
     flat = tf.reshape(x, [-1])
     return tf.reshape(tf.pad(flat, [[0, padding]]) if padding else flat, [num_shards, size])
@@ -40,21 +31,22 @@ def from_shards(shards: tf.Tensor, shape: tuple) -> tf.Tensor:
     return tf.reshape(flat if flat.shape[0] == num_elements else flat[:num_elements], shape)
 
 
-def own_range(size: int, group: Group) -> tuple:
-    """Return (start, stop) of this rank's shard of `size` elements in the flat tensor."""
-    return group.index * size, (group.index + 1) * size
-
-
-def own_shard(x: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return this rank's shard of a tensor of known shape, [⌈n/d⌉]."""
-    size = shard_size(math.prod(x.shape), group.size)
-    start, stop = own_range(size, group)
+def own_shard(x: tf.Tensor, group: Group, division: Division | None = None) -> tf.Tensor:
+    """Return this rank's shard of a tensor of known shape, flat; by default [⌈n/d⌉]."""
+    division = division or Division.even(math.prod(x.shape), group.size)
+    start, stop = division.range_of(group.index)
     shard = tf.reshape(x, [-1])[start:stop]
-    missing = size - max(min(size, math.prod(x.shape) - start), 0)
+    missing = stop - start - max(min(stop, math.prod(x.shape)) - start, 0)
     return tf.pad(shard, [[0, missing]]) if missing else shard
 
 
-def reduce_scatter(tensors: list, group: Group, name: str, dtype: str | None = None) -> list:
+def reduce_scatter(
+    tensors: list,
+    group: Group,
+    name: str,
+    dtype: str | None = None,
+    divisions: Sequence[Division] | None = None,
+) -> list:
     """Return this rank's shards of the tensors' sums over the group, by one collective.
 
     Args:
@@ -63,29 +55,53 @@ def reduce_scatter(tensors: list, group: Group, name: str, dtype: str | None = N
         name: name of the collective, the same on every rank.
         dtype: name of the type that travels, by default the tensors' own. On CPUs sums of
             16-bit types are computed in float32.
+        divisions: for each tensor its `Division`; None where all are even.
 
     Returns:
-        A list of tensors [⌈n/d⌉], of the tensors' type.
+        A list of flat tensors, by default [⌈n/d⌉], of the tensors' type.
     """
-    sizes = [shard_size(math.prod(x.shape), group.size) for x in tensors]
-    packed = _concat([to_shards(tf.cast(x, dtype or x.dtype), group.size) for x in tensors], 1)
-    total = transport.reduce_scatter(packed, group, name, tensors[0].dtype)
+    sent, own_dtype = [tf.cast(x, dtype or x.dtype) for x in tensors], tensors[0].dtype
+    if _are_even(divisions):
+        shards = [to_shards(x, group.size) for x in sent]
+        sizes = [shard.shape[1] for shard in shards]
+        total = transport.reduce_scatter(_concat(shards, 1), group, name, own_dtype)
+    else:
+        sizes = [division.sizes[group.index] for division in divisions]
+        sections = [
+            _concat([tf.reshape(x, [-1])[slice(*d.range_of(i))] for x, d in zip(sent, divisions)])
+            for i in range(group.size)
+        ]
+        total = transport.reduce_scatter_sections(sections, group, name, own_dtype)
     return tf.split(total, sizes) if len(sizes) > 1 else [total]
 
 
-def all_gather(shards: list, shapes: list, group: Group, name: str) -> list:
+def all_gather(
+    shards: list,
+    shapes: list,
+    group: Group,
+    name: str,
+    divisions: Sequence[Division] | None = None,
+) -> list:
     """Return the tensors that the ranks hold shards of, by one collective.
 
     Args:
-        shards: list of tensors [⌈n/d⌉], of one type.
+        shards: list of flat tensors, by default [⌈n/d⌉], of one type.
         shapes: list of the tensors' shapes.
         group: a `Group`.
         name: name of the collective, the same on every rank.
+        divisions: as of `reduce_scatter`.
     """
-    sizes = [shard.shape[0] for shard in shards]
-    packed = transport.all_gather(_concat(shards, 0), group, name)
-    everyone = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
-    return [from_shards(shards, shape) for shards, shape in zip(everyone, shapes)]
+    if _are_even(divisions):
+        sizes = [shard.shape[0] for shard in shards]
+        packed = transport.all_gather(_concat(shards), group, name)
+        everyone = tf.split(packed, sizes, axis=1) if len(sizes) > 1 else [packed]
+        return [from_shards(shards, shape) for shards, shape in zip(everyone, shapes)]
+    of_each = list(zip(*[division.sizes for division in divisions]))  # position -> sizes
+    sections = transport.all_gather_sections(
+        _concat(shards), [sum(sizes) for sizes in of_each], group, name
+    )
+    everyone = [tf.split(section, sizes) for section, sizes in zip(sections, of_each)]
+    return [from_shards(tf.concat(parts, 0), shape) for parts, shape in zip(zip(*everyone), shapes)]
 
 
 def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None) -> list:
@@ -98,5 +114,9 @@ def all_reduce(tensors: list, group: Group, name: str, dtype: str | None = None)
     return [tf.cast(total, x.dtype) for total, x in zip(sums, tensors)]
 
 
-def _concat(tensors, axis):
+def _are_even(divisions):
+    return divisions is None or all(division.is_even for division in divisions)
+
+
+def _concat(tensors, axis=0):
     return tf.concat(tensors, axis) if len(tensors) > 1 else tensors[0]

@@ -10,7 +10,8 @@ the ranks are not compared: that is what `call` does for the public collectives.
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel import job, trace
+from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.process_groups import Group
 
@@ -72,7 +73,7 @@ def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
         return x[None]
     is_root = group.index == root
     splits = [int(rank == group.ranks[root]) for rank in sorted(group.ranks)]
-    rows = _move("alltoall", x[None], group, name, splits=splits)
+    rows, _ = _move("alltoall", x[None], group, name, splits=splits)
     rows.set_shape([group.size if is_root else 0, *x.shape])
     return _from_rank_order(rows, group) if is_root else rows
 
@@ -82,7 +83,7 @@ def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return rows[0]
     splits = [int(group.index == root)] * group.size  # the others send nothing
-    received = _move("alltoall", _to_rank_order(rows, group), group, name, splits=splits)
+    received, _ = _move("alltoall", _to_rank_order(rows, group), group, name, splits=splits)
     received.set_shape([1, *rows.shape[1:]])
     return received[0]
 
@@ -99,7 +100,7 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
         return x
     hvd = job.horovod()
     y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
-    y = hvd.allreduce(y, op=getattr(hvd, op), name=name, process_set=group.process_set)
+    y = hvd.allreduce(y, op=getattr(hvd, op), **_key(group, name))
     return tf.cast(y, x.dtype)
 
 
@@ -109,7 +110,7 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
         return tensors
     hvd, dtype = job.horovod(), tensors[0].dtype
     sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
-    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, name=name, process_set=group.process_set)
+    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
     return [tf.cast(total, dtype) for total in sums]
 
 
@@ -130,7 +131,7 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
         total = rows[0]
     elif device_type() == "GPU" and own not in _REDUCED_AS:
         hvd, sent = job.horovod(), _to_rank_order(rows, group)
-        total = hvd.reducescatter(sent, op=hvd.Sum, name=name, process_set=group.process_set)
+        total = hvd.reducescatter(sent, op=hvd.Sum, **_key(group, name))
         total.set_shape([1, *rows.shape[1:]])
         total = total[0]
     else:
@@ -138,21 +139,78 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     return tf.cast(total, own if dtype is None else dtype)
 
 
+def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None) -> tf.Tensor:
+    """Return the sum of the ranks' section that has this rank's position.
+
+    Each rank sends every other one that one's section and nothing else, whatever their sizes.
+
+    Args:
+        sections: list of d tensors [nᵢ], of the same shapes and one type on every rank.
+        group, name: as of `broadcast`.
+        dtype: type of the result, by default that of the sections.
+    """
+    own = sections[0].dtype.name
+    if group.size == 1:
+        return tf.cast(sections[0], own if dtype is None else dtype)
+    order = _rank_order(group)
+    splits = [sections[i].shape[0] for i in order]
+    packed = tf.concat([sections[i] for i in order], 0)
+    received, received_splits = _move("alltoall", packed, group, name, splits=splits)
+    # Of a rank without a section the result is empty: TensorFlow would not compute it.
+    received = tied(received, received_splits)
+    rows = tf.reshape(received, [group.size, sections[group.index].shape[0]])
+    total = tf.reduce_sum(tf.cast(rows, _ADDED_AS.get(own, own)), 0)
+    return tf.cast(total, own if dtype is None else dtype)
+
+
+def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str) -> list:
+    """Return the tensors [nᵢ] of all ranks, a list in the group's order.
+
+    Args:
+        x: a tensor [n] of one type on every rank.
+        sizes: n of each position.
+        group, name: as of `broadcast`.
+    """
+    if group.size == 1:
+        return [x]
+    if not sizes[group.index]:  # nothing is a constant, which TensorFlow computes beforehand
+        x = never_constant(tf.zeros([1], x.dtype))
+    order, sent = _rank_order(group), [max(size, 1) for size in sizes]
+    everyone = _move("allgather", x, group, name)
+    everyone.set_shape([sum(sent)])
+    parts = tf.split(everyone, [sent[i] for i in order])
+    return [parts[order.index(i)][: sizes[i]] for i in range(group.size)]
+
+
 def _move(operation, x, group, name, **options):
-    """Return what a Horovod operation that adds nothing makes of a tensor of any type."""
+    """Return what a Horovod operation that adds nothing makes of a tensor of any type.
+
+    With `splits` these are two tensors: what is received, and how much from each rank.
+    """
     bits = _MOVED_AS.get(x.dtype.name)
     sent = tf.bitcast(x, bits) if bits else x
     operation = getattr(job.horovod(), operation)
-    received = operation(sent, name=name, process_set=group.process_set, **options)
-    received = received[0] if "splits" in options else received
-    return tf.bitcast(received, x.dtype) if bits else received
+    received = operation(sent, **_key(group, name), **options)
+    received, *splits = received if "splits" in options else [received]
+    received = tf.bitcast(received, x.dtype) if bits else received
+    return (received, *splits) if splits else received
+
+
+def _key(group, name):
+    """Return what Horovod pairs the ranks' operations by."""
+    is_global = trace.current().names_are_global
+    return {"name": name, "process_set": group.process_set, "ignore_name_scope": is_global}
 
 
 # Horovod's order of a group's rows is that of the ranks' numbers.
 
 
+def _rank_order(group):
+    return [group.ranks.index(rank) for rank in sorted(group.ranks)]
+
+
 def _to_rank_order(rows, group):
-    return _take(rows, [group.ranks.index(rank) for rank in sorted(group.ranks)])
+    return _take(rows, _rank_order(group))
 
 
 def _from_rank_order(rows, group):

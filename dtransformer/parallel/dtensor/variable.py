@@ -184,21 +184,52 @@ def all_gather_shards(variable: MeshVariable, shards: list[np.ndarray]) -> np.nd
     Returns:
         A NumPy array of the variable's shape.
     """
-    group, mesh = job.model_parallel_group(), job.mesh()
-    of_ranks = np.stack(shards)[None]  # [ranks, shards, ...]
-    if group.size > 1 and any(variable.specs):
-        name = f"gather.{variable.path}"
-        of_ranks = transport.all_gather(tf.constant(of_ranks[0]), group, name).numpy()
-    value = np.empty(variable.shape, of_ranks.dtype)
-    num_local = mesh.num_local_devices()
-    for rank, of_rank in enumerate(of_ranks):
+    with tf.device("CPU:0"):
+        flat = tf.constant(np.concatenate([np.reshape(shard, [-1]) for shard in shards]))
+        return unshard([variable], [flat], f"gather.{variable.path}")[0].numpy()
+
+
+def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Put full values together from what each rank of the mesh holds, by one collective.
+
+    Args:
+        variables: list of `MeshVariable`s.
+        shards: for each one tensor with this rank's shards, flattened, one after the other; all
+            of one type.
+        name: name of the collective, the same on every rank of the mesh.
+
+    Returns:
+        A list of tensors of the variables' shapes.
+    """
+    group = job.model_parallel_group()
+    sharded = [i for i, variable in enumerate(variables) if any(variable.specs)]
+    of_ranks = [[shard] for shard in shards]  # those of all ranks
+    if group.size > 1 and sharded:
+        packed = transport.all_gather(tf.concat([shards[i] for i in sharded], 0), group, name)
+        parts = tf.split(packed, [shards[i].shape[0] for i in sharded], axis=1)
+        for i, rows in zip(sharded, parts):
+            of_ranks[i] = tf.unstack(rows)
+    return [_assemble(variable, own) for variable, own in zip(variables, of_ranks)]
+
+
+def _assemble(variable, of_ranks):
+    """Return the full value of the flattened shards that each rank of the mesh has of it."""
+    mesh = job.mesh()
+    num_local, blocks = mesh.num_local_devices(), {}
+    for rank, flat in enumerate(of_ranks):
         ids = range(rank * num_local, (rank + 1) * num_local)
         if len(of_ranks) == 1:
             ids = mesh.local_device_ids()
-        distinct = dict.fromkeys(bounds_of(variable.shape, variable.specs, ids))
-        for bounds, shard in zip(distinct, of_rank):
-            value[bounds.slices] = shard
-    return value
+        distinct = list(dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)))
+        shards = tf.split(flat, len(distinct))
+        for bounds, shard in zip(distinct, shards):
+            blocks[tuple(bounds)] = tf.reshape(shard, [stop - start for start, stop in bounds])
+    for axis in reversed(range(len(variable.shape))):  # blocks that differ there alone are joined
+        rows = {}
+        for bounds in sorted(blocks):
+            rows.setdefault(bounds[:axis], []).append(blocks[bounds])
+        blocks = {key: tf.concat(row, axis) for key, row in rows.items()}
+    return blocks[()]
 
 
 def specs_of(variable: keras.Variable) -> tuple[str | None, ...]:

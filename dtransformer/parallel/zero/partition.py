@@ -1,7 +1,9 @@
 """Which ranks of the data-parallel group update which part of a weight: the plan, and its table.
 
-Each weight is flattened, padded and divided into one shard a rank; see
-`collectives.flat_shards`. Small weights, and those that the config excludes, are replicated.
+There are two kinds. Flat: each weight is flattened, padded and divided into one shard a rank. Whole:
+each weight has one rank that updates all of it, so that any optimizer can; weights are given to
+ranks one by one, the largest first, each to the rank that has least. Small weights, and those that
+the config excludes, are replicated.
 
 Reference: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", arXiv 1910.02054.
@@ -9,9 +11,9 @@ Parameter Models", arXiv 1910.02054.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 
@@ -19,23 +21,24 @@ LEVELS = ("nothing", "optimizer states", "states and gradients", "states, gradie
 
 
 @dataclasses.dataclass(frozen=True)
-class ParameterPartition:
-    """One weight of the plan.
+class Parameter:
+    """What a rank stores of a weight that is trained.
 
     Args:
         path: its path in the network.
         shape: shape of what this rank's model-parallel shard of it is; the full shape
             without model parallelism.
         item_bytes: bytes of an element.
-        num_shards: number of shards over the data-parallel group; 1 where it is replicated.
-        why_replicated: why it is replicated; "" where it is sharded.
+        has_constraint: whether Keras projects it after every update.
+        updates: number of elements that are updated where it is made whole over the mesh for
+            that, counted for the first of a weight's shards; None for those of `shape`.
     """
 
     path: str
     shape: tuple[int, ...]
     item_bytes: int
-    num_shards: int
-    why_replicated: str = ""
+    has_constraint: bool = False
+    updates: int | None = None
 
     @property
     def num_elements(self) -> int:
@@ -43,9 +46,45 @@ class ParameterPartition:
         return math.prod(self.shape)
 
     @property
-    def shard_elements(self) -> int:
-        """The number of elements that each rank updates, padding included."""
-        return flat_shards.shard_size(self.num_elements, self.num_shards)
+    def updated_bytes(self) -> int:
+        """The bytes that are updated together."""
+        elements = self.num_elements if self.updates is None else self.updates
+        return elements * self.item_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterPartition(Parameter):
+    """One weight of the plan.
+
+    Args:
+        division: how its elements are divided over the data-parallel group; None where it
+            is replicated.
+        why_replicated: why it is replicated; "" where it is sharded.
+    """
+
+    division: Division | None = None
+    why_replicated: str = ""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that have some of it for themselves; 1 where it is replicated."""
+        return 1 if self.division is None else sum(map(bool, self.division.sizes))
+
+    def shard_elements(self, index: int) -> int:
+        """The number of elements of the shard of one position, padding included."""
+        return self.num_elements if self.division is None else self.division.sizes[index]
+
+    def updated_elements(self, index: int) -> int:
+        """The number of elements that one position updates, padding included."""
+        elements = self.shard_elements(index)
+        return elements if self.updates is None else self.updates * bool(elements)
+
+    def held_by(self, num_ranks: int) -> str:
+        """Return who updates it, for the table."""
+        if self.division is None:
+            return f"each of {num_ranks}"
+        owners = [index for index, size in enumerate(self.division.sizes) if size]
+        return f"rank {owners[0]}" if len(owners) == 1 else f"a part each of {len(owners)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,38 +93,56 @@ class Partition:
 
     Args:
         level: 0 to 3, as `TransformerOpParallelConfig.optimizer_shard`.
+        kind: `"flat"` or `"whole"`, as `optimizer_shard_partition`.
         num_shards: number of ranks of the data-parallel group.
         parameters: tuple of `ParameterPartition`s.
+        index: this rank's position in the group.
     """
 
     level: int
+    kind: str
     num_shards: int
     parameters: tuple[ParameterPartition, ...]
+    index: int = 0
 
     @classmethod
     def of(
         cls,
-        weights: Iterable[tuple[str, tuple[int, ...], int, bool]],
+        weights: Iterable[Parameter],
         config: TransformerOpParallelConfig,
         num_shards: int,
+        index: int = 0,
     ) -> "Partition":
         """Return the plan of a list of weights.
 
         Args:
-            weights: list of (path, shape, bytes of an element, whether it has a constraint).
+            weights: list of `Parameter`s.
             config: a `TransformerOpParallelConfig`.
             num_shards: number of ranks of the data-parallel group.
+            index: this rank's position in it.
         """
+        weights = list(weights)
         level = int(config.optimizer_shard) if num_shards > 1 else 0
+        kind = config.optimizer_shard_partition
+        whys = ["not asked for" if num_shards > 1 else "one rank"] * len(weights)
+        if level:
+            whys = [
+                config.why_replicated(one.path, one.shape, one.item_bytes, one.has_constraint)
+                for one in weights
+            ]
+        if kind == "whole" and level:
+            whys = _with_work_for_all(weights, whys, num_shards)
+        owners = owners_of([one for one, why in zip(weights, whys) if not why], num_shards)
         parameters = []
-        for path, shape, item_bytes, has_constraint in weights:
-            why = "not asked for" if num_shards > 1 else "one rank"
-            if level:
-                why = config.why_replicated(path, shape, item_bytes, has_constraint)
-            parameters.append(
-                ParameterPartition(path, tuple(shape), item_bytes, 1 if why else num_shards, why)
-            )
-        return cls(level, num_shards, tuple(parameters))
+        for one, why in zip(weights, whys):
+            division = None
+            if not why and kind == "whole":
+                division = Division.whole(one.num_elements, num_shards, owners[one.path])
+            elif not why:
+                division = Division.even(one.num_elements, num_shards)
+            fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+            parameters.append(ParameterPartition(**fields, division=division, why_replicated=why))
+        return cls(level, kind, num_shards, tuple(parameters), index)
 
     @property
     def num_elements(self) -> int:
@@ -93,21 +150,78 @@ class Partition:
         return sum(parameter.num_elements for parameter in self.parameters)
 
     @property
-    def shard_elements(self) -> int:
-        """The number of elements that each rank updates, padding included."""
-        return sum(parameter.shard_elements for parameter in self.parameters)
+    def updated_elements(self) -> tuple[int, ...]:
+        """For each position the number of elements that it updates, padding included."""
+        return tuple(
+            sum(parameter.updated_elements(index) for parameter in self.parameters)
+            for index in range(self.num_shards)
+        )
+
+    @property
+    def balance(self) -> float:
+        """The largest number of bytes that a rank updates, over the mean of all ranks."""
+        of_each = [
+            sum(one.updated_elements(index) * one.item_bytes for one in self.parameters)
+            for index in range(self.num_shards)
+        ]
+        return max(of_each) * len(of_each) / max(sum(of_each), 1)
 
     def __str__(self):
-        lines = [("weight", "shape", "shards", "elements updated by a rank", "replicated because")]
+        lines = [("weight", "shape", "updated by", "elements", "replicated because")]
         for one in self.parameters:
             shape = "×".join(map(str, one.shape)) or "scalar"
-            updated = f"{one.shard_elements:,}"
-            lines.append((one.path, shape, str(one.num_shards), updated, one.why_replicated))
-        text = columns(lines, right=(2, 3))
+            updated = max(one.updated_elements(index) for index in range(self.num_shards))
+            who = one.held_by(self.num_shards)
+            lines.append((one.path, shape, who, f"{updated:,}", one.why_replicated))
+        text = columns(lines, right=(3,))
         text.append(text[1])
+        numbers = [f"{number:,}" for number in self.updated_elements]
+        each = f"each updates {numbers[0]}"
+        if self.kind == "whole":
+            each = (
+                f"they update {', '.join(numbers)}: the most is {self.balance:.2f} times the mean"
+            )
         text.append(
-            f"Optimizer sharding, level {self.level}: {LEVELS[self.level]} are sharded over "
-            f"{self.num_shards} ranks; of {self.num_elements:,} elements each updates "
-            f"{self.shard_elements:,}"
+            f"Optimizer sharding, level {self.level}, {self.kind}: {LEVELS[self.level]} are sharded "
+            f"over {self.num_shards} ranks; of {self.num_elements:,} elements {each}"
         )
         return "\n".join(text)
+
+
+def owners_of(weights: Sequence[Parameter], num_ranks: int) -> dict[str, int]:
+    """Return which rank updates each weight, by its path: the same on all ranks.
+
+    The largest comes first, and goes to the rank with the fewest bytes so far: no rank then has
+    more than 4/3 of the least that is possible (Graham, 1969).
+
+    Args:
+        weights: list of `Parameter`s; those of one path, its shards, stay together.
+        num_ranks: number of ranks.
+
+    Example:
+
+    >>> sizes = {"table": 600, "kernel": 400, "bias": 4, "output": 500}
+    >>> owners_of([Parameter(path, (size,), 4) for path, size in sizes.items()], 2)
+    {'table': 0, 'output': 1, 'kernel': 1, 'bias': 0}
+    """
+    sizes, loads, owners = _bytes_by_path(weights), [0] * num_ranks, {}
+    for path in sorted(sizes, key=sizes.get, reverse=True):  # ties in the weights' order
+        owners[path] = loads.index(min(loads))
+        loads[owners[path]] += sizes[path]
+    return owners
+
+
+def _bytes_by_path(weights):
+    sizes = {}
+    for one in weights:
+        sizes[one.path] = sizes.get(one.path, 0) + one.updated_bytes
+    return sizes
+
+
+def _with_work_for_all(weights, whys, num_ranks):
+    """Return why weights are replicated; the smallest one, where a rank would update none."""
+    sizes = _bytes_by_path(weights)
+    if any(whys) or not 0 < len(sizes) < num_ranks:
+        return whys
+    smallest = min(sizes, key=sizes.get)
+    return ["fewer weights than ranks" if one.path == smallest else "" for one in weights]

@@ -1,5 +1,6 @@
 """Weights of which each rank of the data-parallel group holds a flat shard."""
 
+import math
 from collections.abc import Callable
 
 import keras
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.sharded_variable import (
     ShardBounds,
     ShardedVariable,
@@ -37,7 +39,8 @@ class FlatShardedVariable(ShardedVariable):
 
     @property
     def shard_bounds(self) -> list[ShardBounds]:
-        own = flat_shards.own_range(self.shards[0].shape[0], job.data_parallel_group())
+        group = job.data_parallel_group()
+        own = Division.even(math.prod(self.shape), group.size).range_of(group.index)
         return [(full_bounds(self.shape), own)]
 
     def _direct_assign(self, value):

@@ -27,6 +27,7 @@ CHAIN = (
     "mp2pp2m2-1f1b@2x2+rows",
     "dp2@2x1+shard3",
     "dp2@2x1+shard1",
+    "dp2@2x1+whole2",
 )
 ALONE = CHAIN[0]
 # What a layout restores, besides all the others in the long suite.
@@ -64,7 +65,7 @@ def new_trainer(network=NETWORK, seed=SEED):
 
 def losses(trainer, begin, number):
     """Train on some batches, all of one shape; return the losses of the steps."""
-    of_all = batches(2 * (begin + number), 61, seed=0)[2 * begin :: 2]
+    of_all = batches(2 * (begin + number), trainer.network.vocab_size, seed=0)[2 * begin :: 2]
     data = replica_share(of_all, EVEN[0])
     data = data.apply(tf.data.experimental.assert_cardinality(number))
     record = Record()
@@ -101,6 +102,24 @@ def restore_the_others(folder, layout):
     trainer, name = new_trainer(seed=OTHER_SEED), layout.name
     others = [saved for saved in CHAIN if saved not in RESTORED[name]]
     return {"restored": {saved: restore(trainer, folder, saved, name) for saved in others}}
+
+
+def sums_over_rows(folder, layout):
+    """As `save_and_restore`, with states that have not their weights' shapes, and one process'."""
+    own, alone = (pathlib.Path(folder) / f"adafactor-{name}" for name in (layout.name, ALONE))
+    trainer = new_trainer("adafactor")
+    losses(trainer, 0, STEPS_BEFORE)
+    trainer.save(own)
+    after = losses(trainer, STEPS_BEFORE, STEPS_AFTER)
+    if own == alone:
+        return {"after": after}
+    return {"after": after, "restored": continued(trainer, alone)}
+
+
+def continued(trainer, path):
+    """Return the losses of a trainer that goes on from a checkpoint."""
+    assert trainer.restore(path).step == STEPS_BEFORE
+    return losses(trainer, STEPS_BEFORE, STEPS_AFTER)
 
 
 def shuffled_data():
@@ -151,4 +170,6 @@ def resume(folder, layout):
     return found
 
 
-TASKS = {task.__name__: task for task in (save_and_restore, restore_the_others, resume)}
+TASKS = {
+    task.__name__: task for task in (save_and_restore, restore_the_others, sums_over_rows, resume)
+}

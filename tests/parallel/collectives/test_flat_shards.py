@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.process_groups import Group
 
@@ -18,8 +19,8 @@ SHAPES = [(), (1,), (7,), (8,), (3, 5), (2, 3, 4)]
 def test_shards_of_all_ranks_are_the_tensor(shape, num_shards):
     x = np.random.default_rng(0).standard_normal(shape).astype("float32")
     shards = flat_shards.to_shards(tf.constant(x), num_shards)
-    size = flat_shards.shard_size(math.prod(shape), num_shards)
-    assert shards.shape == (num_shards, size)
+    division = Division.even(math.prod(shape), num_shards)
+    assert shards.shape == (num_shards, division.sizes[0]) and division.is_even
     np.testing.assert_array_equal(flat_shards.from_shards(shards, shape), x)
     assert np.abs(shards).sum() == pytest.approx(np.abs(x).sum(), 1e-5), "padded with zeros"
     for index in range(num_shards):
@@ -28,8 +29,17 @@ def test_shards_of_all_ranks_are_the_tensor(shape, num_shards):
 
 
 def test_shards_are_as_small_as_can_be():
-    sizes = [flat_shards.shard_size(n, d) for n, d in ((12, 4), (13, 4), (1, 4), (0, 4), (9, 1))]
-    assert sizes == [3, 4, 1, 0, 9]
+    of = [Division.even(n, d).sizes[0] for n, d in ((12, 4), (13, 4), (1, 4), (0, 4), (9, 1))]
+    assert of == [3, 4, 1, 0, 9]
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_what_one_rank_owns_is_nothing_to_the_others(owner):
+    division, x = Division.whole(6, 3, owner), tf.reshape(tf.range(6.0), [2, 3])
+    for index in range(3):
+        own = flat_shards.own_shard(x, Group((0, 1, 2), index), division)
+        np.testing.assert_array_equal(own, range(6) if index == owner else [])
+    assert [division.range_of(i)[1] for i in range(3)] == [6 * (i >= owner) for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -6,49 +6,96 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.zero.flat_parameter import FlatParameter
-from dtransformer.parallel.zero.partition import Partition
+from dtransformer.parallel.zero.held_parameter import HeldParameter
+from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.loss_scale import LossScale
-from dtransformer.trainers.sharded_optimizer import ShardedOptimizer, check_elementwise
+from dtransformer.trainers.optimizer_checks import check_elementwise, check_shards
+from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 
 WEIGHTS = [
-    ("encoder/kernel", (512, 100), 4, False),
-    ("encoder/bias", (100,), 4, False),
-    ("decoder/kernel", (333, 101), 4, False),
-    ("decoder/limited", (512, 512), 4, True),
-    ("head/kernel", (64, 1000), 4, False),
+    Parameter("encoder/kernel", (512, 100), 4),
+    Parameter("encoder/bias", (100,), 4),
+    Parameter("decoder/kernel", (333, 101), 4),
+    Parameter("decoder/limited", (512, 512), 4, has_constraint=True),
+    Parameter("head/kernel", (64, 1000), 4),
 ]
+WHOLE = {"optimizer_shard_partition": "whole", "optimizer_shard": 2}
 
 
-def plan(num_shards=4, **fields):
-    return Partition.of(WEIGHTS, TransformerOpParallelConfig(**fields), num_shards)
+def plan(num_shards=4, weights=WEIGHTS, **fields):
+    return Partition.of(weights, TransformerOpParallelConfig(**fields), num_shards)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_the_plan(level):
+def test_the_flat_plan(level):
     found = plan(optimizer_shard=level, parallel_optimizer_exclude=("^head/",))
     assert [one.num_shards for one in found.parameters] == [4, 1, 4, 1, 1]
     whys = [one.why_replicated for one in found.parameters]
     assert whys == ["", "less than 64 KB", "", "its constraint needs the whole", "excluded"]
     elements = [12_800, 100, 8_409, 262_144, 64_000]  # 333 · 101 / 4 = 8408.25
-    assert [one.shard_elements for one in found.parameters] == elements
-    assert found.shard_elements == sum(elements)
+    for index in range(4):
+        assert [one.updated_elements(index) for one in found.parameters] == elements
+    assert found.updated_elements == (sum(elements),) * 4
     assert found.num_elements == 51_200 + 100 + 33_633 + 262_144 + 64_000
-    assert found.level == level
+    assert (found.level, found.balance) == (level, 1)
+
+
+# Number of ranks -> who owns the weights of more than 64 KB: the largest first, to who has least.
+OWNERS = {
+    2: ([1, None, 1, 0, 1], (262_244, 148_933)),
+    3: ([2, None, 2, 0, 1], (262_244, 64_100, 84_933)),
+    4: ([2, None, 3, 0, 1], (262_244, 64_100, 51_300, 33_733)),
+}
+
+
+@pytest.mark.parametrize("num_ranks", OWNERS)
+def test_the_plan_of_whole_weights(num_ranks):
+    owners, elements = OWNERS[num_ranks]
+    found = plan(num_ranks, **WHOLE)
+    of = [one.division.sizes if one.division else None for one in found.parameters]
+    assert [sizes and sizes.index(max(sizes)) for sizes in of] == owners
+    assert all(sum(map(bool, sizes)) == 1 for sizes in of if sizes)
+    assert found.updated_elements == elements
+    assert found.balance == pytest.approx(max(elements) * num_ranks / sum(elements))
+
+
+def test_shards_of_one_weight_have_one_owner_and_count_as_what_is_made_whole():
+    weights = [
+        Parameter("table", (10, 3), 4, updates=57),
+        Parameter("table", (10, 3), 4, updates=0),
+        Parameter("kernel", (100,), 4),
+        Parameter("bias", (9,), 4),
+    ]
+    found = plan(2, weights, **WHOLE, parallel_optimizer_threshold=0)
+    assert [one.division.sizes for one in found.parameters] == [(0, 30), (0, 30), (100, 0), (0, 9)]
+    assert found.updated_elements == (100, 66)
+
+
+def test_each_rank_has_a_weight_to_update():
+    weights = [Parameter(name, (size,), 4) for name, size in (("a", 9), ("b", 2), ("c", 5))]
+    found = plan(4, weights, **WHOLE, parallel_optimizer_threshold=0)
+    assert [one.why_replicated for one in found.parameters] == ["", "fewer weights than ranks", ""]
+    assert found.updated_elements == (11, 7, 2, 2)
 
 
 def test_without_ranks_or_a_level_nothing_is_sharded():
-    for found in (plan(), plan(num_shards=1, optimizer_shard=3)):
+    for found in (plan(), plan(num_shards=1, optimizer_shard=3), plan(num_shards=1, **WHOLE)):
         assert found.level == 0
-        assert found.shard_elements == found.num_elements
+        assert set(found.updated_elements) == {found.num_elements}
 
 
 def test_the_plan_is_printed():
     text = str(plan(optimizer_shard=2, parallel_optimizer_threshold=0))
-    assert "encoder/kernel 512×100 4 12,800" in " ".join(text.split())
+    assert "encoder/kernel 512×100 a part each of 4 12,800" in " ".join(text.split())
     assert "its constraint needs the whole" in text
-    assert "level 2: states and gradients are sharded over 4 ranks" in text
+    assert "level 2, flat: states and gradients are sharded over 4 ranks" in text
+
+
+def test_the_plan_of_whole_weights_is_printed():
+    text = " ".join(str(plan(num_shards=2, **WHOLE)).split())
+    assert "decoder/kernel 333×101 rank 1 33,633" in text
+    assert "encoder/bias 100 each of 2 100 less than 64 KB" in text
+    assert text.endswith("they update 262,244, 148,933: the most is 1.28 times the mean")
 
 
 OPTIMIZERS = {
@@ -77,7 +124,7 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
         optimizer.apply([tf.constant(gradient)], [full])
 
     owners = [keras.Variable(start, name="kernel"), keras.Variable(start, name="bias")]
-    flat = [FlatParameter(owner, 10) for owner in owners]
+    flat = [HeldParameter(owner, (10,)) for owner in owners]
     sharded = OPTIMIZERS[name]()
     sharded.exclude_from_weight_decay(var_names=["bias"])
     sharded.build(flat)
@@ -99,10 +146,43 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
         assert np.abs(halves[1] - expected).max() > 1e-3, "the bias does not decay"
 
 
+WHOLE_WEIGHTS = {
+    "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.1),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01, weight_decay=0.1),
+    "muon": lambda: keras.optimizers.Muon(0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_WEIGHTS)
+def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((5, 4)).astype("float32")
+    full = keras.Variable(start, name="kernel")
+    held = HeldParameter(keras.Variable(start, name="kernel"), start.shape)
+    plain, handed, value = WHOLE_WEIGHTS[name](), WHOLE_WEIGHTS[name](), tf.constant(start)
+    handed.build([held])
+    for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
+        plain.apply([gradient], [full])
+        held.hold(value)
+        handed.apply([gradient], [held])
+        value = held.release()
+    np.testing.assert_allclose(value, full.numpy(), rtol=1e-6)
+
+
+def test_an_optimizer_that_begins_with_the_weights_is_refused_where_it_has_shards():
+    held = HeldParameter(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
+    with pytest.raises(ValueError, match="reads kernel outside of an update.*partition='whole'"):
+        keras.optimizers.ScheduleFreeAdamW().build([held])
+
+
+@pytest.mark.parametrize("fields", [{"use_ema": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_what_is_not_done_for_parts_of_the_weights_is_refused(fields):
+    with pytest.raises(ValueError, match=f"Lamb has {next(iter(fields))}="):
+        check_shards(keras.optimizers.Lamb(0.1, **fields))
+
+
 def test_states_are_as_large_as_shards():
-    variable = FlatParameter(
-        keras.Variable(np.zeros((5, 3), "float32")), flat_shards.shard_size(15, 4)
-    )
+    variable = HeldParameter(keras.Variable(np.zeros((5, 3), "float32")), (4,))
     optimizer = keras.optimizers.AdamW()
     optimizer.build([variable])
     assert [v.shape for v in optimizer.variables if v.shape.rank] == [(4,), (4,)]
@@ -110,7 +190,7 @@ def test_states_are_as_large_as_shards():
 
 @pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
 def test_optimizers_of_whole_weights_are_refused(kind):
-    with pytest.raises(ValueError, match=f"{kind} computes with full weights.*AdamW"):
+    with pytest.raises(ValueError, match=f"{kind} computes with full weights.*partition='whole'"):
         check_elementwise(getattr(keras.optimizers, kind)(0.1))
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtransformer.parallel import collectives, job
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.call import Call
+from dtransformer.parallel.collectives.division import Division
 from tests.distributed.tasks.collectives.checks import (
     CHECKS,
     check,
@@ -140,6 +141,8 @@ def flat_shards_of_every_float_in_every_order():
             sums = [add(x) for x in xs]
             own = [tf.constant(x[group.index]) for x in xs]
             name = f"{'_'.join(map(str, group.ranks))}_{dtype}"
+            last = group.size - 1  # one rank has all of a tensor, those between the two nothing
+            owners = [Division.whole(15, group.size, 0), Division.whole(4, group.size, last)]
 
             @compiled
             def shards_and_sums(own):
@@ -148,7 +151,9 @@ def flat_shards_of_every_float_in_every_order():
                 gathered = flat_shards.all_gather(shards, shapes, group, f"from_shards_{name}")
                 reduced = flat_shards.all_reduce(own, group, f"sums_{name}")
                 short = flat_shards.all_reduce(own, group, f"short_{name}", "bfloat16")
-                return shards, gathered, reduced, short
+                owned = flat_shards.reduce_scatter(own, group, f"owned_{name}", None, owners)
+                told = flat_shards.all_gather(owned, shapes, group, f"told_{name}", owners)
+                return shards, gathered, reduced, short, told
 
             shards, *results = shards_and_sums(own)
             for shard, total in zip(shards, sums):

@@ -1,0 +1,47 @@
+"""How the elements of a flattened tensor are divided over the ranks of a group: pure data."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The ranges that the ranks of a group have of a flattened tensor, one after the other.
+
+    Args:
+        sizes: for each position of the group the number of elements of its range. The last
+            ones may lie beyond the tensor's end, which is padded with zeros.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def even(cls, num_elements: int, num_shards: int) -> "Division":
+        """Return that into shards of one size.
+
+        Example:
+
+        >>> Division.even(10, 4).sizes
+        (3, 3, 3, 3)
+        """
+        return cls((-(-num_elements // num_shards),) * num_shards)
+
+    @classmethod
+    def whole(cls, num_elements: int, num_shards: int, owner: int) -> "Division":
+        """Return that in which one position has all elements.
+
+        Example:
+
+        >>> Division.whole(10, 4, owner=2).sizes
+        (0, 0, 10, 0)
+        """
+        return cls(tuple(num_elements * (index == owner) for index in range(num_shards)))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every position has as much."""
+        return len(set(self.sizes)) == 1
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """Return (start, stop) of what a position has in the flattened, padded tensor."""
+        start = sum(self.sizes[:index])
+        return start, start + self.sizes[index]
