@@ -1,0 +1,44 @@
+"""Typed fields: pydantic checks values from outside, and one line says what is wrong."""
+
+import pydantic
+
+from dtransformer.errors import shown
+
+# Nothing is converted silently: "1" is no integer, 1 is no truth value.
+STRICT = pydantic.ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+_EXPECTED = {
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text (put it in quotes)",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "literal_error": "must be one of {expected}",
+}
+
+
+def problem(error: pydantic.ValidationError) -> tuple[str, str]:
+    """Return where the first wrong value stands, and what is wrong with it.
+
+    Args:
+        error: what pydantic raised.
+
+    Returns:
+        Names joined with dots, "" for the value itself; and a text such as
+        "must be at least 1, got 0".
+    """
+    first = error.errors(include_url=False)[0]
+    place = ".".join(shown(part).strip("'") for part in first["loc"])
+    if first["type"] == "missing":
+        return place, "is missing"
+    if first["type"] == "value_error":
+        expected = f"{first['ctx']['error']}"
+    else:
+        expected = _EXPECTED.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
+        expected = expected.format(**first.get("ctx", {}))
+    return place, f"{expected}, got {shown(first['input'])}"
