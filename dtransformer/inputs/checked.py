@@ -18,6 +18,9 @@ _EXPECTED = {
     "greater_than": "must be greater than {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be less than {lt}",
+    "dict_type": "must be keys and values",
+    "model_type": "must be keys and values",
+    "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
 }
 
@@ -37,8 +40,9 @@ def problem(error: pydantic.ValidationError) -> tuple[str, str]:
     if first["type"] == "missing":
         return place, "is missing"
     if first["type"] == "value_error":
-        expected = f"{first['ctx']['error']}"
+        expected = str(first["ctx"]["error"])
+    elif first["type"] in _EXPECTED:
+        expected = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
     else:
-        expected = _EXPECTED.get(first["type"], f"{first['msg'][0].lower()}{first['msg'][1:]}")
-        expected = expected.format(**first.get("ctx", {}))
+        expected = first["msg"][:1].lower() + first["msg"][1:]
     return place, f"{expected}, got {shown(first['input'])}"

@@ -1,5 +1,6 @@
 """How a trainer saves and restores: checkpoints of the full run, and files of weights."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 
@@ -58,7 +59,8 @@ class Checkpointing(keras.Model):
                 ranks, so that a lost file can be replaced.
             assets: names of files or folders to add, and objects whose `save(path)` writes them,
                 such as a tokenizer.
-            metrics: names of logs and their values, which the checkpoint's manifest keeps.
+            metrics: names of logs and their values, which the checkpoint's manifest keeps; None
+                for one that is not finite.
 
         Raises:
             ValueError: the network cannot be built yet, or the trainer is not compiled.
@@ -74,7 +76,11 @@ class Checkpointing(keras.Model):
         self._check_compiled("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
-        info = {"position": self._position(), "metrics": dict(metrics or {})}
+        metrics = {
+            name: float(value) if math.isfinite(value) else None
+            for name, value in (metrics or {}).items()
+        }
+        info = {"position": self._position(), "metrics": metrics}
         options = {"overwrite": overwrite, "replicas": replicas, "assets": assets}
         self._writer.start(path, self.training_state(), info, **options)
         if wait:
