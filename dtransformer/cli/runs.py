@@ -9,6 +9,7 @@ import keras
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models import TranslationTransformer
 from dtransformer.trainers import lr_schedules
 
@@ -67,13 +68,7 @@ def load_run(
     config.training.precision = "float32"  # for translating; weights are float32 anyway
     tokenizer = SubwordTokenizer.load(folder / TOKENIZER)
     model = make_model(config, tokenizer)
-    try:
-        model.load_weights(folder / WEIGHTS)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"{folder / WEIGHTS}: these weights are damaged, or of another model ({reason})"
-        ) from None
+    load_weights(model, folder / WEIGHTS)
     return config, model, tokenizer
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import keras
 
 from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel import job
 from dtransformer.parallel.pipeline.stage_weights import full_network
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
@@ -179,12 +180,12 @@ class Checkpointing(keras.Model):
             **kwargs: as in Keras.
 
         Raises:
-            InputError: a `.safetensors` file does not hold the network's weights.
+            InputError: the file is damaged, or does not hold the network's weights.
         """
         if not self.network.built:
             self.network.build()
         if not is_safetensors(filepath):
-            self.network.load_weights(filepath, **kwargs)
+            load_weights(self.network, filepath, **kwargs)
             return
         if kwargs:
             raise InputError(

@@ -132,12 +132,12 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:
     """Return the folder that a checkpoint is written to until it is complete."""
-    return path.parent / (path.name + _UNFINISHED)
+    return path.with_name(path.name + _UNFINISHED)
 
 
 def replaced(path: pathlib.Path) -> pathlib.Path:
     """Return where a checkpoint lies for the moment in which another one takes its place."""
-    return path.parent / (path.name + _REPLACED)  # `.` has no name
+    return path.with_name(path.name + _REPLACED)
 
 
 def commit(path: pathlib.Path, manifest: dict) -> None:
