@@ -24,7 +24,7 @@ from dtransformer.parallel.config import (
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
-Layers = Annotated[int, Field(ge=1, le=1000)]
+Layers = Annotated[int, Field(ge=1, le=200)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=1, le=1e9)]
 NotNegative = Annotated[float, Field(ge=0, le=1e9)]
@@ -128,7 +128,8 @@ class RunConfig:
     search: SearchOptions = dataclasses.field(default_factory=SearchOptions)
 
 
-_MAX_DEGREE = 65536  # of what counts ranks, stages and micro-batches
+_MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
+_NO_DEGREE = "parallel.parallel_optimizer_threshold"
 _MAX_KEY = 100  # characters that are compared with the names of options
 
 
@@ -216,7 +217,8 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     try:
         if key == "parallel.recompute" and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
-        if section == "parallel" and type(value) is int and value > _MAX_DEGREE:
+        is_degree = section == "parallel" and key != _NO_DEGREE
+        if is_degree and type(value) is int and value > _MAX_DEGREE:
             raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")
         setattr(getattr(config, section), name, value)
     except pydantic.ValidationError as error:

@@ -6,11 +6,13 @@ import pathlib
 
 import keras
 
+from dtransformer.cli import needs
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models import TranslationTransformer
+from dtransformer.parallel import job
 from dtransformer.trainers import lr_schedules
 
 CONFIG = "config.yaml"
@@ -24,8 +26,9 @@ def make_model(config: RunConfig, tokenizer: SubwordTokenizer) -> TranslationTra
     """Return the model of a run, built.
 
     Raises:
-        InputError: the options do not make a model.
+        InputError: the options do not make a model, or one that is too large for this machine.
     """
+    needs.check_model(config, tokenizer.vocab_size, job.size())
     options = dict(vars(config.model))
     try:
         model = TranslationTransformer(

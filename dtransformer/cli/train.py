@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.cli import runs
+from dtransformer.cli import needs, runs
 from dtransformer.cli.config import load_config, save_config
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
@@ -93,7 +93,8 @@ def train(
         )
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"parallel: {error}") from None
-    runs.optimizer_class(config.training.optimizer)  # says what is wrong before work begins
+    needs.check_model(config, config.tokenizer.vocab_size, job.size())  # before work begins
+    runs.optimizer_class(config.training.optimizer)  # the same
     if config.training.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise InputError("training.tensorboard: install it first: pip install tensorboard")
     pairs = _clean(config, _read(config, "source", "target"))
@@ -109,6 +110,8 @@ def train(
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
+    largest = max(part.max_tokens for part in (batches, dev_batches) if part)
+    needs.check_batches(config, tokenizer.vocab_size, largest, job.size())
 
     if job.is_chief():
         print(
