@@ -170,8 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed: send it to a file, or to /dev/null")
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # whatever the locale can say
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # whatever the locale can say
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         code = _run(_parser().parse_args(argv)) or 0
         sys.stdout.flush()
         return code

@@ -53,7 +53,7 @@ def parse_yaml(text: str, name: FilePath) -> object:
         raise InputError(f"{name}: expected YAML of at most {MAX_BYTES:,} characters")
     try:
         return _Builder(yaml.parse(text, Loader=_LOADER)).document()
-    except (yaml.YAMLError, _Refused) as error:
+    except (yaml.YAMLError, _Refused, UnicodeError) as error:
         raise InputError(f"{name}: is not YAML that is taken ({one_line(error, 160)})") from None
 
 

@@ -67,9 +67,10 @@ def growing(levels):
         ("a: 1\n---\nb: 2", "several documents"),
         ("a: [", "not YAML"),
         ("a: \0", "not YAML"),
+        ("a: \udce9", "not YAML"),
         ("x" * (MAX_BYTES + 1), "characters"),
     ],
-    ids=lambda text: text[:30].replace("\0", "0"),
+    ids=lambda text: text[:30].replace("\0", "0").replace("\udce9", "surrogate"),
 )
 def test_what_is_not_taken(text, told):
     assert told in refusal(parse_yaml, text, "x")
