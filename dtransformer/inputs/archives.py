@@ -15,6 +15,8 @@ from dtransformer.inputs.paths import FilePath
 # to fill the memory to a thousandth.
 MAX_RATIO = 200
 FREE_OF_RATIO = 16 * MEBIBYTE
+_MAX_TAR = 1024 * MEBIBYTE
+_MAX_EMPTY = 10
 _SHARE_OF_MEMORY = 8
 _GZIP = 16 + zlib.MAX_WBITS
 _MAGIC = b"\x1f\x8b"
@@ -132,16 +134,20 @@ class _Stream:
         self._name = name
         self._packed = file.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC
         self._chunks = unpacked(file, name) if self._packed else iter(lambda: file.read(CHUNK), b"")
-        self._held = b""
+        self._held, self._num_read, self._num_empty = b"", 0, 0
 
     def read(self, size):
         """Return the next bytes, `size` of them, or fewer at the end."""
         while len(self._held) < size and (chunk := next(self._chunks, b"")):
             self._held += chunk
         data, self._held = self._held[:size], self._held[size:]
+        self._num_read += len(data)
+        self._num_empty += not data  # tarfile goes on to read where a size leads beyond the end
+        if self._num_read > _MAX_TAR or self._num_empty > _MAX_EMPTY:
+            raise EOFError(f"more than {_MAX_TAR:,} bytes, or a file that ends early")
         return data
 
     def finish(self):
-        """Read to the end, which checks the rest."""
-        for _ in self._chunks:
+        """Read what is packed to its end, which checks the rest."""
+        while self._packed and self.read(MEBIBYTE):
             pass

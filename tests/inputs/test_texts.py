@@ -177,6 +177,7 @@ PAX = b"20 size=-1000000000\n"
         tar_of(("pax", PAX, {156: b"x"}), ("other", b"", {}), (MEMBER, b"x", {})),
         tar_of((MEMBER, b"x", {124: b"77777777777\0"})),
         tar_of((MEMBER, b"x", {124: b"\x80" + b"\xff" * 11})),
+        tar_of(("other", b"x", {124: b"\x80" + b"\xff" * 11}), (MEMBER, b"x", {})),
         tar_of((MEMBER, b"x", {124: b"nonsense"})),
         tar_of((MEMBER, b"x", {148: b"0000000\0"})),
         tar_of(("long", b"x", {156: b"L", 124: b"77777777777\0"}), (MEMBER, b"x", {})),
@@ -185,8 +186,8 @@ PAX = b"20 size=-1000000000\n"
         tar_of((MEMBER, b"x", {}))[:300],
         tar_of(("other", b"x", {})),
     ],
-    ids=["empty", "negative", "negative before", "negative by pax", "8 GiB", "2^88", "no number",
-         "checksum", "long name", "sparse", "2000 pax", "cut", "missing"],
+    ids=["empty", "negative", "negative before", "negative by pax", "8 GiB", "2^88",
+         "2^88 before", "no number", "checksum", "long name", "sparse", "2000 pax", "cut", "missing"],
 )  # fmt: skip
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_hostile_tar_is_refused(tmp_path, packed, content):
