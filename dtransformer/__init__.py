@@ -2,10 +2,11 @@
 
 import os
 
-from dtransformer.quiet import quiet_start
+from dtransformer.quiet import quiet_start, refuse_backend
 
 # Keras reads its backend when it is first imported; this library needs TensorFlow's.
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
+    refuse_backend(os.environ["KERAS_BACKEND"])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 with quiet_start():
@@ -14,12 +15,8 @@ with quiet_start():
 
     tensorflow.config.list_physical_devices()
 
-if keras.backend.backend() != "tensorflow":
-    raise ImportError(
-        f"dtransformer needs Keras' TensorFlow backend, and Keras uses {keras.backend.backend()!r}: "
-        "set KERAS_BACKEND=tensorflow"
-    )
-
+if keras.backend.backend() != "tensorflow":  # it was imported before
+    refuse_backend(keras.backend.backend())
 
 from dtransformer.parallel.config import (
     EmbeddingOpParallelConfig,

@@ -1,9 +1,52 @@
 """The error for what a user can mend: files, configs, command lines."""
 
+MAX_MESSAGE = 300  # characters of what the command line prints
+_MAX_SHOWN = 60
+
 
 class InputError(ValueError):
     """Something given to the library is wrong and the user can mend it.
 
     The message is one line: what came, what was expected, how to mend it. The
-    command line prints it without a traceback and exits with code 2.
+    command line prints its beginning and its end without a traceback and exits with code 2.
     """
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message, None))
+
+
+def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:
+    r"""Return a text as one line that a terminal can show.
+
+    Args:
+        text: any text: what does not print, such as a control character, is escaped.
+        limit: number of characters; of a longer text the middle is left out, as the beginning says
+            what is wrong and the end how to mend it. None for no limit.
+
+    Example:
+
+    >>> one_line("a\nb \x07" + "c" * 50, limit=20)
+    'a b \\x07ccc … cccccc'
+    """
+    text = " ".join(str(text).split())
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if limit is None or len(text) <= limit:
+        return text
+    end = limit // 3
+    return f"{text[: limit - end - 3]} … {text[-end:]}"
+
+
+def shown(value: object, limit: int = _MAX_SHOWN) -> str:
+    """Return what an error says of a value that came from outside: its `repr`, cut off.
+
+    Example:
+
+    >>> shown("x" * 100, limit=10)
+    "'xxxxxxxx…"
+    """
+    try:
+        text = repr(value[: limit + 1] if isinstance(value, (str, bytes, list)) else value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"an {type(value).__name__} that is too long to print"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""Keeps TensorFlow's start-up notes off the terminal.
+"""What happens while Keras and TensorFlow start: notes stay off the terminal.
 
 On a machine without a GPU, TensorFlow writes half a screen about CUDA and CPU
 instructions before its log level applies. They go to the process' standard error
@@ -12,6 +12,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import NoReturn
+
+
+def refuse_backend(backend: str) -> NoReturn:
+    """Refuse another backend of Keras than TensorFlow's; as the command line does, in one line.
+
+    Raises:
+        ImportError: in any program but the command.
+    """
+    message = (
+        f"dtransformer needs Keras' TensorFlow backend, and Keras is to use {backend[:60]!r}: set "
+        "KERAS_BACKEND=tensorflow"
+    )
+    is_module = sys.orig_argv[1:3] == ["-m", "dtransformer.cli"]
+    if is_module or os.path.basename(sys.argv[0]) == "dtransformer":
+        print(f"dtransformer: {message}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(message)
 
 
 @contextlib.contextmanager

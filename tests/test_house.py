@@ -16,13 +16,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
 BOTTOM = {"_compat", "errors", "files", "quiet", "tables", "version"}
 ROOMS = {
-    "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets"},
-    "trainers": {"reports", "layers", "parallel"},
+    "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
+    "trainers": {"reports", "layers", "parallel", "inputs"},
     "reports": {"layers", "parallel"},
     "models": {"layers", "parallel"},
     "layers": {"parallel"},
     "parallel": set(),
-    "datasets": set(),
+    "datasets": {"inputs"},
+    "inputs": set(),
 }
 # Plans that are computed without devices.
 PURE = (

@@ -1,20 +1,24 @@
 """The command line: dtransformer prepare | train | translate | evaluate | checkpoint | doctor.
 
-An error that the user can correct is printed in one line, with exit code 2. Imports that take
-long come after the arguments are parsed.
+An error is printed in one line of at most 300 characters: with exit code 2 where the user can
+correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
+that take long come after the arguments are parsed.
 """
 
-import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
-from dtransformer.errors import InputError
+from dtransformer.cli.options import Parser, number, option_of
+from dtransformer.errors import InputError, one_line
 from dtransformer.version import __version__
+
+_TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
 
 def _parser():
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dtransformer", description="Train Transformers on many devices, and translate."
     )
     parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
@@ -30,10 +34,13 @@ def _parser():
         "--embedded", action="store_true", help="generate the embedded English-French corpus"
     )
     prepare.add_argument("--out", required=True, help="the folder to write")
-    prepare.add_argument("--seed", type=int, default=0, help="of the embedded corpus")
     prepare.add_argument(
-        "--num-train", type=int, default=30000, help="training pairs of the embedded corpus"
+        "--seed", type=number(0, 2**31 - 1), default=0, help="of the embedded corpus"
     )
+    prepare.add_argument(
+        "--num-train", type=number(0, 200_000), default=30_000,
+        help="training pairs of the embedded corpus",
+    )  # fmt: skip
 
     train = commands.add_parser("train", help="train a translation model")
     train.add_argument("--config", required=True, help="a YAML file")
@@ -52,10 +59,17 @@ def _parser():
     evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
     for command in (translate, evaluate):
         command.add_argument("--run", required=True, help="a run folder")
-        command.add_argument("--beam-size", type=int, help="hypotheses; 1 is greedy search")
-    translate.add_argument("--length-penalty", type=float, help="exponent of the length penalty")
-    evaluate.add_argument("--src", required=True, help="the sentences to translate, one a line")
-    evaluate.add_argument("--ref", required=True, help="their reference translations")
+        command.add_argument(
+            "--beam-size", type=option_of("search.beam_size"),
+            help="hypotheses; 1 is greedy search",
+        )  # fmt: skip
+    translate.add_argument(
+        "--length-penalty", type=option_of("search.length_penalty"),
+        help="exponent of the length penalty",
+    )  # fmt: skip
+    sentences = evaluate.add_argument_group("the sentences, one a line, or .sgm")
+    sentences.add_argument("--src", required=True, help="those to translate")
+    sentences.add_argument("--ref", required=True, help="their reference translations")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
     checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
@@ -134,6 +148,8 @@ def _run(arguments):
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
 
+        if sys.stdin is None:
+            raise InputError("standard input is closed: give the lines to translate")
         translate(
             arguments.run,
             sys.stdin.buffer,
@@ -154,15 +170,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None for those of the process.
     """
-    arguments = _parser().parse_args(argv)
     try:
-        return _run(arguments) or 0
+        if sys.stdout is None:
+            raise InputError("standard output is closed: send it to a file, or to /dev/null")
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # whatever the locale can say
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        code = _run(_parser().parse_args(argv)) or 0
+        sys.stdout.flush()
+        return code
     except InputError as error:
-        print(f"dtransformer: {error}", file=sys.stderr)
-        return 2
+        return _tell(error, 2)
     except BrokenPipeError:  # whoever read our output has ended, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except KeyboardInterrupt:
-        print("dtransformer: interrupted", file=sys.stderr)
-        return 130
+        return _tell("interrupted", 130)
+    except OSError as error:
+        _drop_output()
+        place = "standard output" if error.filename is None else error.filename
+        return _tell(f"{place}: {error.strerror or error}", 2)
+    except MemoryError:
+        return _tell("this machine has not enough memory for that: give smaller numbers", 2)
+    except Exception as error:
+        if os.environ.get(_TRACEBACK):
+            raise
+        sys.last_value = error  # what is done at exit depends on it
+        text = one_line(error, 160)
+        return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)
+
+
+def _tell(message, code):
+    """Print an error, as one line; return the exit code."""
+    with contextlib.suppress(OSError):  # there is no one to tell
+        print(one_line(f"dtransformer: {message}"), file=sys.stderr, flush=True)
+    return code
+
+
+def _drop_output():
+    """Let what was not written yet go nowhere: Python would write it once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,7 +6,7 @@ import os
 import time
 
 import dtransformer.models  # noqa: F401 (Keras finds by their names what is imported)
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders
@@ -45,7 +45,7 @@ def inspect(path: str | os.PathLike, as_json: bool = False) -> None:
     if position is not None:
         print(f"Next: epoch {position['epoch'] + 1}, batch {position['batch'] + 1}")
     ranks = f"{manifest['ranks']} rank{'s' * (manifest['ranks'] > 1)}"
-    print(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}")
+    print(one_line(f"Saved by {ranks}: {', '.join(parallel) or 'default parallel config'}", None))
     print(f"Seed {manifest['seed']}; metrics: {manifest['metrics'] or 'none'}")
     print(f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB")
     print("\n".join(columns(rows)))

@@ -3,98 +3,115 @@
 import dataclasses
 import difflib
 import os
-import pathlib
-import types
-import typing
 from collections.abc import Iterable
+from typing import Annotated, Literal
 
+import pydantic
 import yaml
+from pydantic import Field
 
-from dtransformer.errors import InputError
+from dtransformer.datasets.text_files import write_text_atomically
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.checked import STRICT, problem
+from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
 )
 
+# What values may be. The greatest ones are far beyond what is of use, and keep what is computed
+# from them finite; whether there is memory for a run, `needs` says.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Number = Annotated[int, Field(ge=0, le=10**9)]
+Size = Annotated[int, Field(ge=1, le=2**20)]
+Layers = Annotated[int, Field(ge=1, le=200)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Ratio = Annotated[float, Field(ge=1, le=1e9)]
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
+Path = Annotated[str, Field(min_length=1, max_length=4095)]
+Name = Annotated[str, Field(min_length=1, max_length=100)]
 
-@dataclasses.dataclass
+_options = pydantic.dataclasses.dataclass(config={**STRICT, "validate_assignment": True})
+
+
+@_options
 class DataOptions:
     """Where sentences come from, and how they are put into batches."""
 
-    source: str | None = None  # line-aligned: .sgm, plain text, or either as .gz
-    target: str | None = None
-    dev_source: str | None = None
-    dev_target: str | None = None
-    max_length: int = 128  # tokens of a sentence; longer pairs are left out of training
-    max_ratio: float | None = None  # pairs with more times the words on one side: left out too
+    source: Path | None = None  # line-aligned: .sgm, plain text, or either as .gz
+    target: Path | None = None
+    dev_source: Path | None = None
+    dev_target: Path | None = None
+    max_length: Count = 128  # tokens of a sentence; longer pairs are left out of training
+    max_ratio: Ratio | None = None  # pairs with more times the words on one side: left out too
     distinct: bool = False  # whether repeated pairs are left out too
-    batch_tokens: int | None = 4096  # tokens of one side of a global batch, padding included
-    batch_size: int | None = None  # or sentences of a global batch
-    num_buckets: int = 8
+    batch_tokens: Count | None = 4096  # tokens of one side of a global batch, padding included
+    batch_size: Count | None = None  # or sentences of a global batch
+    num_buckets: Annotated[int, Field(ge=1, le=1000)] = 8
     shuffle: bool = True
 
 
-@dataclasses.dataclass
+@_options
 class TokenizerOptions:
     """One subword vocabulary for both languages."""
 
-    vocab_size: int = 8000
+    vocab_size: Annotated[int, Field(ge=16, le=10**7)] = 8000
     lower_case: bool = False
 
 
-@dataclasses.dataclass
+@_options
 class ModelOptions:
     """The arguments of `models.TranslationTransformer`."""
 
-    hidden_size: int = 256
-    num_heads: int = 8
-    ffn_hidden_size: int | None = None
-    encoder_layers: int = 4
-    decoder_layers: int = 4
-    dropout_rate: float = 0.1
-    attention_dropout_rate: float | None = None
-    embedding_dropout_rate: float | None = None
-    hidden_act: str = "relu"
-    positions: str = "sinusoidal"
+    hidden_size: Size = 256
+    num_heads: Size = 8
+    ffn_hidden_size: Size | None = None
+    encoder_layers: Layers = 4
+    decoder_layers: Layers = 4
+    dropout_rate: Rate = 0.1
+    attention_dropout_rate: Rate | None = None
+    embedding_dropout_rate: Rate | None = None
+    hidden_act: Name = "relu"
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     shared_embeddings: bool = True
     tied_head: bool = True
     head_bias: bool = False
     post_layernorm_residual: bool = False
 
 
-@dataclasses.dataclass
+@_options
 class TrainingOptions:
     """How the model is trained."""
 
-    epochs: int = 10
-    max_minutes: float | None = None  # stop after the step that passes this
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-3
-    schedule: str = "inverse_sqrt"  # inverse_sqrt, linear, cosine, constant
-    warmup_steps: int = 400
-    weight_decay: float = 0.01  # not on norms and biases
-    beta_2: float = 0.98
-    clip_norm: float | None = 1.0
-    label_smoothing: float = 0.1
-    precision: str = "float32"  # or mixed_bfloat16, mixed_float16
-    jit_compile: str = "auto"
-    steps_per_execution: int = 1
-    local_devices: int = 1  # of each rank
-    seed: int = 0
-    checkpoint_steps: int = 0  # steps between checkpoints; 0 for one checkpoint an epoch
-    checkpoint_minutes: float = 0  # or the time between them
-    keep_checkpoints: int = 2  # the newest ones; the best by val_loss is kept in addition
-    bleu_sentences: int = 200  # of the dev set, translated after every epoch; 0 for none
+    epochs: Annotated[int, Field(ge=1, le=10**6)] = 10
+    max_minutes: NotNegative | None = None  # stop after the step that passes this
+    optimizer: Name = "adamw"
+    learning_rate: NotNegative = 1e-3
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = "inverse_sqrt"
+    warmup_steps: Number = 400
+    weight_decay: NotNegative = 0.01  # not on norms and biases
+    beta_2: Rate = 0.98
+    clip_norm: NotNegative | None = 1.0
+    label_smoothing: Rate = 0.1
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
+    jit_compile: Literal["auto", "true", "false"] = "auto"
+    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1
+    local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    checkpoint_steps: Number = 0  # steps between checkpoints; 0 for one checkpoint an epoch
+    checkpoint_minutes: NotNegative = 0  # or the time between them
+    keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
+    bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
 
 
-@dataclasses.dataclass
+@_options
 class SearchOptions:
     """How translations are searched for."""
 
-    beam_size: int = 4
-    length_penalty: float = 0.6
-    max_length: int | None = None
+    beam_size: Annotated[int, Field(ge=1, le=1000)] = 4
+    length_penalty: Annotated[float, Field(ge=0, le=100)] = 0.6
+    max_length: Count | None = None
 
 
 @dataclasses.dataclass
@@ -111,39 +128,9 @@ class RunConfig:
     search: SearchOptions = dataclasses.field(default_factory=SearchOptions)
 
 
-# Least and greatest values of options; None for no bound.
-_BOUNDS = {
-    "data.max_length": (1, None),
-    "data.max_ratio": (1, None),
-    "data.batch_tokens": (1, None),
-    "data.batch_size": (1, None),
-    "data.num_buckets": (1, None),
-    "tokenizer.vocab_size": (16, None),
-    "training.epochs": (1, None),
-    "training.max_minutes": (0, None),
-    "training.learning_rate": (0, None),
-    "training.warmup_steps": (0, None),
-    "training.weight_decay": (0, None),
-    "training.beta_2": (0, 1),
-    "training.clip_norm": (0, None),
-    "training.label_smoothing": (0, 0.999),
-    "training.steps_per_execution": (1, None),
-    "training.local_devices": (1, None),
-    "training.seed": (0, None),
-    "training.checkpoint_steps": (0, None),
-    "training.checkpoint_minutes": (0, None),
-    "training.keep_checkpoints": (1, None),
-    "training.bleu_sentences": (0, None),
-    "search.beam_size": (1, None),
-    "search.length_penalty": (0, None),
-    "search.max_length": (1, None),
-}
-_CHOICES = {
-    "training.schedule": ("inverse_sqrt", "linear", "cosine", "constant"),
-    "training.precision": ("float32", "mixed_bfloat16", "mixed_float16"),
-    "training.jit_compile": ("auto", "true", "false"),
-    "model.positions": ("sinusoidal", "learned"),
-}
+_MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
+_NO_DEGREE = "parallel.parallel_optimizer_threshold"
+_MAX_KEY = 100  # characters that are compared with the names of options
 
 
 def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
@@ -158,19 +145,13 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
             nearest known one), or a value is wrong.
     """
     config = RunConfig()
-    for key, value in _flatten(_read_yaml(path), str(path)).items() if path else ():
-        _set(config, key, value, str(path))
+    for key, value in _flatten(read_yaml(path), str(path)).items() if path is not None else ():
+        set_option(config, key, value, str(path))
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise InputError(f"--set {setting}: expected section.key=value")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(
-                f"--set {setting}: the value is not YAML ({_first_line(error)})"
-            ) from None
-        _set(config, key.strip(), value, "--set")
+            raise InputError(f"--set {shown(setting)}: expected section.key=value")
+        set_option(config, key.strip(), parse_yaml(text, f"--set {shown(key)}"), "--set")
     return config
 
 
@@ -180,39 +161,21 @@ def save_config(config: RunConfig, path: str | os.PathLike) -> None:
         section.name: dataclasses.asdict(getattr(config, section.name))
         for section in dataclasses.fields(config)
     }
-    pathlib.Path(path).write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
-
-
-def _read_yaml(path):
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: the config file cannot be read ({error})") from None
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: the config file is not YAML ({_first_line(error)})") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
-    return content
-
-
-def _first_line(error):
-    return " ".join(str(error).split())
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    write_text_atomically(path, text)
 
 
 def _flatten(content, path):
+    """Return {"section.key": value} of a config file's content."""
+    if not isinstance(content, dict | None):
+        raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
     flat = {}
-    for section, values in content.items():
+    for section, values in (content or {}).items():
         if section not in RunConfig.__dataclass_fields__:
-            _set(RunConfig(), str(section), values, path)  # says what is known
-        if values is not None and not isinstance(values, dict):
+            set_option(RunConfig(), section, values, path)  # says what is known
+        if not isinstance(values, dict | None):
             raise InputError(
-                f"{path}: section {section} holds {values!r}, expected keys and values"
+                f"{path}: section {section} holds {shown(values)}, expected keys and values"
             )
         flat.update({f"{section}.{key}": value for key, value in (values or {}).items()})
     return flat
@@ -226,49 +189,39 @@ def _known_keys():
     ]
 
 
-def _set(config, key, value, origin):
-    """Set "section.key", converted to the field's type and checked."""
+def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
+    """Set an option of a run, checked.
+
+    Args:
+        config: the config.
+        key: "section.key".
+        value: as YAML has it.
+        origin: where it comes from, for messages.
+
+    Raises:
+        InputError: there is no such option, or it may not have this value.
+    """
     if key not in _known_keys():
         known = _known_keys() if "." in key else list(RunConfig.__dataclass_fields__)
         known += [] if "." in key else _known_keys()
         names = {name.split(".")[-1]: name for name in reversed(_known_keys())}
+        key = key[:_MAX_KEY]
         close = difflib.get_close_matches(key, known, n=1)
         close = close or difflib.get_close_matches(key.split(".")[-1], names, n=1, cutoff=0.5)
         nearest = names.get(close[0], close[0]) if close else None
         hint = f"did you mean {nearest}?" if nearest else f"sections are {', '.join(known)}"
         raise InputError(f"{origin}: unknown key {key}; {hint}")
     section, name = key.split(".")
-    options = getattr(config, section)
+    if key == "training.jit_compile" and isinstance(value, bool):
+        value = str(value).lower()  # YAML has the words for its own
     try:
         if key == "parallel.recompute" and isinstance(value, dict):
             value = TransformerRecomputeConfig(**value)
-        if section != "parallel":
-            value = _convert(key, value, typing.get_type_hints(type(options))[name])
-        setattr(options, name, value)
-    except (TypeError, ValueError) as error:
+        is_degree = section == "parallel" and key != _NO_DEGREE
+        if is_degree and type(value) is int and value > _MAX_DEGREE:
+            raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")
+        setattr(getattr(config, section), name, value)
+    except pydantic.ValidationError as error:
+        raise InputError(f"{origin}: {key} {problem(error)[1]}") from None
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{origin}: {error if key in str(error) else f'{key}: {error}'}") from None
-
-
-def _convert(key, value, kind):
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is None and type(None) in kinds:
-        return None
-    kind = kinds[0]
-    expected = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]
-    if kind is float and not isinstance(value, bool):
-        try:
-            value = float(value)  # YAML takes 1e-3, without a dot, for a text
-        except (TypeError, ValueError):
-            raise TypeError(f"{key} must be {expected}, got {value!r}") from None
-    if kind is str and isinstance(value, (bool, int, float)):
-        value = str(value).lower()
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{key} must be {expected}, got {value!r}")
-    low, high = _BOUNDS.get(key, (None, None))
-    if low is not None and value < low:
-        raise ValueError(f"{key} must be at least {low}, got {value}")
-    if high is not None and value > high:
-        raise ValueError(f"{key} must be at most {high}, got {value}")
-    if key in _CHOICES and value not in _CHOICES[key]:
-        raise ValueError(f"{key} must be one of {', '.join(_CHOICES[key])}, got {value!r}")
-    return value

@@ -6,22 +6,25 @@ import pathlib
 
 import keras
 
+from dtransformer.cli import needs
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.run_folder import replaced_run
 from dtransformer.cli.run_identity import CONFIG, TOKENIZER, WEIGHTS, RunIdentity
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models import TranslationTransformer
+from dtransformer.parallel import job
 from dtransformer.trainers import lr_schedules
-from dtransformer.trainers.checkpoint.export import check_finite, network_values
 
 
 def make_model(config: RunConfig, tokenizer: SubwordTokenizer) -> TranslationTransformer:
     """Return the model of a run, built.
 
     Raises:
-        InputError: the options do not make a model.
+        InputError: the options do not make a model, or one that is too large for this machine.
     """
+    needs.check_model(config, tokenizer.vocab_size, job.size())
     options = dict(vars(config.model))
     try:
         model = TranslationTransformer(
@@ -67,14 +70,7 @@ def load_run(
     config.training.precision = "float32"  # for translating; weights are float32 anyway
     tokenizer = SubwordTokenizer.load(folder / TOKENIZER)
     model = make_model(config, tokenizer)
-    try:
-        model.load_weights(folder / WEIGHTS)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(
-            f"{folder / WEIGHTS}: these weights are damaged, or of another model ({reason})"
-        ) from None
-    check_finite(folder / WEIGHTS, network_values(model))
+    load_weights(model, folder / WEIGHTS)
     return config, model, tokenizer
 
 

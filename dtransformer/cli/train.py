@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import keras
 
 import dtransformer
-from dtransformer.cli import runs
+from dtransformer.cli import needs, runs
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.run_callbacks import Beginning, BestWeights, FiniteWeights, TimeLimit
 from dtransformer.cli.run_folder import RunFolder
@@ -126,7 +126,8 @@ class _Prepared:
 def _prepare(config, old_run):
     """Make everything; the tokenizer of an old run that is resumed is taken."""
     options = config.training
-    runs.optimizer_class(options.optimizer)  # says what is wrong before work begins
+    needs.check_model(config, config.tokenizer.vocab_size, job.size())  # before work begins
+    runs.optimizer_class(options.optimizer)  # the same
     if options.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise InputError("training.tensorboard: install it first: pip install tensorboard")
     if old_run is not None:
@@ -145,6 +146,8 @@ def _prepare(config, old_run):
     model = runs.make_model(config, tokenizer)
     batches = _batches(config, tokenizer, pairs, training=True)
     dev_batches = _batches(config, tokenizer, dev_pairs, training=False) if dev_pairs else None
+    largest = max(part.max_tokens for part in (batches, dev_batches) if part)
+    needs.check_batches(config, tokenizer.vocab_size, largest, job.size())
     if job.is_chief():
         print(
             f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs; "

@@ -6,9 +6,9 @@ import sys
 from typing import BinaryIO, TextIO
 
 from dtransformer.cli import runs
-from dtransformer.datasets.text import read_lines
-from dtransformer.datasets.text_files import decode_lines
-from dtransformer.errors import InputError
+from dtransformer.datasets.text import read_pairs
+from dtransformer.inputs.files import read_limited
+from dtransformer.inputs.text import decode_lines
 from dtransformer.models.translator import Translator
 
 
@@ -60,7 +60,8 @@ def translate(
         InputError: the run folder is not usable, or a line is not UTF-8.
     """
     translator = make_translator(run_folder, beam_size, length_penalty)
-    for translation in translator(decode_lines(source.read(), "standard input")):
+    lines = decode_lines(read_limited(source, "standard input"), "standard input")
+    for translation in translator(lines):
         print(translation, file=destination)
 
 
@@ -78,14 +79,7 @@ def evaluate(
     """
     from sacrebleu.metrics import BLEU
 
-    source, references = read_lines(source_path), read_lines(reference_path)
-    if len(source) != len(references):
-        raise InputError(
-            f"{source_path} has {len(source)} sentences and {reference_path} {len(references)}: "
-            "they have to pair up line by line"
-        )
-    if not source:
-        raise InputError(f"{source_path} holds no sentence: give a file with one sentence a line")
+    source, references = read_pairs(source_path, reference_path)
     metric = BLEU()
     translations = make_translator(run_folder, beam_size)(source)
     score = metric.corpus_score(translations, [references])

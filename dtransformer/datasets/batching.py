@@ -50,6 +50,7 @@ class TranslationBatches:
     Attributes:
         num_pairs: number of pairs that are used.
         num_left_out: number of pairs that are too long or empty.
+        max_tokens: number of tokens of one side of the largest global batch, at most.
 
     Raises:
         InputError: the sides differ in number, nothing is left, or the batches' size is
@@ -126,7 +127,10 @@ class TranslationBatches:
         )
         self._shard = shard_index, num_shards
         self._epoch, self._first_batch = 0, 0
-        self._num_batches = len(plan_batches(self._lengths, **self._plan))
+        first_epoch = plan_batches(self._lengths, **self._plan)
+        self._num_batches = len(first_epoch)
+        sizes = [len(batch) * int(self._lengths[batch].max()) for batch in first_epoch]
+        self.max_tokens = max(sizes, default=0)
         if not self._num_batches:
             raise InputError(
                 f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "

@@ -1,22 +1,23 @@
 """WMT's SGM files: one `<seg id="…">text</seg>` a line, grouped in documents.
 
 The files look like XML and are not: ampersands are not escaped, nothing is, and
-segment ids restart in every document. They are therefore read line by line.
+segment ids restart in every document. They are therefore read line by line, and a line that is
+neither a segment nor tags is refused: no text is passed by.
 """
 
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
-from dtransformer.datasets.text_files import (
-    WHITE_SPACE,
-    FilePath,
-    decode_lines,
-    read_bytes,
-    write_text_atomically,
-)
-from dtransformer.errors import InputError
+from dtransformer.datasets.text_files import write_text_atomically
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
-_SEGMENT = "<seg id"
-_SEGMENT_END = "</seg>"
+_SEGMENT = re.compile(r"""(<seg id=(?:"[^"<>]*"|[^\s"<>]+))[^<>]*>(.*)</seg>\s*""", re.DOTALL)
+_PART_OF_ONE = re.compile(r"<\s*/?\s*seg\b", re.IGNORECASE)
+_TAGS = re.compile(r"\s*(?:<[^<>]*>\s*)*")
+_DOCUMENT = re.compile(r"""<doc\b[^<>]*\bdocid=("[^"<>]*"|[^\s"<>]+)""", re.IGNORECASE)
 
 
 def write_sgm(
@@ -59,10 +60,10 @@ def write_sgm(
         system = ""
     count = 0
     for count, segment in enumerate(segments, start=1):
-        if "\n" in segment or "\r" in segment or _SEGMENT_END in segment:
+        if set("\n\r\0").intersection(segment) or _PART_OF_ONE.search(segment):
             raise InputError(
-                f"segment {count} for {path} is {_shorten(segment)}: a line break or "
-                f"{_SEGMENT_END} cannot stand in an SGM segment; replace it by a space"
+                f"segment {count} for {path} is {shown(segment)}: a line break, a NUL, <seg or "
+                "</seg> cannot stand in an SGM segment; replace it by a space"
             )
         position = (count - 1) % segments_per_document
         if position == 0:
@@ -82,17 +83,18 @@ def write_sgm(
 def read_sgm(path: FilePath) -> list[str]:
     """Read the segments of an SGM file.
 
-    A line is a segment where it begins with `<seg id`; its text lies between the first `>`
-    and `</seg>`. White space around the text is dropped, no-break spaces stay.
+    A line is a segment where it begins with `<seg id=`, and ends with `</seg>`. White space around
+    the text is dropped, no-break spaces stay.
 
     Args:
-        path: the file, UTF-8.
+        path: the file, UTF-8; unpacked first where its name ends in `.gz`.
 
     Returns:
         The segments in the order of the file.
 
     Raises:
-        InputError: the file is missing or not UTF-8, or a segment lacks its end; says the line.
+        InputError: the file is missing or not UTF-8, or a line is neither a segment nor tags, such
+            as one with two segments; says the line.
 
     Example:
 
@@ -100,23 +102,19 @@ def read_sgm(path: FilePath) -> list[str]:
     >>> read_sgm("two.en.sgm")
     ['Good morning.', 'Good night.']
     """
-    return parse_sgm(decode_lines(read_bytes(path), path), path)
+    return parse_sgm(read_text_lines(path), path)
 
 
 def parse_sgm(lines: Iterable[str], path: FilePath) -> list[str]:
     """Return the segments in the lines of an SGM file; `path` is for messages only."""
-    segments = []
-    for number, line in enumerate(lines, start=1):
-        if line.startswith(_SEGMENT):
-            segments.append(_segment_text(line, number, path))
-    return segments
+    return [text for text, tag in _parsed(lines, path) if tag]
 
 
 def read_sgm_pairs(source: FilePath, target: FilePath) -> list[tuple[str, str]]:
     """Read two SGM files that translate each other line by line.
 
     Line n of one file belongs to line n of the other, so both must have a segment with
-    the same id there, or neither a segment.
+    the same id there, or neither a segment; and documents of the same id.
 
     Args:
         source: SGM file of the source language.
@@ -136,65 +134,54 @@ def read_sgm_pairs(source: FilePath, target: FilePath) -> list[tuple[str, str]]:
     >>> read_sgm_pairs("one.en.sgm", "one.fr.sgm")
     [('Good morning.', 'Bonjour.')]
     """
-    source_lines = decode_lines(read_bytes(source), source)
-    return pair_sgm(source_lines, decode_lines(read_bytes(target), target), source, target)
+    return pair_sgm(read_text_lines(source), read_text_lines(target), source, target)
 
 
 def pair_sgm(
     source_lines: Sequence[str], target_lines: Sequence[str], source: FilePath, target: FilePath
 ) -> list[tuple[str, str]]:
     """As `read_sgm_pairs`, from lines; `source` and `target` name them in messages."""
-    source_lines = _without_blank_end(source_lines)
-    target_lines = _without_blank_end(target_lines)
+    sides = _parsed(source_lines, source), _parsed(target_lines, target)
+    numbers = [max((n for n, line in enumerate(side, 1) if any(line)), default=0) for side in sides]
     pairs = []
-    for number in range(1, max(len(source_lines), len(target_lines)) + 1):
-        if number > min(len(source_lines), len(target_lines)):
-            shorter = source if len(source_lines) < len(target_lines) else target
+    for number, lines in enumerate(itertools.zip_longest(*sides, fillvalue=("", "")), start=1):
+        if number > max(numbers):
+            break
+        (source_text, source_tag), (target_text, target_tag) = lines
+        if number > min(numbers):
+            shorter = source if numbers[0] < numbers[1] else target
             raise InputError(
                 f"{source} and {target} do not match at line {number}: {shorter} ends before it "
-                f"({len(source_lines)} and {len(target_lines)} lines). Use two files of the same "
-                "set in which line n translates line n"
+                f"({numbers[0]} and {numbers[1]} lines). Use two files of the same set in which "
+                "line n translates line n"
             )
-        source_line, target_line = source_lines[number - 1], target_lines[number - 1]
-        if _segment_tag(source_line) != _segment_tag(target_line):
+        documents = [_DOCUMENT.search(text) for text, tag in lines if not tag]
+        same_document = not all(documents) or len({match[1] for match in documents}) < 2
+        if source_tag != target_tag or not same_document:
             raise InputError(
                 f"{source} and {target} do not match at line {number}: "
-                f"{_shorten(source_line)} stands against {_shorten(target_line)}. Use two files "
-                "of the same set in which line n translates line n"
+                f"{shown(source_tag + source_text)} stands against "
+                f"{shown(target_tag + target_text)}. Use two files of the same set in which line n "
+                "translates line n"
             )
-        if source_line.startswith(_SEGMENT):
-            pairs.append(
-                (
-                    _segment_text(source_line, number, source),
-                    _segment_text(target_line, number, target),
-                )
-            )
+        if source_tag:
+            pairs.append((source_text, target_text))
     return pairs
 
 
-def _segment_text(line, number, path):
-    begin = line.find(">")
-    end = line.find(_SEGMENT_END, begin + 1)
-    if begin < 0 or end < 0:
-        missing = "> of its tag" if begin < 0 else _SEGMENT_END
-        raise InputError(
-            f"{path}, line {number}: a segment without {missing}: {_shorten(line)}. A segment "
-            "begins and ends on one line; correct the line or fetch the file again"
-        )
-    return line[begin + 1 : end].strip(WHITE_SPACE)
-
-
-def _segment_tag(line):
-    """`<seg id="7"` of a segment's line, None for any other line."""
-    return line.partition(">")[0] if line.startswith(_SEGMENT) else None
-
-
-def _without_blank_end(lines):
-    end = len(lines)
-    while end and not lines[end - 1].strip(WHITE_SPACE):
-        end -= 1
-    return lines[:end]
-
-
-def _shorten(text, limit=60):
-    return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+def _parsed(lines, path):
+    """Return for each line (text, `<seg id="7">`) of a segment, or (line, "") of tags."""
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        match = _SEGMENT.fullmatch(line)
+        if match and not _PART_OF_ONE.search(match[2]):
+            parsed.append((match[2].strip(WHITE_SPACE), f"{match[1]}>"))
+        elif match or _PART_OF_ONE.search(line) or not _TAGS.fullmatch(line):
+            raise InputError(
+                f'{path}, line {number}: expected one segment, <seg id="1">text</seg>, from the '
+                f"line's beginning to its end, or tags, found {shown(line)}: correct the line, or "
+                "fetch the file again"
+            )
+        else:
+            parsed.append((line.strip(WHITE_SPACE), ""))
+    return parsed

@@ -1,13 +1,12 @@
 """Sentences and sentence pairs from files, and the cleaning of pairs."""
 
-import gzip
 import re
-import zlib
 from collections.abc import Sequence
 
 from dtransformer.datasets.sgm import pair_sgm, parse_sgm
-from dtransformer.datasets.text_files import WHITE_SPACE, FilePath, decode_lines, read_bytes
 from dtransformer.errors import InputError
+from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
 _WHITE_SPACE_RUN = re.compile(f"[{WHITE_SPACE}]+")
 
@@ -25,7 +24,7 @@ def read_lines(path: FilePath) -> list[str]:
     Raises:
         InputError: the file is missing, damaged or not UTF-8; names the line.
     """
-    lines = _decoded_lines(path)
+    lines = read_text_lines(path)
     if _is_sgm(path):
         return parse_sgm(lines, path)
     return [line.strip(WHITE_SPACE) for line in lines]
@@ -46,7 +45,7 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
             raises.
     """
     if _is_sgm(source) and _is_sgm(target):  # names the first line that does not match
-        pairs = pair_sgm(_decoded_lines(source), _decoded_lines(target), source, target)
+        pairs = pair_sgm(read_text_lines(source), read_text_lines(target), source, target)
         lines = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     else:
         lines = read_lines(source), read_lines(target)
@@ -74,7 +73,7 @@ def read_tsv(path: FilePath) -> tuple[list[str], list[str]]:
         InputError: a line has no tab, or more than one; names it.
     """
     sources, targets = [], []
-    for number, line in enumerate(_decoded_lines(path), start=1):
+    for number, line in enumerate(read_text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) != 2:
             raise InputError(
@@ -147,18 +146,6 @@ def _reason_against(pair, max_words, max_ratio):
     if max_ratio is not None and lengths[1] > max(max_ratio * lengths[0], lengths[0] + 3):
         return "uneven"
     return None
-
-
-def _decoded_lines(path):
-    data = read_bytes(path)
-    if str(path).endswith(".gz"):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InputError(
-                f"{path} is not a complete gzip file ({error}): copy or pack it again"
-            ) from None
-    return decode_lines(data, path)
 
 
 def _is_sgm(path):

@@ -25,10 +25,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pydantic
 import tensorflow as tf
 import tensorflow_text as tf_text
 
-from dtransformer.datasets.text_files import decode_lines, read_bytes, write_text_atomically
+from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.datasets.vocabulary import (
     END,
     INSIDE,
@@ -43,11 +44,27 @@ from dtransformer.datasets.vocabulary import (
     text_of,
 )
 from dtransformer.datasets.words import SPACE, map_chunks, normalise, split_words, unescape
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.files import MEBIBYTE, read_bytes
+from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.paths import check_path
+from dtransformer.inputs.text import decode_lines
 
 _UNKNOWN_TEXT = " ⁇ "
 _FORMAT, _VERSION = "dtransformer.SubwordTokenizer", 1
 _CONFIG_FILE, _VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
+_MAX_CONFIG_BYTES, _MAX_VOCABULARY_BYTES = 2**16, 64 * MEBIBYTE
+
+
+class _Config(pydantic.BaseModel):
+    """What `tokenizer.json` holds."""
+
+    model_config = STRICT
+    format: str
+    version: int
+    vocab_size: int
+    lower_case: bool
 
 
 class SubwordTokenizer:
@@ -221,7 +238,7 @@ class SubwordTokenizer:
         Raises:
             InputError: a file is missing or damaged, or of a newer format.
         """
-        folder = Path(folder)
+        folder = check_path(folder)
         for name in (_CONFIG_FILE, _VOCABULARY_FILE):
             if not (folder / name).is_file():
                 raise InputError(
@@ -230,11 +247,11 @@ class SubwordTokenizer:
                 )
         config = _read_config(folder / _CONFIG_FILE)
         path = folder / _VOCABULARY_FILE
-        vocabulary = decode_lines(read_bytes(path), path)
+        vocabulary = decode_lines(read_bytes(path, _MAX_VOCABULARY_BYTES), path)
         if len(vocabulary) != config["vocab_size"]:
             raise InputError(
                 f"{path} has {len(vocabulary)} pieces where {_CONFIG_FILE} says "
-                f"{config['vocab_size']}: the file is damaged; copy the folder again"
+                f"{shown(config['vocab_size'])}: the file is damaged; copy the folder again"
             )
         try:
             return cls(vocabulary, config["lower_case"])
@@ -266,24 +283,12 @@ class SubwordTokenizer:
 
 
 def _read_config(path):
-    try:
-        config = json.loads("\n".join(decode_lines(read_bytes(path), path)))
-        is_known = config["format"] == _FORMAT
-        version = int(config["version"])
-        values = {key: config[key] for key in ("vocab_size", "lower_case")}
-        if type(values["vocab_size"]) is not int or type(values["lower_case"]) is not bool:
-            raise TypeError("vocab_size is a number, lower_case true or false")
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{path} is damaged ({type(error).__name__}: {error}): copy the folder again"
-        ) from None
-    if not is_known:
+    config = typed(read_json(path, _MAX_CONFIG_BYTES), _Config, path)
+    if config["format"] != _FORMAT:
         raise InputError(f"{path} is not of format {_FORMAT}: give a tokenizer's folder")
-    if version > _VERSION:
+    if config["version"] != _VERSION:
         raise InputError(
-            f"{path} has format version {version}, and this dtransformer reads up to {_VERSION}: "
-            "update dtransformer"
+            f"{path} has format version {shown(config['version'])}, and this dtransformer reads "
+            f"{_VERSION}: update dtransformer"
         )
-    return values
+    return config

@@ -19,11 +19,12 @@ from dtransformer.datasets.words import (
     normalise,
     split_words,
 )
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
 
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[START]", "[END]")
 PAD, UNK, START, END = range(4)
 INSIDE = "##"  # begins the pieces inside a word
+MAX_PIECE_BYTES = 256  # that TensorFlow's tokenizer takes
 UNKNOWN_CHARACTER = "\ufffd"  # stands for characters without a piece; has none itself
 
 
@@ -53,19 +54,24 @@ def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
     if vocabulary[: len(SPECIAL_PIECES)] != SPECIAL_PIECES:
         raise InputError(
             f"a vocabulary begins with {' '.join(SPECIAL_PIECES)}, this one with "
-            f"{' '.join(vocabulary[: len(SPECIAL_PIECES)])!r}: use one that train made"
+            f"{shown(' '.join(vocabulary[: len(SPECIAL_PIECES)]))}: use one that train made"
         )
     pieces = set(vocabulary)
     if len(pieces) != len(vocabulary):
         twice = next(p for p, n in collections.Counter(vocabulary).items() if n > 1)
-        raise InputError(f"piece {twice!r} is in the vocabulary twice: copy the file again")
+        raise InputError(f"piece {shown(twice)} is in the vocabulary twice: copy the file again")
     characters = {*characters_of(vocabulary), SPACE}
     for number, piece in enumerate(vocabulary[len(SPECIAL_PIECES) :], len(SPECIAL_PIECES) + 1):
         text = text_of(piece)
         if not text or "\0" in text or not characters.issuperset(text):
             raise InputError(
-                f"line {number}: piece {piece!r} has characters that are not pieces themselves: "
+                f"line {number}: piece {shown(piece)} has characters that are not pieces themselves: "
                 "the vocabulary is damaged; copy it again"
+            )
+        if len(piece.encode()) > MAX_PIECE_BYTES:
+            raise InputError(
+                f"line {number}: piece {shown(piece)} has more than {MAX_PIECE_BYTES} bytes: the "
+                "vocabulary is damaged; copy it again"
             )
 
 

@@ -4,20 +4,16 @@ import hashlib
 import http.client
 import pathlib
 import sys
-import tarfile
 import urllib.request
-import zlib
 from collections.abc import Sequence
 
 from dtransformer.datasets.sgm import pair_sgm
-from dtransformer.datasets.text_files import (
-    FilePath,
-    decode_lines,
-    read_bytes,
-    write_bytes_atomically,
-    write_text_atomically,
-)
+from dtransformer.datasets.text_files import write_bytes_atomically, write_text_atomically
 from dtransformer.errors import InputError
+from dtransformer.inputs.archives import tar_members
+from dtransformer.inputs.files import read_bytes
+from dtransformer.inputs.paths import FilePath, check_path
+from dtransformer.inputs.text import decode_lines
 
 ARCHIVE_URL = "http://statmt.org/wmt14/test-full.tgz"
 ENGLISH = "newstest2014-fren-ref.en.sgm"
@@ -79,49 +75,20 @@ def _source_files(source):
     if isinstance(source, (tuple, list)):
         if len(source) != 2:
             raise InputError(f"{len(source)} files were given: give an English and a French one")
-        return {str(path): read_bytes(path) for path in source}
-    source = pathlib.Path(source)
+        return {str(path): read_bytes(path, _MAX_MEMBER_BYTES) for path in source}
+    source = check_path(source)
     if source.is_file():
         members = _archive_members(source)
         return {f"{source}: {name}": members[name] for name in (ENGLISH, FRENCH)}
     if not source.is_dir():
         raise InputError(f"{source} does not exist: give a folder or a tar archive")
-    return {str(source / name): read_bytes(source / name) for name in (ENGLISH, FRENCH)}
+    paths = [source / name for name in (ENGLISH, FRENCH)]
+    return {str(path): read_bytes(path, _MAX_MEMBER_BYTES) for path in paths}
 
 
 def _archive_members(archive):
-    """Return {name: bytes} of the two wanted members of a tar archive.
-
-    Members are found by the last part of their names and read into memory: what an
-    archive says of paths, links and permissions is not followed.
-    """
-    found = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = pathlib.PurePosixPath(member.name).name
-                if name not in SHA256 or name in found or not member.isreg():
-                    continue
-                if member.size > _MAX_MEMBER_BYTES:
-                    raise InputError(
-                        f"{archive}: {name} has {member.size} bytes, expected at most "
-                        f"{_MAX_MEMBER_BYTES}: this is not WMT14's archive; fetch {ARCHIVE_URL}"
-                    )
-                found[name] = tar.extractfile(member).read()
-            while tar.fileobj.read(1 << 20):  # gzip's checksum stands at the very end
-                pass
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        reason = str(error).partition("\n")[0].rstrip(":")
-        raise InputError(
-            f"{archive} is not a complete tar archive ({reason}): fetch {ARCHIVE_URL} again"
-        ) from None
-    missing = sorted(set(SHA256) - set(found))
-    if missing:
-        raise InputError(
-            f"{archive} holds no regular file named {', '.join(missing)}: expected WMT14's "
-            f"archive, {ARCHIVE_URL}"
-        )
-    return found
+    advice = f"expected WMT14's archive; fetch {ARCHIVE_URL}"
+    return tar_members(archive, SHA256, _MAX_MEMBER_BYTES, advice)
 
 
 def verify(folder: FilePath) -> None:
@@ -132,7 +99,7 @@ def verify(folder: FilePath) -> None:
     """
     for name in SHA256:
         path = pathlib.Path(folder) / name
-        _check_sum(path, name, read_bytes(path))
+        _check_sum(path, name, read_bytes(path, _MAX_MEMBER_BYTES))
 
 
 def _check_sum(place, name, data):

@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 
 from dtransformer.datasets.text import read_tsv
-from dtransformer.datasets.text_files import FilePath
 from dtransformer.errors import InputError
+from dtransformer.inputs.paths import FilePath
 
 UNK, PAD, EOT, FIRST_WORD = 0, 1, 2, 3
 

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 
+from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
@@ -18,6 +19,7 @@ from dtransformer.parallel.json_exchange import exchange_json
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
 # of the time of the cores that compute.
 _CYCLE_MILLISECONDS = "5"
+_SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -25,10 +27,17 @@ def start_horovod() -> types.ModuleType | None:
     """Return `horovod.tensorflow`, started; None where `horovodrun` did not start the process.
 
     Raises:
+        InputError: the environment has a number of ranks, and not what `horovodrun` sets beside.
         RuntimeError: there are several ranks, and Horovod cannot be imported.
     """
-    if int(os.environ.get("HOROVOD_SIZE", "1")) <= 1:
+    num_ranks = os.environ.get("HOROVOD_SIZE", "1")
+    if num_ranks in ("", "0", "1"):
         return None
+    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
+        raise InputError(
+            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, and not all else that horovodrun "
+            f"sets ({', '.join(_SET_BY_HOROVODRUN)}): start with horovodrun, or unset HOROVOD_SIZE"
+        )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     if device_type() == "CPU":
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)

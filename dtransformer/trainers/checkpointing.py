@@ -1,11 +1,13 @@
 """How a trainer saves and restores: checkpoints of the full run, and files of weights."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 
 import keras
 
 from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.parallel.pipeline.stage_weights import full_network
@@ -63,7 +65,8 @@ class Checkpointing(keras.Model):
                 ranks, so that a lost file can be replaced.
             assets: names of files or folders to add, and objects whose `save(path)` writes them,
                 such as a tokenizer.
-            metrics: names of logs and their values, which the checkpoint's manifest keeps.
+            metrics: names of logs and their values, which the checkpoint's manifest keeps; None
+                for one that is not finite.
 
         Raises:
             ValueError: the network cannot be built yet, or the trainer is not compiled.
@@ -79,7 +82,11 @@ class Checkpointing(keras.Model):
         self._check_compiled("save")
         if self._writer is None:
             self._writer = CheckpointWriter()
-        info = {"position": self._position(), "metrics": dict(metrics or {})}
+        metrics = {
+            name: float(value) if math.isfinite(value) else None
+            for name, value in (metrics or {}).items()
+        }
+        info = {"position": self._position(), "metrics": metrics}
         options = {"overwrite": overwrite, "replicas": replicas, "assets": assets}
         self._writer.start(path, self.training_state(), info, **options)
         if wait:
@@ -188,12 +195,12 @@ class Checkpointing(keras.Model):
             **kwargs: as in Keras.
 
         Raises:
-            InputError: a `.safetensors` file does not hold the network's weights.
+            InputError: the file is damaged, or does not hold the network's weights.
         """
         if not self.network.built:
             self.network.build()
         if not is_safetensors(filepath):
-            self.network.load_weights(filepath, **kwargs)
+            load_weights(self.network, filepath, **kwargs)
             return
         if kwargs:
             raise InputError(

@@ -48,16 +48,15 @@ def test_the_form_is_that_of_wmt14(tmp_path):
     "line, segments",
     [
         ('<seg id="1">a</seg>', ["a"]),
-        ('<seg id="1" x="2"> a \t</seg> rest', ["a"]),
-        ('<seg id="1">a > b</seg></seg>', ["a > b"]),
+        ('<seg id="1" x="2"> a \t</seg>  ', ["a"]),
+        ('<seg id="1">a > b, <i>c</i></seg>', ["a > b, <i>c</i>"]),
         ('<seg id="1">\u00a0a</seg>', ["\u00a0a"]),
-        (' <seg id="1">indented lines do not count</seg>', []),
-        ('<hl><seg id="1">nor do these</seg></hl>', []),
-        ("<segment>nor these</segment>", []),
+        ("<hl> <p>", []),
+        ("<segment>", []),
     ],
 )
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_line_counts_where_it_begins_with_seg_id(tmp_path, line, segments, end):
+def test_a_line_is_a_segment_or_tags(tmp_path, line, segments, end):
     path = tmp_path / "x.sgm"
     path.write_bytes(sgm("<doc>", line, "</doc>", end=end))
     assert read_sgm(path) == segments
@@ -70,6 +69,21 @@ def test_a_line_counts_where_it_begins_with_seg_id(tmp_path, line, segments, end
         (sgm("<doc>", b'<seg id="1">caf\xe9</seg>'), ["x.sgm", "line 2", "0xe9", "UTF-8"]),
         (sgm("<doc>", '<seg id="1">a</seg>', '<seg id="2">b'), ["x.sgm", "line 3", "</seg>"]),
         (sgm("<doc>", '<seg id="1"'), ["x.sgm", "line 2"]),
+        *(
+            (sgm("<doc>", '<seg id="1">a</seg>', line), ["x.sgm", "line 3", "one segment"])
+            for line in (
+                '<seg id="2">two</seg><seg id="3">on a line</seg>',
+                ' <seg id="2">indented</seg>',
+                '<SEG ID="2">upper case</SEG>',
+                '<seg  id="2">two spaces</seg>',
+                '<hl><seg id="2">after a tag</seg></hl>',
+                '<seg id="2">a</seg> rest',
+                "<seg>without an id</seg>",
+                "no tag at all",
+                "</seg>",
+            )
+        ),
+        (sgm("<doc>", '<seg id="1">a</seg>').decode().encode("utf-16-le"), ["line 1", "UTF-16"]),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path, content, told):
@@ -89,7 +103,13 @@ def test_files_that_match_are_paired(tmp_path):
     assert read_sgm_pairs(source, target) == pairs
 
 
-GOOD = ("<doc>", '<seg id="1">a</seg>', '<seg id="2">b</seg>', '<seg id="3">c</seg>', "</doc>")
+GOOD = (
+    '<doc docid="d">',
+    '<seg id="1">a</seg>',
+    '<seg id="2">b</seg>',
+    '<seg id="3">c</seg>',
+    "</doc>",
+)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +120,7 @@ GOOD = ("<doc>", '<seg id="1">a</seg>', '<seg id="2">b</seg>', '<seg id="3">c</s
         ((*GOOD[:1], *GOOD[2:], "</doc>"), 2, '<seg id="2">b'),  # one segment is missing
         ((*GOOD[:3], "</doc>", "</doc>"), 4, "</doc>"),
         ((GOOD[0], "", *GOOD[1:]), 2, "''"),
+        (('<doc docid="other">', *GOOD[1:]), 1, "docid"),
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])

@@ -79,6 +79,10 @@ def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     with pytest.raises(ValueError, match="horovodrun -np 2 .*doctor --install-horovod"):
         dtransformer.init(TransformerOpParallelConfig(data_parallel=2))
     monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(ValueError, match="HOROVOD_SIZE='2'.*start with horovodrun"):
+        dtransformer.init()
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     with pytest.raises(RuntimeError, match="2 ranks.*run 'dtransformer doctor --install-horovod'"):
         dtransformer.init()
     assert not job.is_initialized()

@@ -1,9 +1,7 @@
 """Weights for one process: from a checkpoint to Keras' files and to safetensors, and back."""
 
-import functools
 import math
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 
 import keras
@@ -14,6 +12,7 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.files import replacing
+from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
 from dtransformer.parallel.object_collectives import together
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
@@ -158,31 +157,36 @@ def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
         filepath: a `.safetensors` file that `export` wrote.
 
     Raises:
-        InputError: there is no such file, it is damaged, or its weights are not the network's.
+        InputError: there is no such file, it is damaged, its weights are not the network's, or have
+            values that are not finite; nothing is changed then.
     """
     tensors = together(lambda: network_tensors(network), "safetensors/network")
 
     def opened():
-        if not pathlib.Path(filepath).exists():
-            raise InputError(f"{filepath}: there is no such file")
-        try:
-            file = safetensors.safe_open(filepath, "numpy")
-        except (safetensors.SafetensorError, OSError) as error:
-            raise InputError(
-                f"{filepath}: is not a safetensors file, or damaged ({error})"
-            ) from None
+        file = SafetensorsFile(filepath)
         shapes = {
-            f"{NETWORK}{name}": tuple(file.get_slice(name).get_shape())
-            for name in file.keys()
+            f"{NETWORK}{name}": shape
+            for name, shape in file.shapes.items()
             if not name.startswith(OPTIMIZER)
         }
         return file, shapes
 
+    def value(tensor):
+        name = tensor.name.removeprefix(NETWORK)
+        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
+        return tensor.assemble(
+            lambda bounds: convert(_read(file[name], bounds), kind, f"{filepath}: {name}")
+        )
+
+    def check():
+        for tensor in tensors:
+            value(tensor)
+
     file, in_file = together(opened, "safetensors/opened")
     _check_fits(filepath, tensors, in_file)
+    together(check, "safetensors/values")
     for tensor in tensors:
-        stored = file.get_slice(tensor.name.removeprefix(NETWORK))
-        tensor.assign(tensor.assemble(functools.partial(_read, stored)))
+        tensor.assign(value(tensor))
 
 
 def _read(stored, bounds):

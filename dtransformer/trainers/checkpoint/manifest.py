@@ -8,9 +8,13 @@ import time
 import zlib
 
 import keras
+import pydantic
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.manifest import Manifest
+from dtransformer.inputs.paths import inside
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers.checkpoint.training_state import TrainingState
@@ -19,6 +23,13 @@ from dtransformer.version import __version__
 MANIFEST = "checkpoint.json"
 _VERSION = 1
 _CHUNK_BYTES = 2**22
+
+
+class _Document(pydantic.BaseModel):
+    """The manifest and its checksum."""
+
+    crc32: str
+    checkpoint: dict
 
 
 def describe_run(state: TrainingState) -> dict:
@@ -39,7 +50,8 @@ def describe_run(state: TrainingState) -> dict:
 
 def _keras_config(item):
     try:
-        return json.loads(json.dumps(keras.saving.serialize_keras_object(item)))
+        config = keras.saving.serialize_keras_object(item)
+        return json.loads(json.dumps(config, allow_nan=False))
     except Exception:  # whatever a user's get_config raises
         return None
 
@@ -60,8 +72,13 @@ def checksum(path: pathlib.Path) -> str:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
-    """Write the manifest of a checkpoint, with a checksum of its own, and wait for the disk."""
+    """Write the manifest of a checkpoint, with a checksum of its own, and wait for the disk.
+
+    Raises:
+        InputError: it is not one that can be read again, such as one with odd names of files.
+    """
     body = json.dumps({"version": _VERSION, **manifest}, sort_keys=True)
+    typed(json.loads(body), Manifest, MANIFEST)
     document = {"crc32": _crc32_of(body), "checkpoint": json.loads(body)}
     (folder / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True))
     sync(folder / MANIFEST)
@@ -71,23 +88,20 @@ def read_manifest(folder: pathlib.Path) -> dict:
     """Return the manifest of a checkpoint.
 
     Raises:
-        InputError: the file is damaged, or was written by a newer version.
+        InputError: the file is damaged, a field is missing or wrong, or it was written by a newer
+            version.
     """
-    path = folder / MANIFEST
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        body = document["checkpoint"]
-        is_intact = document["crc32"] == _crc32_of(json.dumps(body, sort_keys=True))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is damaged: it cannot be read ({error})") from None
-    if not is_intact:
+    path = inside(folder, MANIFEST)
+    document = typed(read_json(path), _Document, path)
+    body = document["checkpoint"]
+    if document["crc32"] != _crc32_of(json.dumps(body, sort_keys=True)):
         raise InputError(f"{path} is damaged: its content does not match its checksum")
-    if body["version"] != _VERSION:
+    if body.get("version") != _VERSION:
         raise InputError(
-            f"{path} has format version {body['version']}, and this dtransformer reads version "
-            f"{_VERSION}: update dtransformer"
+            f"{path} has format version {shown(body.get('version'))}, and this dtransformer reads "
+            f"version {_VERSION}: update dtransformer"
         )
-    return body
+    return typed(body, Manifest, path)
 
 
 def sync(path: pathlib.Path) -> None:

@@ -1,5 +1,6 @@
 """A complete checkpoint: its manifest, its tensors, and whether its files are intact."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -8,7 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
+from dtransformer.inputs.manifest import DATA, INDEX
+from dtransformer.inputs.paths import inside
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest, sync
 from dtransformer.trainers.checkpoint.shard_bounds import Bounds, slice_spec
@@ -85,18 +88,37 @@ class Checkpoint:
 
     def problem_with(self, name: str) -> str:
         """Read a file; return what is wrong with it, "" where nothing is."""
-        expected, path = self.manifest["files"][name], self.path / name
+        expected = self.manifest["files"][name]
         try:
+            path = inside(self.path, name)
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{path} has {size:,} bytes, {expected['bytes']:,} were written"
             found = checksum(path)
         except FileNotFoundError:
             return f"{path} is missing"
+        except InputError as error:
+            return str(error)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
         if found != expected["crc32"]:
             return f"{path} is damaged: its checksum is {found}, {expected['crc32']} was written"
+        return self._problem_with_index() if name == INDEX else ""
+
+    def _problem_with_index(self):
+        """Compare TensorFlow's list of the tensors with the manifest's."""
+        path = self.path / INDEX
+        try:
+            reader = tf.train.load_checkpoint(str(self.path / PREFIX))
+            types = reader.get_variable_to_dtype_map()
+            found = {
+                name: [list(shape), types[name].name]
+                for name, shape in reader.get_variable_to_shape_map().items()
+            }
+        except Exception as error:  # TensorFlow makes several of Python's
+            return f"{path} is damaged: {one_line(error, 100)}"
+        if found != self.manifest["tensors"]:
+            return f"{path} is damaged: its tensors are not those of {MANIFEST}"
         return ""
 
     def problems(self, names: Sequence[str] | None = None) -> dict[str, str]:
@@ -112,11 +134,14 @@ class Checkpoint:
             return False
         fresh = self.path / f"{name}.unfinished"
         try:
-            shutil.copyfile(self.path / replica, fresh)
-            sync(fresh)
-            os.replace(fresh, self.path / name)
-        except OSError:  # the disk is full or read-only
+            path = inside(self.path, name)
             fresh.unlink(missing_ok=True)
+            shutil.copyfile(self.path / replica, fresh, follow_symlinks=False)
+            sync(fresh)
+            os.replace(fresh, path)
+        except (OSError, InputError):  # the disk is full or read-only, or the file is a link
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
             return False
         return True
 
@@ -129,4 +154,4 @@ def data_file(index: int, count: int) -> str:
     >>> data_file(0, 2)
     'state.data-00000-of-00002'
     """
-    return f"{PREFIX}.data-{index:05d}-of-{count:05d}"
+    return DATA.format(index, count)

@@ -1,0 +1,160 @@
+"""Damage to a small checkpoint and to a run for benchmarks/fuzz.py, and what is loaded then."""
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+import zlib
+
+import numpy as np
+from fuzz_damage import Failure, damaged, edit
+from fuzz_inputs import SENTENCES, small_network
+
+from dtransformer.cli import main, runs
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.checkpoint.manifest import MANIFEST
+
+SETTINGS = [
+    "tokenizer.vocab_size=36", "model.hidden_size=8", "model.num_heads=2", "model.encoder_layers=1",
+    "model.decoder_layers=1", "data.batch_tokens=null", "data.batch_size=8", "data.num_buckets=1",
+    "data.max_length=16", "training.epochs=1",
+]  # fmt: skip
+
+
+def prepare(folder):
+    """Save two checkpoints and two runs of one shape; return {kind: function of (rng, folder)}."""
+    folder.mkdir()
+    trainer, states = new_trainer(), {}
+    for step in (2, 4):
+        rows = np.random.default_rng(step).normal(size=(8, 4))
+        trainer.fit(rows, np.ones((8, 3)), batch_size=4, verbose=0)
+        path = folder / "checkpoints" / f"step-{step:08d}"
+        trainer.save(path, assets={"tokenizer": SubwordTokenizer.train(SENTENCES, 75)})
+        states[path.name] = state_of(trainer)
+    (folder / "text").write_text("one cat\ntwo cats\nno dog\n" * 8)
+    config = {"data": {"source": str(folder / "text"), "target": str(folder / "text")}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    for number in range(2):
+        arguments = ["train", "--config", str(folder / "config.yaml")]
+        arguments += ["--run", str(folder / f"run-{number}")]
+        if main([*arguments, "--set", *SETTINGS, f"training.seed={number}"]):
+            raise SystemExit("the run cannot be trained")
+        shutil.rmtree(folder / f"run-{number}" / "checkpoints")
+    checkpoints = functools.partial(checkpoint, folder / "checkpoints", states, new_trainer())
+    return {
+        "checkpoint: damage": functools.partial(checkpoints, damage),
+        "checkpoint: swaps": functools.partial(checkpoints, swap),
+        "checkpoint: right sums": functools.partial(checkpoints, sign),
+        "run": functools.partial(run, folder, contents(runs.load_run(folder / "run-0"))),
+    }
+
+
+def new_trainer():
+    trainer = Trainer(small_network())
+    trainer.compile("adam", "mse", jit_compile=False)
+    return trainer
+
+
+def state_of(trainer):
+    trainer.training_state()  # builds what there is to compare
+    variables = [*trainer.network.variables, *trainer.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def checkpoint(good, states, trainer, harm, rng, folder):
+    """Restore from two checkpoints, of which the newer one is harmed; compare all values."""
+    path = folder / "checkpoints"
+    shutil.copytree(good, path)
+    harm(rng, path)
+    newest = rng.choice([path, max(path.iterdir())])
+    restored = trainer.restore(newest)
+    expected = states.get(pathlib.Path(restored.path).name)
+    is_there = any(same(state_of(trainer), state) for state in states.values())
+    if not (is_there if expected is None else same(state_of(trainer), expected)):
+        raise Failure(f"wrong data: {harm.__name__} of {restored.path}")
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def damage(rng, path):
+    file = rng.choice(files_of(max(path.iterdir())))
+    kind = rng.randrange(6)
+    if kind <= 2:
+        file.write_bytes(damaged(rng, file.read_bytes()))
+        return
+    content = file.read_bytes()
+    file.unlink()
+    if kind == 3:
+        os.mkfifo(file)
+    elif kind == 4:
+        file.mkdir()
+    else:
+        outside = path.parent / "elsewhere"
+        outside.write_bytes(content)
+        file.symlink_to(outside)
+
+
+def swap(rng, path):
+    older, newer = sorted(path.iterdir())
+    kind = rng.randrange(4)
+    if kind == 0:  # two files of a checkpoint
+        one, other = rng.sample(files_of(newer), 2)
+    elif kind == 1:  # files of two checkpoints
+        one = rng.choice(files_of(newer))
+        other = older / one.relative_to(newer)
+    elif kind == 2:  # all but the manifests
+        for file in files_of(newer):
+            if file.name != MANIFEST:
+                shutil.copy(older / file.relative_to(newer), file)
+        return
+    else:
+        newer.rename(path / rng.choice(["step-00000009", "step-1", "step-99999999999", "other"]))
+        return
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def sign(rng, path):
+    """Edit the manifest, or files, and make the checksums right again."""
+    newer = max(path.iterdir())
+    body = json.loads((newer / MANIFEST).read_text())["checkpoint"]
+    if rng.random() < 0.5:
+        name = rng.choice(list(body["files"]))
+        content = damaged(rng, (newer / name).read_bytes())
+        (newer / name).write_bytes(content)
+        body["files"][name] |= {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    else:
+        body = edit(rng, body)
+    crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (newer / MANIFEST).write_text(json.dumps({"crc32": f"{crc:08x}", "checkpoint": body}))
+
+
+def contents(loaded):
+    config, model, tokenizer = loaded
+    return config, tokenizer.vocabulary, model.get_weights()
+
+
+def run(good, expected, rng, folder):
+    """Load a run that is harmed; compare its config, its vocabulary and its weights."""
+    path = folder / "run"
+    shutil.copytree(good / "run-0", path)
+    file = rng.choice([file for file in files_of(path) if file.name != "metrics.jsonl"])
+    kind = rng.randrange(4)
+    if kind == 0:  # of another run
+        shutil.copy(good / "run-1" / file.relative_to(path), file)
+    elif kind == 1:
+        file.unlink()
+    else:
+        file.write_bytes(damaged(rng, file.read_bytes()))
+    found = contents(runs.load_run(path))
+    if found[:2] != expected[:2] or not same(found[2], expected[2]):
+        raise Failure(f"wrong data: {file.name} ({['another run', '', 'damage', 'damage'][kind]})")

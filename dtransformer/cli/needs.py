@@ -1,0 +1,70 @@
+"""The memory that a run needs at least, compared with what this machine has, before it is taken."""
+
+from dtransformer.cli.config import RunConfig
+from dtransformer.errors import InputError
+from dtransformer.inputs.machine import free_memory
+
+_NUMBER = 4  # bytes of a float32
+_TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
+_GIBIBYTE = 2**30
+
+
+def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
+    """Refuse a model, a search or a number of devices that this machine cannot hold.
+
+    Args:
+        config: the run's config.
+        vocab_size: number of pieces of the vocabulary.
+        num_ranks: number of ranks that share the weights, at best.
+
+    Raises:
+        InputError: names what needs how much.
+    """
+    model, length = config.model, config.data.max_length
+    hidden, layers = model.hidden_size, model.encoder_layers + 2 * model.decoder_layers
+    inner = model.ffn_hidden_size or 4 * hidden
+    blocks = 4 * hidden**2 * layers
+    blocks += 2 * hidden * inner * (model.encoder_layers + model.decoder_layers)
+    _check(
+        f"model (hidden_size={hidden}, {model.encoder_layers} and {model.decoder_layers} layers, "
+        f"{vocab_size} pieces)",
+        _TRAINED * (blocks + hidden * vocab_size) // num_ranks,
+    )
+    _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
+    if (config.search.max_length or 0) > length + 1:
+        raise InputError(
+            f"search.max_length={config.search.max_length} is more than the model can count, which "
+            f"is data.max_length={length} and the end: give at most {length + 1}"
+        )
+    beams, steps = config.search.beam_size, config.search.max_length or 1
+    cached = vocab_size + 2 * hidden * model.decoder_layers * steps
+    _check(f"search (beam_size={beams}, max_length={steps})", _NUMBER * beams * cached)
+
+
+def check_batches(config: RunConfig, vocab_size: int, num_tokens: int, num_ranks: int = 1) -> None:
+    """Refuse batches that this machine cannot hold.
+
+    Args:
+        config: the run's config.
+        vocab_size: number of pieces of the vocabulary.
+        num_tokens: number of tokens of one side of the largest batch.
+        num_ranks: number of ranks that share a batch, at best.
+
+    Raises:
+        InputError: names the need.
+    """
+    layers = config.model.encoder_layers + config.model.decoder_layers
+    numbers = num_tokens * (vocab_size + layers * config.model.hidden_size)
+    _check(
+        f"data (batches of {num_tokens:,} tokens)",
+        _NUMBER * numbers // (num_ranks * config.parallel.micro_batch_num),
+    )
+
+
+def _check(what, need):
+    free = free_memory()
+    if need > free:
+        raise InputError(
+            f"{what}: needs at least {need / _GIBIBYTE:,.1f} GiB of memory, and this machine has "
+            f"{free / _GIBIBYTE:,.1f} GiB free: give smaller numbers, or more ranks"
+        )

@@ -1,0 +1,65 @@
+"""Options of the command line: checked where they are read, and refused in one line."""
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from dtransformer.cli.config import RunConfig, set_option
+from dtransformer.errors import InputError
+from dtransformer.inputs.paths import check_path
+from dtransformer.inputs.yaml_file import parse_yaml
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises an InputError, and takes no beginnings of options for them.
+
+    Of a mistyped `--over` argparse would make `--overwrite`. All texts are paths here.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def parse_args(self, args=None, namespace=None):
+        parsed = super().parse_args(args, namespace)
+        for name, value in vars(parsed).items():
+            if isinstance(value, str):
+                check_path(value, name)
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def option_of(key: str) -> Callable:
+    """Return a function of the text of an option that replaces one of a run's config.
+
+    Args:
+        key: "section.key" of the config, whose limits hold.
+    """
+
+    def read(text):
+        config = RunConfig()
+        set_option(config, key, parse_yaml(text, "the option"), "the option")
+        section, name = key.split(".")
+        return getattr(getattr(config, section), name)
+
+    return lambda text: _checked(lambda: read(text))
+
+
+def number(low: int, high: int) -> Callable:
+    """Return a function of the text of an option that is an int from `low` to `high`."""
+
+    def read(text):
+        value = parse_yaml(text, "the option")
+        if type(value) is not int or not low <= value <= high:
+            raise InputError(f"expected an integer from {low} to {high}, got {text!r}")
+        return value
+
+    return lambda text: _checked(lambda: read(text))
+
+
+def _checked(read):
+    try:
+        return read()
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

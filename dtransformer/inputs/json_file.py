@@ -1,0 +1,110 @@
+"""JSON of limited size and depth, put into typed fields."""
+
+import json
+
+import pydantic
+
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.checked import problem
+from dtransformer.inputs.files import MEBIBYTE, read_bytes
+from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.text import decode
+
+MAX_BYTES = 16 * MEBIBYTE
+MAX_DEPTH = 100
+_MAX_DIGITS = 400  # of an integer
+
+
+def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
+    """Return the content of a JSON file; arguments and errors as of `parse_json`."""
+    return parse_json(read_bytes(path, limit), path, limit)
+
+
+def parse_json(data: bytes, name: FilePath, limit: int = MAX_BYTES) -> object:
+    """Return the content of a JSON text.
+
+    Args:
+        data: the text, UTF-8.
+        name: where it comes from, for messages.
+        limit: the most bytes that it may have.
+
+    Raises:
+        InputError: it is too large, too deep or no JSON, a key is there twice, or a number is not
+            finite.
+
+    Example:
+
+    >>> parse_json(b'{"step": 3}', "text")
+    {'step': 3}
+    """
+    if len(data) > limit:
+        raise InputError(f"{name} is damaged: more than {limit:,} bytes of JSON")
+    try:
+        value = json.loads(
+            decode(data, name),
+            object_pairs_hook=_object,
+            parse_constant=_not_finite,
+            parse_int=_integer,
+            parse_float=_float,
+        )
+        _check_depth(value)
+    except RecursionError:
+        raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
+    except ValueError as error:
+        raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
+    return value
+
+
+def typed(value: object, kind: type[pydantic.BaseModel], name: FilePath) -> dict:
+    """Return a value from JSON that has the fields of a model.
+
+    Args:
+        value: the value.
+        kind: the model, by which all its fields are checked.
+        name: where it comes from, for messages.
+
+    Returns:
+        The value itself, a dict.
+
+    Raises:
+        InputError: a field is missing or wrong; names it.
+    """
+    try:
+        kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise InputError(f"{name} is damaged: {' '.join(problem(error)).strip()}") from None
+    return value
+
+
+def _object(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is there twice")
+    return value
+
+
+def _not_finite(text):
+    raise ValueError(f"{text} is no finite number")
+
+
+def _integer(text):
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _float(text):
+    value = float(text)
+    if abs(value) == float("inf"):
+        raise ValueError(f"{shown(text)} is no finite number")
+    return value
+
+
+def _check_depth(value):
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        children = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for group in children for child in group if isinstance(child, (dict, list))]
+    raise ValueError(f"more than {MAX_DEPTH} levels of brackets")

@@ -1,0 +1,83 @@
+"""Looking at a `.weights.h5` before Keras loads it, and loading it."""
+
+import os
+
+import h5py
+import numpy as np
+
+from dtransformer.errors import InputError, one_line
+from dtransformer.inputs.files import opened
+from dtransformer.inputs.paths import FilePath
+
+_ENDING = ".weights.h5"
+_MAX_OBJECTS = 10**5
+_NUMBERS = "biuf"  # NumPy's kinds; bfloat16 is kept as numbers of two bytes
+
+
+def load_weights(network, path: FilePath, **options) -> None:
+    """Load weights as Keras does, from a file that was looked at first.
+
+    Args:
+        network: a built `keras.Model`.
+        path: a `.weights.h5` file, or another one that Keras takes, which Keras alone looks at.
+        **options: as in `keras.Model.load_weights`.
+
+    Raises:
+        InputError: the file is missing, damaged or hostile, has values that are not finite, or is of
+            another network.
+    """
+    if str(path).endswith(_ENDING):
+        check_weights(path)
+    try:
+        network.load_weights(path, **options)
+    except InputError:
+        raise
+    except Exception as error:  # whatever HDF5, Keras and TensorFlow raise
+        raise InputError(
+            f"{path}: these weights are damaged, or of another model ({one_line(error, 160)})"
+        ) from None
+
+
+def check_weights(path: FilePath) -> None:
+    """Check that a `.weights.h5` file holds finite numbers, as many as it has bytes for.
+
+    Raises:
+        InputError: it does not; says what it holds instead.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    try:
+        with h5py.File(path, "r") as file:
+            problem = _problem(file, size)
+    except InputError:
+        raise
+    except Exception as error:  # whatever HDF5 raises
+        problem = one_line(error, 160)
+    if problem:
+        raise InputError(
+            f"{path}: these weights are damaged, or of another model ({problem}): train again, or "
+            "give another file"
+        )
+
+
+def _problem(file, size):
+    """Return what is wrong with an open file; "" where nothing is."""
+    todo, num_objects = [file], 0
+    while todo:
+        group = todo.pop()
+        for name in group:
+            num_objects += 1
+            if num_objects > _MAX_OBJECTS:
+                return f"more than {_MAX_OBJECTS:,} objects"
+            if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+                return f"{name} is a link"
+            item = group[name]
+            if isinstance(item, h5py.Group):
+                todo.append(item)
+                continue
+            size -= item.nbytes if item.dtype.kind in _NUMBERS + "V" else size + 1
+            if item.external or item.is_virtual or item.chunks or size < 0:
+                return f"{item.name} is no array of numbers that the file holds"
+            if item.dtype.kind == "f" and not np.isfinite(item[...]).all():
+                return f"{item.name} has values that are not finite"
+    return ""

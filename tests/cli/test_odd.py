@@ -1,0 +1,149 @@
+"""Promise: whatever the command line is given, it says what is wrong in one line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dtransformer.cli import main, needs
+from dtransformer.cli.config import load_config
+from dtransformer.errors import MAX_MESSAGE
+from tests.inputs.bounded import refusal
+
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ([], "COMMAND"),
+        (["trian"], "trian"),
+        (["train"], "--config"),
+        (["train", "--config", "x", "--over"], "--over"),
+        (["train", "--config", ""], "expected a path"),
+        (["train", "--config", "a\0b"], "NUL"),
+        (["train", "--config", "a" * 5000], "too long"),
+        (["train", "--config", "/".join(["a"] * 4000)], "too long"),
+        (["train", "--config", "a" * 256], "too long"),
+        (["train", "--config", "/dev/zero"], "device"),
+        (["train", "--config", os.sep], "folder"),
+        (["train", "--config", "\udce9\n\x1b[2J"], "does not exist"),
+        (["translate", "--run", "x", "--beam-size", "0"], "at least 1"),
+        (["translate", "--run", "x", "--beam-size", "1000000"], "at most 1000"),
+        (["translate", "--run", "x", "--beam-size", HUGE], "18 digits"),
+        (["translate", "--run", "x", "--beam-size", "1.5"], "an integer"),
+        (["translate", "--run", "x", "--length-penalty", "nan"], "a number"),
+        (["translate", "--run", "x", "--length-penalty", ".inf"], "finite"),
+        (["translate", "--run", "x", "--length-penalty", "-1"], "at least 0"),
+        (["translate", "--run", "a" * 300], "too long"),
+        (["evaluate", "--run", "x", "--src", "", "--ref", "y"], "expected a path"),
+        (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
+        (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
+        (["prepare", "--embedded", "--out", "/dev/full/x"], "cannot be written"),
+        (["prepare", "--source", "/dev/zero", "--out", "x"], "does not exist"),
+        (["checkpoint", "verify", ""], "expected a path"),
+        (["checkpoint", "verify", "\n".join("abc")], "no such folder"),
+    ],
+    ids=lambda value: str(value)[:40].encode("ascii", "replace").decode().replace("\0", "0"),
+)
+def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and told in error
+    assert len(error) <= MAX_MESSAGE + 1 and error[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ("model.hidden_size=1000000", "GiB of memory"),
+        ("model.encoder_layers=100000", "at most 200"),
+        ("model.num_heads=.inf", "finite"),
+        ("data.max_length=100000000", "GiB of memory"),
+        ("data.num_buckets=1000000000", "at most 1000"),
+        ("data.source=" + "a" * 5000, "4095"),
+        ("search.beam_size=1000000", "at most 1000"),
+        ("search.max_length=1000", "data.max_length=128"),
+        ("tokenizer.vocab_size=1000000000", "at most"),
+        ("parallel.micro_batch_num=1000000000", "at most"),
+        ("parallel.pipeline_stage=1000000000", "at most"),
+        ("parallel.optimizer_shard=99999999999", "at most"),
+        ("parallel.parallel_optimizer_threshold=.nan", "finite"),
+        ("parallel.parallel_optimizer_exclude=['a{99999999999}']", "parallel_optimizer_exclude"),
+        ("training.local_devices=100000", "at most 128"),
+        ("training.epochs=" + HUGE, "18 digits"),
+        ("training.learning_rate=.nan", "finite"),
+        ("training.learning_rate=1e400", "finite"),
+        ("training.learning_rate=-1", "at least 0"),
+        ("training.beta_2=1", "less than 1"),
+        ("training.weight_decay=.inf", "finite"),
+        ("training.clip_norm=nan", "a number"),
+        ("training.seed=-1", "at least 0"),
+        ("training.jit_compile=maybe", "'auto', 'true' or 'false'"),
+        ("data.source=2014-05-01", ""),
+        ("data.source=2014", "in quotes"),
+        ("data.shuffle=no", "true or false"),
+    ],
+    ids=lambda text: text[:50],
+)
+def test_settings_are_limited(setting, told):
+    def read():
+        config = load_config(None, [setting])
+        needs.check_model(config, config.tokenizer.vocab_size)
+
+    if told:
+        assert told in refusal(read)
+    else:
+        read()
+
+
+def test_batches_have_to_fit():
+    config = load_config()
+    needs.check_batches(config, 8000, 4096)
+    assert "GiB of memory" in refusal(needs.check_batches, config, 8000, 10**9)
+
+
+COMMAND = [sys.executable, "-m", "dtransformer.cli"]
+TRANSLATE = [*COMMAND, "translate", "--run", "é"]
+
+
+@pytest.mark.parametrize(
+    "command, environment, streams, told",
+    [
+        (COMMAND, {"KERAS_BACKEND": "jax"}, "", "KERAS_BACKEND=tensorflow"),
+        (TRANSLATE, {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}, "", "é: there is no such"),
+        ([*COMMAND, "doctor"], {}, ">/dev/full", "No space left"),
+    ],
+    ids=["backend", "locale", "full disk"],
+)
+def test_odd_surroundings(command, environment, streams, told):
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", *command],
+        env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
+    )  # fmt: skip
+    error = result.stderr.decode()
+    assert result.returncode == 2
+    assert error.startswith("dtransformer: ") and error.count("\n") == 1 and told in error
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_closed_streams(stream, monkeypatch, capsys):
+    monkeypatch.setattr(sys, stream, None)
+    assert main(["translate", "--run", "x"]) == 2
+    assert "is closed" in capsys.readouterr().err
+
+
+def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+    def fail(_):
+        raise RuntimeError("one\ntwo " + "x" * 1000)
+
+    monkeypatch.setattr("dtransformer.cli._run", fail)
+    assert main(["doctor"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("dtransformer: RuntimeError: one two xxx") and error.count("\n") == 1
+    assert len(error) <= MAX_MESSAGE + 1 and "DTRANSFORMER_TRACEBACK=1" in error
+    monkeypatch.setenv("DTRANSFORMER_TRACEBACK", "1")
+    with pytest.raises(RuntimeError):
+        main(["doctor"])

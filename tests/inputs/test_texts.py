@@ -1,0 +1,255 @@
+"""Promise: a text, however it is packed, is read rightly or refused, and never fills the memory."""
+
+import gzip
+import io
+import os
+import re
+import tarfile
+import threading
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtransformer.datasets import SubwordTokenizer, read_lines, read_sgm, write_sgm
+from dtransformer.inputs import archives, text
+from dtransformer.inputs.files import read_bytes
+from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+
+MEMBER = "a.txt"
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
+SGM_PARTS = st.sampled_from(
+    [
+        '<seg id="1">',
+        "</seg>",
+        "<seg",
+        "<SEG id=1>",
+        "a",
+        " ",
+        "<doc>",
+        "\n",
+        "\r\n",
+        "<",
+        ">",
+        "\t",
+    ]
+)
+
+
+def tar_of(*headers):
+    """Return a tar of members given by (name, content, fields of the header to replace)."""
+    packed = io.BytesIO()
+    for name, content, fields in headers:
+        info = tarfile.TarInfo(name)
+        info.size = len(content)
+        header = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+        for start, data in fields.items():
+            header[start : start + len(data)] = data
+        if fields and 148 not in fields:
+            header[148:156] = b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+        packed.write(bytes(header) + content + b"\0" * (-len(content) % 512))
+    return packed.getvalue() + b"\0" * 1024
+
+
+def read_tar(path):
+    return archives.tar_members(path, {MEMBER}, 2**20, "fetch it again")[MEMBER]
+
+
+# Text.
+
+
+@BOUNDED
+@given(lines=st.lists(ANY_TEXT.map(lambda line: re.sub(r"[\r\n]", " ", line)), max_size=5))
+@pytest.mark.parametrize("packed", [False, True])
+def test_lines_come_back(tmp_path, packed, lines):
+    path = tmp_path / ("x.txt.gz" if packed else "x.txt")
+    data = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if packed else data)
+    expected = [line.removeprefix("\ufeff") if not i else line for i, line in enumerate(lines)]
+    assert read_lines(path) == [line.strip(text.WHITE_SPACE) for line in expected]
+
+
+@BOUNDED
+@given(data=st.binary(max_size=100))
+@pytest.mark.parametrize("name", ["x.txt", "x.gz", "x.sgm", "x.sgm.gz"])
+def test_any_bytes_are_read_or_refused(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    lines = read_or_refused(read_lines, tmp_path / name)
+    assert lines is None or all("\n" not in line and "\0" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "data, told",
+    [
+        ("a\nb".encode("utf-16-le"), "UTF-16"),
+        ("a".encode("utf-16"), "0xff"),
+        (b"x\n" + b"a" * (text.MAX_LINE + 1), "line 2 has 131,073 characters"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, data, told):
+    (tmp_path / "x.txt").write_bytes(data)
+    assert told in refusal(read_lines, tmp_path / "x.txt")
+
+
+def test_only_files_and_pipes_are_read(tmp_path):
+    assert "is a device" in refusal(read_bytes, "/dev/zero")
+    assert "is a folder" in refusal(read_bytes, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert read_bytes(tmp_path / "pipe") == b""  # nobody writes: no reason to wait
+    writer = threading.Thread(target=lambda: (tmp_path / "named").write_bytes(b"x" * 200_000))
+    os.mkfifo(tmp_path / "named")
+    held = os.open(tmp_path / "named", os.O_RDWR)  # so that it has a writer from the first
+    writer.start()
+    threading.Timer(0.5, os.close, [held]).start()
+    assert len(read_bytes(tmp_path / "named")) == 200_000
+    writer.join()
+
+
+def test_a_file_may_be_too_large(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_bytes(b"line\n" * 1000)
+    assert "1,000 bytes" in refusal(read_bytes, tmp_path / "x.txt", 1000)
+    monkeypatch.setattr(text, "free_memory", lambda: 1000)
+    assert "bytes of memory" in refusal(read_lines, tmp_path / "x.txt")
+
+
+# SGM.
+
+
+@BOUNDED
+@given(segments=st.lists(ANY_TEXT, max_size=5))
+def test_segments_come_back(tmp_path, segments):
+    path = tmp_path / "x.sgm"
+    path.unlink(missing_ok=True)
+    read_or_refused(write_sgm, path, segments, "en", "set")
+    if path.exists():
+        assert read_sgm(path) == [segment.strip(text.WHITE_SPACE) for segment in segments]
+
+
+@BOUNDED
+@given(parts=st.lists(SGM_PARTS, max_size=12))
+def test_no_segment_vanishes(tmp_path, parts):
+    path, content = tmp_path / "x.sgm", "".join(parts)
+    path.write_bytes(content.encode())
+    segments = read_or_refused(read_sgm, path)
+    if segments is not None:
+        assert len(segments) == len(re.findall("<seg", content, re.IGNORECASE))
+        assert content.count("a") == sum(segment.count("a") for segment in segments)
+
+
+# Archives.
+
+
+def bomb(size, fill=b"\0"):
+    """Return gzip that gives a number of equal bytes, made without holding them."""
+    packer = zlib.compressobj(9, wbits=31)
+    chunk = fill * 2**20
+    return b"".join(packer.compress(chunk) for _ in range(size // 2**20)) + packer.flush()
+
+
+@pytest.mark.parametrize("fill", [b"a", b"\n", b"\0"])
+def test_a_bomb_is_refused_early(tmp_path, fill):
+    (tmp_path / "x.gz").write_bytes(bomb(2**27, fill))
+    (tmp_path / "x.tgz").write_bytes(bomb(2**27, fill))
+    assert "bytes of gzip give" in refusal(read_lines, tmp_path / "x.gz")
+    assert refusal(read_tar, tmp_path / "x.tgz")
+
+
+def test_members_of_gzip_follow_each_other(tmp_path):
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n") + b"\0" * 100)
+    assert read_lines(path) == ["one", "two"]
+    path.write_bytes(gzip.compress(b"one\n") + b"rest")
+    assert "not a complete gzip file" in refusal(read_lines, path)
+
+
+NEGATIVE = (2**96 - 1536).to_bytes(12, "big")  # −1536, as GNU's tar writes it
+PAX = b"20 size=-1000000000\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        tar_of((MEMBER, b"x", {124: NEGATIVE})),
+        tar_of(("other", b"x" * 2000, {124: NEGATIVE}), (MEMBER, b"x", {})),
+        tar_of(("pax", PAX, {156: b"x"}), ("other", b"", {}), (MEMBER, b"x", {})),
+        tar_of((MEMBER, b"x", {124: b"77777777777\0"})),
+        tar_of((MEMBER, b"x", {124: b"\x80" + b"\xff" * 11})),
+        tar_of(("other", b"x", {124: b"\x80" + b"\xff" * 11}), (MEMBER, b"x", {})),
+        tar_of((MEMBER, b"x", {124: b"nonsense"})),
+        tar_of((MEMBER, b"x", {148: b"0000000\0"})),
+        tar_of(("long", b"x", {156: b"L", 124: b"77777777777\0"}), (MEMBER, b"x", {})),
+        tar_of((MEMBER, b"x", {156: b"S"})),
+        tar_of(*[("pax", b"", {156: b"x"})] * 2000, (MEMBER, b"x", {})),
+        tar_of((MEMBER, b"x", {}))[:300],
+        tar_of(("other", b"x", {})),
+    ],
+    ids=["empty", "negative", "negative before", "negative by pax", "8 GiB", "2^88",
+         "2^88 before", "no number", "checksum", "long name", "sparse", "2000 pax", "cut", "missing"],
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_hostile_tar_is_refused(tmp_path, packed, content):
+    path = tmp_path / "x.tar"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    refusal(read_tar, path)
+
+
+@BOUNDED
+@given(data=st.data())
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_tar_may_be_damaged_anywhere(tmp_path, packed, data):
+    content = b"some text\n" * 30
+    good = tar_of(("other", b"o" * 700, {}), (MEMBER, content, {}))
+    bad = bytearray(gzip.compress(good, mtime=0) if packed else good)
+    place = data.draw(st.integers(0, len(bad) - 1))
+    bad[place] ^= data.draw(st.integers(1, 255))
+    (tmp_path / "x.tar").write_bytes(bad)
+    found = read_or_refused(read_tar, tmp_path / "x.tar")
+    if packed and found is not None:
+        assert found == content  # gzip has a checksum of what it holds
+
+
+# Tokenizers.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    SubwordTokenizer.train(["a cat", "un chat"], 28).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        ('"version": 1', '"version": Infinity', "finite"),
+        ('"version": 1', '"version": "1"', "an integer"),
+        ('"version": 1', '"version": ' + "9" * 5000, "5000 digits"),
+        ('"version": 1', '"version": 1, "version": 1', "twice"),
+        ('"vocab_size": 28', '"vocab_size": 1e1', "an integer"),
+        ('"lower_case": false', '"lower_case": 0', "true or false"),
+        ("{", "[" * 60_000 + "{", "brackets"),
+    ],
+)
+def test_a_tokenizers_config_is_checked(folder, tmp_path, old, new, told):
+    words = (folder / "tokenizer.json").read_text()
+    assert old in words
+    (tmp_path / "tokenizer.json").write_text(words.replace(old, new, 1))
+    (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
+    assert told in refusal(SubwordTokenizer.load, tmp_path)
+
+
+@BOUNDED
+@given(data=st.data())
+def test_a_vocabulary_may_be_damaged_anywhere(folder, tmp_path, data):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    pieces = (folder / "vocab.txt").read_text().splitlines()
+    pieces[data.draw(st.integers(0, len(pieces) - 1))] = data.draw(
+        ANY_TEXT | st.sampled_from(["a" * 257, "##", "▁", "\ufffd", "a\0", "##" + "a" * 255])
+    )
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", "utf-8")
+    tokenizer = read_or_refused(SubwordTokenizer.load, tmp_path)
+    if tokenizer is not None:
+        assert len(set(tokenizer.vocabulary)) == tokenizer.vocab_size == 28

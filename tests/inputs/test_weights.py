@@ -1,0 +1,166 @@
+"""Promise: weights from a file are finite numbers of a known type, or nothing is loaded."""
+
+import json
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.inputs.weights_file import load_weights
+from dtransformer.trainers import Trainer
+from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
+
+VALUES = np.array([[0.5, -1.0, 2.0]], "float32")
+
+
+def safetensors(tensors, data, about=None):
+    """Return the bytes of a file with {name: (dtype, shape, offsets)}."""
+    keys = ("dtype", "shape", "data_offsets")
+    header = {name: dict(zip(keys, fields)) for name, fields in tensors.items()}
+    header |= {"__metadata__": about} if about is not None else {}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
+def test_floating_point_types_are_converted(path, kind):
+    types = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16,
+             "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}  # fmt: skip
+    data = VALUES.astype(types[kind]).tobytes()
+    path.write_bytes(safetensors({"a": (kind, [1, 3], [0, len(data)])}, data, {"format": "x"}))
+    file = SafetensorsFile(path)
+    assert file.shapes == {"a": (1, 3)}
+    np.testing.assert_array_equal(convert(file["a"], "float32", "a"), VALUES)
+
+
+@pytest.mark.parametrize(
+    "value, kind, told",
+    [
+        (np.array([1], "uint8"), "float32", "uint8"),
+        (np.array([True]), "float32", "bool"),
+        (np.array([1], "int32"), "int64", "int32"),
+        (np.array([np.nan], "float32"), "float32", "not finite"),
+        (np.array([1e300]), "float32", "not finite"),
+        (np.array([1e5], "float32"), "float16", "not finite"),
+        (np.array([np.nan], ml_dtypes.float8_e4m3fn), "float32", "not finite"),
+    ],
+)
+def test_other_types_and_values_are_refused(value, kind, told):
+    assert told in refusal(convert, value, kind, "a")
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"", "header"),
+        (b"\xff" * 8, "header"),
+        (b"\x02" + b"\0" * 7 + b"[]", "header"),
+        (b"\x02" + b"\0" * 7 + b"{}" + b"more", "4 bytes of tensors"),
+        (safetensors({"a": ("F32", [3], [0, 8])}, b"\0" * 8), "lies at"),
+        (safetensors({"a": ("F32", [2], [4, 12])}, b"\0" * 12), "lies at"),
+        (safetensors({"a": ("F32", [2**40], [0, 2**42])}, b""), "bytes of tensors"),
+        (safetensors({"a": ("C64", [1], [0, 8])}, b"\0" * 8), "tensors.a.dtype"),
+        (safetensors({"a": ("F32", [-1, -1], [0, 4])}, b"\0" * 4), "at least 0"),
+        (safetensors({"a": ("F32", ["2"], [0, 8])}, b"\0" * 8), "an integer"),
+        (safetensors({}, b"", {"format": 1}), "about.format"),
+    ],
+)
+def test_headers_are_checked(path, content, told):
+    path.write_bytes(content)
+    assert told in refusal(SafetensorsFile, path)
+
+
+@BOUNDED
+@given(data=st.data())
+def test_a_file_may_be_damaged_anywhere(path, data):
+    good = safetensors({"a": ("F32", [1, 3], [0, 12]), "b": ("I8", [2], [12, 14])}, b"\1" * 14)
+    place = data.draw(st.integers(0, len(good) - 1))
+    bad = bytearray(good)
+    bad[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
+    file = read_or_refused(SafetensorsFile, path)
+    if file is not None:
+        assert all(file[name].shape == shape for name, shape in file.shapes.items())
+
+
+def network():
+    return keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(3)])
+
+
+def trainer_of(model):
+    trainer = Trainer(model)
+    trainer.compile("sgd", "mse")
+    return trainer
+
+
+def test_nothing_changes_where_a_value_is_wrong(path):
+    model = network()
+    before = model.get_weights()
+    numbers = np.array([1, 2, 3, np.nan, 5, 6], "float32").tobytes()
+    tensors = {"dense/kernel": ("F32", [1, 3], [0, 12]), "dense/bias": ("F32", [3], [12, 24])}
+    path.write_bytes(safetensors(tensors, numbers))
+    assert "dense/bias has values that are not finite" in refusal(
+        trainer_of(model).load_weights, path
+    )
+    for one, other in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(one, other)
+
+
+def linked(file):
+    file["more"] = h5py.ExternalLink("other.h5", "/")
+
+
+def not_finite(file):
+    next(iter(arrays(file)))[0] = np.inf
+
+
+def texts(file):
+    file["more"] = np.array([b"text"], object)
+
+
+def arrays(file):
+    found = []
+    file.visititems(lambda _, item: found.append(item) if isinstance(item, h5py.Dataset) else None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "harm, told",
+    [
+        (lambda file: file.create_dataset("x", (2**20, 2**20), "f4", chunks=(1, 1)), "no array"),
+        (lambda file: file.create_dataset("x", (2**20, 2**20), "f4"), "no array"),
+        (linked, "is a link"),
+        (not_finite, "not finite"),
+        (texts, "no array"),
+        (lambda file: file.clear(), "of another model"),
+    ],
+)
+def test_weights_of_keras_are_checked(tmp_path, harm, told):
+    path, model = tmp_path / "model.weights.h5", network()
+    model.save_weights(path)
+    load_weights(network(), path)
+    with h5py.File(path, "a") as file:
+        harm(file)
+    assert told in refusal(load_weights, model, path)
+
+
+@BOUNDED
+@given(data=st.data())
+def test_a_keras_file_may_be_damaged_anywhere(tmp_path, data):
+    path, model = tmp_path / "model.weights.h5", network()
+    model.save_weights(path)
+    bad = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(bad) - 1) | st.integers(0, 200))
+    bad[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(bytes(bad)[: data.draw(st.sampled_from([len(bad), place]))])
+    read_or_refused(load_weights, model, path)
