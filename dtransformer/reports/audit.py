@@ -144,17 +144,12 @@ def _axis_of(keys, size):
     return "·".join(name for name in mesh.dim_names if mesh.dim_size(name) == size) or "mesh"
 
 
-def horovod_collectives(graph, group_size):
-    """Return the `Collective`s over Horovod of a traced graph.
-
-    Args:
-        graph: a `tf.Graph`.
-        group_size: number of ranks of the data-parallel group.
-    """
+def horovod_collectives(graph):
+    """Return the `Collective`s over Horovod of a traced graph, a `tf.Graph`."""
     found = []
     for operation in _operations(graph):
         if operation.type in _OPERATIONS and operation.type.startswith("Horovod"):
-            sizes = _sizes_sent(operation)
+            sizes, group = _sizes_sent(operation), _group_of(operation)
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
@@ -165,10 +160,10 @@ def horovod_collectives(graph, group_size):
                         shape=tuple(shape) if sizes is None else (sum(sizes),),
                         dtype=output.dtype.name,
                         over="horovod",
-                        group_size=group_size,
+                        group_size=group.size,
                         layer=operation.name,
                         backward=False,
-                        sends=None if sizes is None else sum(sizes) - _own(sizes),
+                        sends=None if sizes is None else sum(sizes) - _own(sizes, group),
                     )
                 )
     return found
@@ -182,9 +177,19 @@ def _sizes_sent(operation):
     return None if splits is None or not len(splits) else [int(size) for size in splits]
 
 
-def _own(sizes):
-    """Return the number for this rank among those for the ranks of the data-parallel group."""
-    return sizes[sorted(job.data_parallel_group().ranks).index(job.rank())]
+def _own(sizes, group):
+    """Return the number for this rank among those for the ranks of a group."""
+    return sizes[sorted(group.ranks).index(job.rank())]
+
+
+def _group_of(operation):
+    """Return the `Group` of this rank that an operation is over; by default the data-parallel one."""
+    number = operation.get_attr("process_set_id")
+    groups = job.data_parallel_group(), job.model_parallel_group(), job.pipeline_group()
+    for group in groups:
+        if group.process_set is not None and group.process_set.process_set_id == number:
+            return group
+    return groups[0]
 
 
 def _operations(graph):

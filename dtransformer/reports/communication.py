@@ -109,7 +109,7 @@ def communication_report(network, collectives, input_shapes, graph):
         input_shapes: nested shapes of the inputs that a mesh computes at once, or None.
         graph: the `tf.Graph` that the optimizer step was traced in.
     """
-    over_horovod = audit.horovod_collectives(graph, job.data_shard()[1])
+    over_horovod = audit.horovod_collectives(graph)
     if job.mesh() is None:
         return CommunicationReport((*collectives, *over_horovod))
     names = {layer.name for layer in _compat.flat_layers(network)}
