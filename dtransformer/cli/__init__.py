@@ -193,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _tell("this machine has not enough memory for that: give smaller numbers", 2)
     except Exception as error:
-        if os.environ.get(_TRACEBACK):
-            raise
+        if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
+            raise  # of several ranks each tells its own
         sys.last_value = error  # what is done at exit depends on it
         text = one_line(error, 160)
         return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)

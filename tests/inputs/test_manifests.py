@@ -152,6 +152,18 @@ def test_a_repair_stays_inside(folder, tmp_path):
     assert not list(outside.iterdir())
 
 
+@BOUNDED
+@given(place=st.integers(0, 900), length=st.sampled_from([1, 8, 1000]))
+def test_an_index_may_be_damaged_under_a_right_checksum(folder, place, length):
+    body, index = content(), (FORMAT_1 / "state.index").read_bytes()
+    harmed = index[:place] + b"\xff" * min(length, len(index) - place) + index[place + length :]
+    (folder / "state.index").write_bytes(harmed)
+    about = {"bytes": len(harmed), "crc32": f"{zlib.crc32(harmed):08x}"}
+    body["files"]["state.index"] |= about
+    write(folder, body)
+    assert "state.index" in Checkpoint(folder).problems() or harmed == index
+
+
 def test_the_index_and_the_manifest_are_compared(folder):
     body = content()
     tensors = body["tensors"]
