@@ -1,7 +1,11 @@
 """What a trainer refuses before its first step: what the layout cannot do, and changed configs."""
 
 import dataclasses
+import os
 
+import keras
+
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers.optimizer_checks import check_elementwise
@@ -37,16 +41,38 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
             )
 
 
+def check_launch():
+    """Check that a process that was started as one of several has joined them.
+
+    Raises:
+        RuntimeError: it has not, and would train alone.
+    """
+    size = os.environ.get("HOROVOD_SIZE", "1")
+    if size != "1" and not job.is_initialized():
+        raise RuntimeError(
+            f"horovodrun has started {size[:10]} ranks, and this one has not joined them: call "
+            "dtransformer.init() before anything else"
+        )
+
+
 # What the trainer does in its own way, so that a network's own would be ignored.
 _STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
 
 
 def check_network(network):
-    """Check that a network has no steps of its own.
+    """Check that a network has no steps of its own, and no layer whose ranks would differ.
 
     Raises:
-        ValueError: names the method.
+        ValueError: names the method, or the layer.
     """
+    if job.data_shard()[1] > 1:
+        for layer in _compat.flat_layers(network):
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+                raise ValueError(
+                    f"{layer.name}: a BatchNormalization would have other means on each data "
+                    "shard: use LayerNormalization or GroupNormalization, or freeze it "
+                    "(trainable=False)"
+                )
     for name in _STEPS:
         method = getattr(type(network), name, None)
         if method is not None and not method.__module__.startswith("keras."):

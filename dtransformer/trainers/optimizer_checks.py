@@ -2,6 +2,7 @@
 
 import contextlib
 
+from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 
 
@@ -69,4 +70,21 @@ def check_shards(optimizer):
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
                 "work where optimizer_shard shards weights"
                 + ("" if name == "use_ema" else ": use micro_batch_num instead")
+            )
+
+
+def check_constraints(weights):
+    """Check that weights on a mesh can be projected after an update, as their constraints ask.
+
+    Raises:
+        ValueError: names the first one that cannot.
+    """
+    if job.mesh() is None or get_parallel_config().optimizer_shard_partition == "whole":
+        return
+    for weight in weights:
+        if getattr(weight, "constraint", None) is not None:
+            raise ValueError(
+                f"{weight.path} has a constraint, which needs the full weight after each update, "
+                "and a mesh shards it: set optimizer_shard=1 with "
+                "optimizer_shard_partition='whole', or leave the constraint out"
             )

@@ -18,6 +18,7 @@ from dtransformer.trainers.compiled_update import compiled_update, update_units
 from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.optimizer_checks import (
     check_clipping,
+    check_constraints,
     check_elementwise,
     check_shards,
     without_clipping,
@@ -67,6 +68,7 @@ class ShardedOptimizer:
             and config.micro_batch_num > 1
             and config.optimizer_shard >= 2
         )
+        check_constraints(weights)
         if self.is_sharded:
             check_elementwise(self._optimizer)
         if self.is_sharded or any(unit.is_held for unit in self.units):

@@ -19,6 +19,7 @@ from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import (
     check_compile_options,
+    check_launch,
     check_network,
     check_unchanged,
 )
@@ -62,6 +63,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def __init__(self, network: keras.Model, **kwargs):
         super().__init__(**kwargs)
+        check_launch()
         self._parallel_config = copy.copy(get_parallel_config())
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
@@ -74,6 +76,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
         if self._engine is not None and self._engine.compiles_itself and tf.executing_eagerly():
+            if training:
+                raise ValueError(
+                    "a trainer whose network is on a mesh or in a pipeline is called without "
+                    "gradients: use fit or train_on_batch to train, and call it with training=False"
+                )
             return self._engine.predict(inputs)
         return ForwardStep(self.network).outputs(inputs, training=training)
 

@@ -8,7 +8,10 @@ import tensorflow as tf
 import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import Dropout
+from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.compile_checks import check_network
+from dtransformer.trainers.optimizer_checks import check_constraints
 from tests.tolerances import TRAINING
 from tests.trainers.small import (
     Record,
@@ -150,3 +153,29 @@ def test_micro_batches_work_with_a_loss_whose_weights_are_known_after_the_forwar
         return record["step_loss"]
 
     np.testing.assert_allclose(losses(micro_batch_num=4), losses(), rtol=TRAINING)
+
+
+def test_a_rank_that_has_not_joined_is_told(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"2 ranks.*dtransformer\.init\(\)"):
+        Trainer(dense_network())
+
+
+def test_batch_normalization_on_several_data_shards_is_refused(monkeypatch):
+    network = keras.Sequential(
+        [keras.Input((3,)), keras.layers.BatchNormalization(name="the_norm")]
+    )
+    monkeypatch.setattr(job, "data_shard", lambda: (0, 2))
+    with pytest.raises(ValueError, match="the_norm.*LayerNormalization"):
+        check_network(network)
+    network.layers[-1].trainable = False
+    check_network(network)
+
+
+def test_constraints_on_a_mesh_are_refused_or_need_whole_weights(monkeypatch):
+    weight = keras.Variable([1.0], name="the_weight")
+    weight.constraint = keras.constraints.NonNeg()
+    check_constraints([weight])
+    monkeypatch.setattr(job, "mesh", lambda: "a mesh")
+    with pytest.raises(ValueError, match="the_weight.*optimizer_shard_partition='whole'"):
+        check_constraints([weight])
