@@ -102,7 +102,8 @@ class Objective:
             return share
 
         compiled = _compat.CompileLoss(self._losses, self._weights, self._names, term)
-        sums = {"loss": tf.cast(compiled(labels, outputs, sample_weight), "float32")}
+        with tf.name_scope("loss"):
+            sums = {"loss": tf.cast(compiled(labels, outputs, sample_weight), "float32")}
         if len(shares) > 1:
             sums.update({f"loss/{name}": share.loss for name, share in shares.items()})
             if any(share.divided is not None for share in shares.values()):

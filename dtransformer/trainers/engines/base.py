@@ -89,8 +89,7 @@ class ForwardStep:
         """
         own_is_all = job.data_shard()[1] == 1
         own_is_all &= not training or get_parallel_config().micro_batch_num == 1
-        with tf.name_scope("loss"):
-            sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
+        sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
         sums["added"] = self.added(losses, sums.get("divided"), training)
         sums["tokens"] = sums["counted"]
         if hasattr(self.network, "num_tokens"):
