@@ -112,7 +112,9 @@ def plain_keras():
     return train(
         Classifier(),
         keras.optimizers.SGD(0.1),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
         weighted_metrics=[HitRate()],
         weighted=True,
     )
@@ -192,7 +194,9 @@ TASKS = {
     "level_3_plain_keras_loss": lambda: sharded(
         lambda: train(
             translation_model(),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            loss=keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            ),
             weighted=True,
         ),
         3,

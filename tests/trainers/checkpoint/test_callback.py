@@ -47,5 +47,5 @@ class TestCallback:
             new_trainer().fit(dataset(), verbose=0, callbacks=[saving])
 
     def test_a_new_run_does_not_mix_with_an_old_one(self, two):
-        with pytest.raises(InputError, match=r"step 7, and training is at step 0: .*resume=True"):
+        with pytest.raises(InputError, match=r"step 6, and training is at step 0: .*resume=True"):
             new_trainer().fit(dataset(), verbose=0, callbacks=[ModelCheckpoint(two)])
