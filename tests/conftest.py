@@ -57,7 +57,7 @@ def small_files():
 @pytest.fixture(scope="session")
 def shared_data():
     """The folder of real data; skips where it is absent."""
-    folder = pathlib.Path(os.environ.get("DTRANSFORMER_DATA", "../shared/data"))
+    folder = pathlib.Path(os.environ.get("DTRANSFORMER_DATA", "data/real"))
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; name its place with DTRANSFORMER_DATA")
     return folder
