@@ -11,7 +11,9 @@ _PARTIAL = ".partial."
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[pathlib.Path]:
+def replacing(
+    path: str | os.PathLike, num_bytes: int = 0, parents: bool = False
+) -> Iterator[pathlib.Path]:
     """Give a path beside a file's, with the same ending; what is written there becomes the file.
 
     An error, or a kill, leaves the file as it was.
@@ -20,6 +22,7 @@ def replacing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[pathlib.P
         path: the file to write. Of a link, what it points to is written.
         num_bytes: space that has to be there before writing begins: libraries such as HDF5 end
             the process when the disk is full.
+        parents: whether folders above it are made where they are missing.
 
     Raises:
         InputError: the file cannot be written.
@@ -30,10 +33,12 @@ def replacing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[pathlib.P
     ...     _ = fresh.write_text("Good morning.")
     """
     target = pathlib.Path(os.path.realpath(path))
-    fresh = target.with_name(f"{_PARTIAL}{os.getpid()}.{target.name}")
+    fresh = partial_path(target)
     if os.path.lexists(target) and not target.is_file():
         raise InputError(f"{path}: cannot be written, as it is no ordinary file: give another path")
     try:
+        if parents:
+            target.parent.mkdir(parents=True, exist_ok=True)
         _reserve(fresh, num_bytes)
         yield fresh
         _sync(fresh)
@@ -49,8 +54,13 @@ def replacing(path: str | os.PathLike, num_bytes: int = 0) -> Iterator[pathlib.P
             fresh.unlink()
 
 
+def partial_path(path: pathlib.Path) -> pathlib.Path:
+    """Return where a file is written before it becomes the one at a path, with the same ending."""
+    return path.with_name(f"{_PARTIAL}{os.getpid()}.{path.name}")
+
+
 def is_partial(name: str) -> bool:
-    """Return whether a file's name is that of one that `replacing` was still writing."""
+    """Return whether a file's name is that of a `partial_path`."""
     return name.startswith(_PARTIAL)
 
 

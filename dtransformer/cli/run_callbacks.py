@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dtransformer.cli.run_folder import RunFolder
 from dtransformer.errors import InputError
+from dtransformer.files import partial_path
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.object_collectives import from_chief, together
@@ -67,7 +68,7 @@ class BestWeights(keras.callbacks.Callback):
             if not value < self.best:
                 return
             self.best = value
-        fresh = self.path.with_name(f".partial.{self.path.name}")
+        fresh = partial_path(self.path)
         self.model.save_weights(fresh)
         from_chief(lambda: self._take(fresh), "run/weights")
 

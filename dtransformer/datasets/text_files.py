@@ -1,8 +1,6 @@
 """Text to files, for every writer of this package."""
 
-import os
-
-from dtransformer.errors import InputError
+from dtransformer.files import replacing
 from dtransformer.inputs.paths import FilePath, check_path
 
 
@@ -21,20 +19,5 @@ def write_bytes_atomically(path: FilePath, data: bytes) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    path = check_path(path)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}; choose another place, or check the "
-            "permissions and the space there"
-        ) from None
+    with replacing(check_path(path), parents=True) as fresh:
+        fresh.write_bytes(data)
