@@ -17,6 +17,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.trainers import compile_utils
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.utils.naming import to_snake_case
 from tensorflow.dtensor.python import api
 from tensorflow.python.eager import context, record
@@ -44,6 +45,7 @@ __all__ = [
     "stateless_value",
     "take_weights",
     "to_snake_case",
+    "train_validation_split",
     "variable_key",
     "with_cardinality",
     "with_mask",
@@ -219,6 +221,9 @@ class _OfOne(list):
 
 # `to_snake_case` is how Keras makes a layer's name of its class, which is undone for names
 # that are the same in every process. Unnecessary if Keras said which names it has made up.
+
+# `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
+# are trained with before Keras does. Unnecessary if Keras exported it.
 
 
 # TensorFlow: datasets and functions.

@@ -1,7 +1,5 @@
 """What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
 
-import math
-
 import keras
 import tensorflow as tf
 
@@ -73,21 +71,6 @@ def check_batches(data):
                 f"rank 0 has {numbers[0]} batches and rank {rank} has {number}: give every rank the "
                 "same number, its own rows of each global batch"
             )
-
-
-def split(data, share):
-    """Return the first rows of nested arrays, and the last share of them, as Keras splits them."""
-    number = len(keras.tree.flatten(data[0])[0])
-    first = math.floor(number * (1 - share))
-    if not 0 < first < number:
-        raise ValueError(
-            f"validation_split={share} leaves no rows on one side of {number}: choose another"
-        )
-    take = lambda rows: lambda x: None if x is None else x[rows]
-    return tuple(
-        tuple(keras.tree.map_structure(take(rows), part) for part in data)
-        for rows in (slice(0, first), slice(first, None))
-    )
 
 
 def check_micro_batches(data, batch_size=None, num_shards=1):

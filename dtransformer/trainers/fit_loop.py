@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.seeds import derived_seed
 from dtransformer.reports.throughput import Throughput, measured_peak
@@ -15,7 +16,6 @@ from dtransformer.trainers.data import (
     as_data,
     check_batches,
     check_micro_batches,
-    split,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
@@ -150,7 +150,9 @@ class FitLoop(keras.Model):
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
+            (x, y, sample_weight), validation_data = _compat.train_validation_split(
+                (x, y, sample_weight), validation_split
+            )
         data = self._take_data(x, shard, batch_size)
         self._validation_shard = shards_rows(validation_data, shard)
         if isinstance(data, tf.data.Dataset):
