@@ -80,7 +80,6 @@ def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all:
     Raises:
         ValueError: the loss has one value for all rows, and they have weights.
     """
-    is_known = True
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
         own = tf.reduce_sum(tf.cast(weights, "float32"))

@@ -55,6 +55,21 @@ class Objective:
         rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
 
+    @staticmethod
+    def rows(counts) -> tf.Tensor:
+        """Return the number of rows of a batch, of its `counts`."""
+        return counts[0]
+
+    @staticmethod
+    def counted(counts, number: int) -> Counted:
+        """Return the `Counted` of one of the tensors of labels, of a batch's `counts`."""
+        start = 1 + _COUNTS * number
+        return Counted(*(counts[start + i] for i in range(_COUNTS)))
+
+    def weight(self, counts) -> tf.Tensor:
+        """Return what a batch weighs in an epoch's mean: its tokens, or its rows, as in Keras."""
+        return self.counted(counts, 0).tokens if self.is_of_tokens else self.rows(counts)
+
     def _label_counts(self, labels, sample_weight):
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
         weights = _one_each(sample_weight, len(flat))
@@ -94,8 +109,7 @@ class Objective:
             loss = loss.fn if hasattr(getattr(loss, "fn", None), "per_token") else loss
 
             def share(y_true, y_pred, weight=None):
-                start = 1 + _COUNTS * _position(y_true, flat)
-                counted = Counted(*(counts[start + i] for i in range(_COUNTS)))
+                counted = self.counted(counts, _position(y_true, flat))
                 shares[name] = share_of(loss, y_true, y_pred, weight, counted, own_is_all)
                 return shares[name].loss
 

@@ -15,13 +15,12 @@ class StepMetrics:
     Args:
         loss, accuracy: `keras.metrics.Mean`s, which Keras resets at the start of an epoch.
         compiled: Keras' container of the user's metrics; None where there are none.
-        is_of_tokens: whether means over an epoch are weighted by the tokens of its batches,
-            and not by their rows, as Keras weighs them.
+        objective: the `Objective`, which says what a batch weighs in an epoch's mean.
     """
 
-    def __init__(self, loss, accuracy, compiled=None, is_of_tokens=False):
+    def __init__(self, loss, accuracy, compiled, objective):
         self._loss, self._accuracy, self._compiled = loss, accuracy, compiled
-        self._is_of_tokens = is_of_tokens
+        self._objective = objective
         self._of_outputs = {}  # the losses of the outputs, where there are several
 
     @property
@@ -59,8 +58,8 @@ class StepMetrics:
             happened: bool scalar, False where the step is skipped, which does not count.
             labels, outputs, sample_weight: of this rank; None where no metric sees them.
         """
-        rows, happened = counts[0], tf.cast(happened, "float32")
-        weight = counts[3] if self._is_of_tokens else rows
+        happened = tf.cast(happened, "float32")
+        rows, weight = self._objective.rows(counts), self._objective.weight(counts)
         logs = {"loss": self._mean(self._loss, loss, weight * happened)}
         if "right" in totals:
             counted = totals["counted"]

@@ -204,10 +204,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         broadcast_first_values(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(
-            self._loss_tracker,
-            self._accuracy_tracker,
-            self._compile_metrics,
-            self.objective.is_of_tokens,
+            self._loss_tracker, self._accuracy_tracker, self._compile_metrics, self.objective
         )
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
         broadcast_first_values([], states)
