@@ -8,10 +8,11 @@ Of Horovod none is used.
 import collections
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.name_scope import current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -27,9 +28,12 @@ from tensorflow.python.framework.func_graph import FuncGraph
 __all__ = [
     "SUBCLASS_HOOKS",
     "CompileLoss",
+    "adds_losses",
     "autocast",
     "constants_are_copied",
     "current_path",
+    "drop_value",
+    "dropped_value",
     "expect_many_traces",
     "flat_layers",
     "forget_context",
@@ -158,6 +162,41 @@ def take_weights(layer: keras.layers.Layer) -> None:
     Unnecessary if Keras let a built layer take weights when `built` is set to False.
     """
     layer._tracker.unlock()
+
+
+def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callable) -> None:
+    """Let one of a layer's own variables have a shape and no value, and not be its weight.
+
+    Another pipeline stage has it. Keras itself makes such variables in a `keras.StatelessScope`,
+    to be given values at the scope's end. Unnecessary if Keras had layers without values, as
+    PyTorch has by its meta device.
+
+    Args:
+        layer: the layer.
+        variable: one of `own_variables`.
+        read: a function of (shape, dtype) that is called where its value is read.
+    """
+    layer._untrack_variable(variable)
+    waiting = global_state.get_global_attribute("uninitialized_variables", [])
+    waiting[:] = [other for other in waiting if other is not variable]
+    variable._value, variable._initializer = None, read
+
+
+def dropped_value(variable: keras.Variable):
+    """Return what is read of a variable without a value; None where it has one.
+
+    Unnecessary together with `drop_value`.
+    """
+    read = variable._initializer
+    return None if read is None else read(variable._shape, variable._dtype)
+
+
+def adds_losses(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer has added a loss since it was traced in a `keras.StatelessScope`.
+
+    Unnecessary if the scope said whose losses it has collected.
+    """
+    return bool(layer._loss_ids)
 
 
 def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:

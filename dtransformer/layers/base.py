@@ -11,7 +11,7 @@ from dtransformer.layers.arguments import checked
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.pipeline.call_views import called_at_its_place
 from dtransformer.parallel.pipeline.stage_weights import built_at_its_place
 from dtransformer.parallel.variables import make_variable
 
@@ -46,6 +46,8 @@ class Layer(keras.layers.Layer):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
             cls.build = built_at_its_place(cls.build)
+        if "call" in vars(cls):
+            cls.call = called_at_its_place(cls.call)
 
     def shard(self, **rules: str | None) -> "Layer":
         """Shard this layer, and the layers inside of it, by rules of its own.
@@ -78,9 +80,6 @@ class Layer(keras.layers.Layer):
         return self
 
     def __call__(self, *args, **kwargs):
-        return call_at_its_place(self, self._call_here, args, kwargs)
-
-    def _call_here(self, *args, **kwargs):
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with override_rules(self._own_rules):

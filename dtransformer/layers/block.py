@@ -34,14 +34,12 @@ class TransformerBlock(Layer):
     """A layer that is one of a stack of equal ones.
 
     Attributes:
-        pipeline_stage: the stage that computes the block.
         comm_fusion: the bucket that the block's gradients are reduced in, or None.
         recompute_config: what the backward pass computes again, from `recompute`.
     """
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.pipeline_stage = 0
         self.comm_fusion = None
         self.recompute_config = TransformerRecomputeConfig()
 
@@ -170,6 +168,7 @@ def place_blocks(blocks, lambda_func, offset=0, network_layers=None):
             "blocks: each needs one"
         )
     for number, block in enumerate(blocks):
+        block.pipeline_stage = 0  # where lambda_func does not say
         lambda_func(
             network=block, layer_id=number, offset=offset, parallel_config=config, layers=layers
         )

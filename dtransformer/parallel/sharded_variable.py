@@ -50,7 +50,8 @@ class ShardedVariable(keras.Variable):
             return self._as_used(self._maybe_autocast(current))
         if _compat.in_symbolic_scope():  # shapes are asked for only
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
-        return self._read()
+        dropped = _compat.dropped_value(self)
+        return self._read() if dropped is None else dropped
 
     def _read(self):
         """Return the full value where no value is given from outside."""

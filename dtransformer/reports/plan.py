@@ -52,14 +52,17 @@ class WeightPlan:
         rows: tuple of `WeightRow`s.
         num_local_devices: number of devices of each rank.
         shard: the `dtransformer.parallel.zero.partition.Partition`, printed below; None without one.
+        stages: tuple of the names of the layers of each pipeline stage; () without a pipeline. The
+            rows are those of this rank's.
     """
 
     rows: tuple
     num_local_devices: int = 1
     shard: object = None
+    stages: tuple = ()
 
     @classmethod
-    def of(cls, variables, shard=None):
+    def of(cls, variables, shard=None, stages=()):
         """Return the plan of a list of Keras variables."""
         mesh = job.mesh()
         num_ranks = job.data_parallel_group().size
@@ -76,7 +79,8 @@ class WeightPlan:
             )
             for v in variables
         )
-        return cls(rows, 1 if mesh is None else mesh.num_local_devices(), shard)
+        devices = 1 if mesh is None else mesh.num_local_devices()
+        return cls(rows, devices, shard, tuple(map(tuple, stages)))
 
     @property
     def elements_per_device(self):
@@ -120,4 +124,6 @@ class WeightPlan:
             f"{self.bytes_per_device - sharded:,} of replicated ones, {self.bytes_per_device:,} in all; "
             f"each rank has {self.num_local_devices} device{'s' * (self.num_local_devices > 1)}",
         ]
+        for number, names in enumerate(self.stages):
+            lines.append(f"stage {number} has {', '.join(names) or 'no layer'}")
         return "\n".join([*lines, *([] if self.shard is None else ["", str(self.shard)])])

@@ -1,5 +1,6 @@
 """How a trainer saves and restores: checkpoints of the full run, and files of weights."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ class Checkpointing(keras.Model):
 
         Args:
             path: the checkpoint's folder. A path that ends with `.keras` is a file to which Keras
-                saves the model, with `**kwargs`.
+                saves the model, with `**kwargs`: network and weights, not the optimizer's states.
             overwrite: whether it may replace a checkpoint.
             wait: whether to return once it is saved. Otherwise training may go on while it
                 is written, and `wait_until_saved`, or the next save, raises its errors.
@@ -77,7 +78,8 @@ class Checkpointing(keras.Model):
         >>> trainer.save("runs/wmt14/last")
         """
         if str(path).endswith(".keras"):
-            super().save(path, overwrite=overwrite, **kwargs)
+            save = super().save
+            self._write(path, overwrite, lambda fresh: save(fresh, **kwargs))
             return
         self._check_compiled("save")
         if self._writer is None:
@@ -172,19 +174,34 @@ class Checkpointing(keras.Model):
         Raises:
             InputError: it cannot be written, or is there and `overwrite` is False; on every rank.
         """
+        if kwargs or not str(filepath).endswith(".weights.h5"):  # several files, or an error
+            with self._full_network():
+                from_chief(lambda: self.network.save_weights(filepath, **kwargs), "weights/saved")
+        else:
+            self._write(filepath, overwrite, self.network.save_weights)
+
+    def _write(self, path, overwrite, save):
+        """Write a file of the full network from rank 0, complete or not at all; all ranks call."""
 
         def write():
-            if not overwrite and os.path.lexists(filepath):
-                raise InputError(f"{filepath}: is there already; give overwrite=True")
-            if kwargs or not str(filepath).endswith(".weights.h5"):  # several files, or an error
-                self.network.save_weights(filepath, **kwargs)
-            else:
-                write_keras(self.network, filepath)
+            if not overwrite and os.path.lexists(path):
+                raise InputError(f"{path}: is there already; give overwrite=True")
+            write_keras(self.network, path, save)
 
+        with self._full_network():
+            from_chief(write, "weights/saved")
+
+    @contextlib.contextmanager
+    def _full_network(self):
+        """Inside the `with` block rank 0 can save the full network as Keras does."""
         is_first = job.stage()[0] == 0  # `full_network` collects the other stages' weights
         own = self.network.variables if is_first else []
-        with unsharded_on_chief(own), full_network(self.network):
-            from_chief(write, "weights/saved")
+        with (
+            unsharded_on_chief(own),
+            full_network(self.network),
+            _without_states(getattr(self, "optimizer", None)),
+        ):
+            yield
 
     def load_weights(self, filepath: str | os.PathLike, **kwargs) -> None:
         """Load weights on every rank; as `keras.Model.load_weights`.
@@ -208,3 +225,17 @@ class Checkpointing(keras.Model):
                 f"{', '.join(kwargs)}"
             )
         load_safetensors(self.network, filepath)
+
+
+@contextlib.contextmanager
+def _without_states(optimizer):
+    """Inside the `with` block Keras saves nothing of an optimizer, whose states may be shards."""
+    inner = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+    inner = [one for one in inner if one is not None]
+    try:
+        for one in inner:
+            object.__setattr__(one, "save_own_variables", lambda store: None)
+        yield
+    finally:
+        for one in inner:
+            object.__delattr__(one, "save_own_variables")

@@ -157,7 +157,7 @@ class FitLoop(keras.Model):
         self._validation_shard = shards_rows(validation_data, shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
-        elif self._shards_rows and shuffle:  # all ranks alike
+        elif job.size() > 1 and shuffle:  # all ranks alike
             self._num_fits = getattr(self, "_num_fits", 0) + 1
             tf.random.set_seed(derived_seed("shuffle", self._num_fits))
         self._prepare(data)

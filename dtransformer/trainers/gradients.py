@@ -12,6 +12,7 @@ import tensorflow as tf
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.division import Division
+from dtransformer.parallel.collectives.impure import never_constant
 from dtransformer.parallel.collectives.packing import by_dtype
 
 Gradient = tf.Tensor | tf.IndexedSlices
@@ -25,7 +26,8 @@ def reduce_sum(scalars: dict, name: str) -> dict:
         name: name of the reduction, the same on every rank.
     """
     group = job.data_parallel_group()
-    return dict(zip(scalars, transport.all_reduce_together(list(scalars.values()), group, name)))
+    own = [never_constant(x) for x in scalars.values()]
+    return dict(zip(scalars, transport.all_reduce_together(own, group, name)))
 
 
 def cast(gradient: Gradient, dtype) -> Gradient:

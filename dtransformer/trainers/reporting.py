@@ -6,6 +6,7 @@ import tensorflow as tf
 from dtransformer.parallel import axis_rules, job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.pipeline.placed_layers import layers_of_stages
 from dtransformer.reports.communication import communication_report
 from dtransformer.reports.memory import memory_report
 from dtransformer.reports.plan import WeightPlan
@@ -35,6 +36,9 @@ class Reporting(keras.Model):
     def plan(self):
         """Return how every weight is sharded, and what a device holds.
 
+        In a pipeline those of this rank's stage, and which layers each stage has, after the first
+        batch.
+
         Returns:
             A `dtransformer.reports.plan.WeightPlan`, which prints as a table.
 
@@ -55,7 +59,9 @@ class Reporting(keras.Model):
             raise ValueError("the network has no weights yet: build it, or call it on a batch")
         check_rules(self.network)
         shard = partition_of(self.network.trainable_variables)
-        return WeightPlan.of(self.network.variables, shard if shard.level else None)
+        placed = job.placement().num_stages > 1 and self._engine is not None
+        stages = layers_of_stages(self.network, job.placement()) if placed else ()
+        return WeightPlan.of(self.network.variables, shard if shard.level else None, stages)
 
     def communication_report(self):
         """Return which collectives the last compiled training step sends.

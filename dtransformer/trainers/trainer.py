@@ -70,9 +70,15 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         check_network(network)
         self.network = network
         self.objective = None
-        self._accuracy_tracker = None
+        self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
         self._jit = "auto"
         self._engine = self.optimizer_step = self._program = None
+
+    def __call__(self, inputs: Any, *args, **kwargs) -> Any:
+        symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
+        if self._engine is None and tf.executing_eagerly() and not symbolic:
+            self._start_engine(inputs)  # which builds the network, under its own name
+        return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
         if self._engine is not None and self._engine.compiles_itself and tf.executing_eagerly():
@@ -146,7 +152,6 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if auto_scale_loss and self.network.dtype_policy.name == "mixed_float16":
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
-        self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
         self._jit = jit_compile
         check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
         self._engine = self.optimizer_step = self._program = None

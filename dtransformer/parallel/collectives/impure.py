@@ -8,7 +8,11 @@ import tensorflow as tf
 
 
 def never_constant(x: tf.Tensor) -> tf.Tensor:
-    """Return x, sliced from a 0 that TensorFlow cannot compute beforehand, without a copy."""
+    """Return x, sliced from a 0 that TensorFlow cannot compute beforehand, without a copy.
+
+    A collective of a constant would be computed once, when a function is compiled, and never again:
+    ranks whose input is none would wait for it.
+    """
     if tf.executing_eagerly():
         return x
     rank = x.shape.rank

@@ -99,7 +99,7 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return x
     hvd = job.horovod()
-    y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
+    y = never_constant(tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype)))
     y = hvd.allreduce(y, op=getattr(hvd, op), **_key(group, name))
     return tf.cast(y, x.dtype)
 

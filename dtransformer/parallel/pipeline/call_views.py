@@ -1,16 +1,18 @@
-"""What a call of a placed layer does, while a network is built or one model chunk computed.
+"""What a call of a placed layer does while a network, or one model chunk of it, is traced.
 
 Inside of `with view(...)` placed layers are called through a view: it computes those that are
 its own, and gives placeholder outputs, or what was received, for those of other stages.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import trace
-from dtransformer.parallel.pipeline.own_stage import check_here, is_here
+from dtransformer.parallel.pipeline.own_stage import check_here
 from dtransformer.parallel.pipeline.placed_layers import chunk_of
 from dtransformer.parallel.pipeline.placeholders import check_output, placeholder_outputs
 
@@ -20,6 +22,19 @@ def view(of):
     """Let placed layers inside the `with` block be called through `of`."""
     with trace.scope(stage_view=of):
         yield of
+
+
+def called_at_its_place(call: Callable) -> Callable:
+    """Return a layer's method `call`, which other stages do not compute.
+
+    The method comes after all that Keras does with a layer's inputs: builds, casts, masks.
+    """
+
+    @functools.wraps(call)
+    def call_here(layer, *args, **kwargs):
+        return call_at_its_place(layer, functools.partial(call, layer), args, kwargs)
+
+    return call_here
 
 
 def call_at_its_place(
@@ -36,7 +51,7 @@ def call_at_its_place(
     Raises:
         RuntimeError: another stage has the layer, and no view is there to stand for it.
     """
-    if layer.pipeline_stage is None:
+    if layer.pipeline_stage is None or _compat.in_symbolic_scope():  # shapes are asked for only
         return compute(*args, **kwargs)
     current = trace.current().stage_view
     if current is not None:
@@ -48,18 +63,6 @@ def call_at_its_place(
 def current_chunk() -> int | None:
     """Return the number of the model chunk that is computed; None where none is."""
     return getattr(trace.current().stage_view, "chunk", None)
-
-
-class BuildView:
-    """Builds the placed layers of this rank as they are called."""
-
-    def call(self, layer, compute, placeholder, args, kwargs):
-        if is_here(layer):
-            with view(None):
-                return compute(*args, **kwargs)
-        if not layer.built:
-            layer.build(None)  # for its path alone
-        return placeholder(layer, args, kwargs)
 
 
 class ChunkView:
@@ -108,9 +111,15 @@ class CallNames:
     """Names of calls, the same on every rank: a layer may be called more than once."""
 
     def __init__(self):
-        self._numbers = {}
+        self._numbers = {}  # id of a layer -> number of its calls
+        self._layers = {}  # path -> ids of the layers that have it, such as in two equal parts
 
     def next(self, layer) -> str:
         """Return the name of a layer's next call."""
         number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
-        return f"{layer.path}#{number}" if number else layer.path
+        path = layer.path or layer.name  # Keras' layers without weights have no path
+        layers = self._layers.setdefault(path, [])
+        if id(layer) not in layers:
+            layers.append(id(layer))
+        namesake = layers.index(id(layer))
+        return path + f"~{namesake}" * bool(namesake) + f"#{number}" * bool(number)

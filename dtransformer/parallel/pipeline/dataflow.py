@@ -8,12 +8,11 @@ import dataclasses
 from collections.abc import Callable
 
 import keras
-import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline.call_views import CallNames, view
 from dtransformer.parallel.pipeline.placed_layers import chunk_of
 from dtransformer.parallel.pipeline.placement import Placement
+from dtransformer.parallel.pipeline.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Dataflow:
         Raises:
             ValueError: a chunk needs what a later one computes.
         """
-        return _Recorder.run(function, inputs, placement).dataflow()
+        return cls._from(Recorder(function, inputs), placement)
 
     @classmethod
     def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
@@ -97,99 +96,51 @@ class Dataflow:
 
         Raises:
             ValueError: a chunk has no layers, or needs what a later one computes; or a
-                layer with weights has no place.
+                weight is in no layer that has a place.
         """
-        function = lambda inputs: network(inputs, training=True)
-        recorder = _Recorder.run(function, inputs, placement)
-        _check_places(network, recorder.layers, placement)
-        return recorder.dataflow()
-
-
-def specs_of(tensors):
-    """Return the specs of nested tensors; None stays None."""
-    return tf.nest.map_structure(
-        lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tensors
-    )
-
-
-class _Recorder:
-    """A view of calls: gives placeholder outputs, and remembers what inputs come from."""
-
-    def __init__(self, placement):
-        self._placement = placement
-        self._names = CallNames()
-        self._results = {}  # a placeholder's name -> (layer, number of the result, name, tensor)
-        self._needed = []  # (layer, tensors)
-        self.outputs = ()
-        self.layers = []
+        recorder = Recorder(lambda inputs: network(inputs, training=True), inputs)
+        _check_places(network, [layer for layer, _ in recorder.calls], placement)
+        return cls._from(recorder, placement)
 
     @classmethod
-    def run(cls, function, inputs, placement):
-        """Return a recorder of a function, run on nested tensors or specs."""
-        recorder = cls(placement)
-
-        def run(inputs):
-            with view(recorder):
-                recorder.outputs = function(inputs)
-
-        tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
-        return recorder
-
-    def call(self, layer, compute, placeholder, args, kwargs):
-        self.layers.append(layer)
-        self._needed.append((layer, tf.nest.flatten((args, kwargs))))
-        results = placeholder(layer, args, kwargs)
-        flat = [tf.identity(x) for x in tf.nest.flatten(results)]
-        name = self._names.next(layer)
-        for number, x in enumerate(flat):
-            self._results[x.name] = (layer, number, f"{name}:{number}", x)
-        return tf.nest.pack_sequence_as(results, flat)
-
-    def dataflow(self):
-        """Return the `Dataflow`."""
-        placement, copies, last_use = self._placement, {}, {}
-        uses = [(chunk_of(layer, placement), layer.path, xs) for layer, xs in self._needed]
-        outputs = placement.last_chunk, "the output", tf.nest.flatten(self.outputs)
-        for chunk, user, tensors in [*uses, outputs]:
-            for key in self._origins(tensors):
-                layer, number, _, _ = self._results[key]
-                first = chunk_of(layer, placement)
-                if number in layer.results_that_are_weights:
+    def _from(cls, recorder, placement):
+        copies, last_use = {}, {}
+        uses = [
+            (chunk_of(layer, placement), layer.path, needed) for layer, needed in recorder.calls
+        ]
+        for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
+            for result in needed:
+                first, path = chunk_of(result.layer, placement), result.layer.path
+                if result.is_weight:
                     if chunk != first:
-                        copies[layer.path] = copies.get(layer.path, frozenset()) | {chunk}
+                        copies[path] = copies.get(path, frozenset()) | {chunk}
                     continue
                 if chunk < first:
                     raise ValueError(
-                        f"{user} is on {placement.describe(chunk)} and needs what {layer.path} "
-                        f"computes on {placement.describe(first)}: stages may not go backwards "
-                        "along the network"
+                        f"{user} is on {placement.describe(chunk)} and needs what {path} computes "
+                        f"on {placement.describe(first)}: stages may not go backwards along the "
+                        "network"
                     )
-                last_use[key] = max(last_use.get(key, 0), chunk)
+                last_use[result] = max(last_use.get(result, 0), chunk)
         tensors = []
-        for key, last in last_use.items():
-            layer, _, name, x = self._results[key]
-            first = chunk_of(layer, placement)
+        for result, last in last_use.items():
+            first, spec = chunk_of(result.layer, placement), result.spec
             if last > first:
-                tensors.append(CrossStageTensor(name, tuple(x.shape), x.dtype.name, first, last))
-        return Dataflow(placement, tuple(tensors), copies, specs_of(self.outputs))
-
-    def _origins(self, tensors):
-        """Return the placeholders that tensors come from, without another in between."""
-        found, seen, todo = {}, set(), [x for x in tensors if tf.is_tensor(x)]
-        while todo:
-            x = todo.pop()
-            if x.name in seen:
-                continue
-            seen.add(x.name)
-            if x.name in self._results:
-                found[x.name] = True
-            else:
-                todo += list(x.op.inputs)
-        return list(found)
+                shape, dtype = tuple(spec.shape), spec.dtype.name
+                tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
+        return cls(placement, tuple(tensors), copies, recorder.outputs)
 
 
 def _check_places(network, placed, placement):
-    used = {chunk_of(layer, placement) for layer in placed}
+    used = set()
+    for layer in placed:
+        chunk = chunk_of(layer, placement)
+        if not 0 <= chunk < placement.num_chunks:
+            raise ValueError(
+                f"{layer.path} is put on stage {layer.pipeline_stage}, but there are "
+                f"{placement.num_chunks} stages"
+            )
+        used.add(chunk)
     for chunk in range(placement.num_chunks):
         if chunk not in used:
             raise ValueError(
@@ -200,5 +151,6 @@ def _check_places(network, placed, placement):
     for layer in _compat.flat_layers(network):
         if _compat.own_variables(layer) and id(layer) not in inside:
             raise ValueError(
-                f"{layer.path} has weights, but no place in the pipeline: set its pipeline_stage"
+                f"{layer.path} has weights of its own beside its layers, which no pipeline stage "
+                "computes with: put them into a layer"
             )

@@ -5,10 +5,11 @@ import tensorflow as tf
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
-from dtransformer.parallel.pipeline.dataflow import Dataflow, specs_of
+from dtransformer.parallel.pipeline.dataflow import Dataflow
 from dtransformer.parallel.pipeline.own_stage import has_outputs, own_chunks
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
+from dtransformer.parallel.shapes import specs_of
 
 
 class ForwardPass:

@@ -1,8 +1,9 @@
 """Which model chunk the layers of a network are in.
 
 A layer with a `pipeline_stage` is placed: the chunk of that number has its weights and computes
-it. Other layers have no weights, and every stage that needs their results computes them. Where
-each stage has one chunk, the chunk's number is the stage's.
+it. `build_stage` gives a place to every layer with weights. Other layers have none, and every stage
+that needs their results computes them. Where each stage has one chunk, the chunk's number is the
+stage's.
 """
 
 import keras
@@ -24,13 +25,32 @@ def stages_of(layer, placement: Placement) -> list[int]:
     return list(dict.fromkeys(placement.stage_of(chunk) for chunk in chunks))
 
 
+def is_placed(layer) -> bool:
+    """Return whether a layer has a place of its own; those inside of it are with it."""
+    return getattr(layer, "pipeline_stage", None) is not None
+
+
 def placed_layers(network: keras.Model) -> list:
-    """Return the layers of a network that have a place, without those inside of them."""
-    found, inside = [], set()
-    for layer in _compat.flat_layers(network):  # the outer ones come first
-        if getattr(layer, "pipeline_stage", None) is not None and id(layer) not in inside:
-            found.append(layer)
-            inside.update(id(one) for one in _compat.flat_layers(layer))
+    """Return the layers of a network that have a place, without those inside of them.
+
+    They come in the order in which the network's code names them.
+    """
+    found = []
+    for layer in _compat.flat_layers(network, include_self=False, recursive=False):
+        found += [layer] if is_placed(layer) else placed_layers(layer)
+    return list(dict.fromkeys(found))
+
+
+def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[str]]:
+    """Return the names of the placed layers that each stage has, copies included.
+
+    Layers of a model or stack inside the network are named with it.
+    """
+    found = [[] for _ in range(placement.num_stages)]
+    for layer in placed_layers(network):
+        path = layer.path or layer.name
+        for stage in stages_of(layer, placement):
+            found[stage].append(path.removeprefix(f"{network.name}/"))
     return found
 
 
@@ -42,11 +62,13 @@ def trained_weights_of(network: keras.Model, chunk: int, dataflow) -> list[keras
         chunk: number of the chunk.
         dataflow: the `Dataflow` of the computation, which tells of copies.
     """
+    trained = {id(weight) for weight in network.trainable_variables}
     return [
         weight
         for layer in placed_layers(network)
         if chunk == chunk_of(layer, dataflow.placement) or chunk in dataflow.copies_of(layer)
-        for weight in layer.trainable_variables
+        for weight in layer.variables
+        if id(weight) in trained
     ]
 
 

@@ -14,13 +14,11 @@ def output_specs(layer, args: tuple, kwargs: dict):
     """Return nested `keras.KerasTensor`s like the results of layer(*args, **kwargs).
 
     They come from the layer's `compute_output_spec`, which by Keras' rules asks its
-    `compute_output_shape`. A layer that has neither gives what its first input is, in its
-    compute type: it cannot be traced, as its weights are elsewhere.
+    `compute_output_shape`, or else traces its `call`.
     """
-    first = _first_tensor(args, kwargs)
-    if first is None or _has_shape_rule(type(layer)):
-        return layer.compute_output_spec(*args, **kwargs)
-    return keras.KerasTensor(tuple(first.shape), layer.compute_dtype)
+    symbols = lambda x: keras.KerasTensor(tuple(x.shape), x.dtype.name) if tf.is_tensor(x) else x
+    args, kwargs = tf.nest.map_structure(symbols, (args, kwargs))
+    return layer.compute_output_spec(*args, **kwargs)
 
 
 def placeholder_outputs(layer, args: tuple, kwargs: dict):
@@ -33,6 +31,8 @@ def placeholder_outputs(layer, args: tuple, kwargs: dict):
     dims = [] if first is None else static_or_dynamic_shape(first)
 
     def zeros(spec):
+        if not isinstance(spec, keras.KerasTensor):
+            return spec
         known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
         return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
 
@@ -60,14 +60,6 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
             "compute_output_shape, or a compute_output_spec where results are not of its compute "
             "type"
         )
-
-
-def _has_shape_rule(kind):
-    base = keras.layers.Layer
-    return (
-        kind.compute_output_shape is not base.compute_output_shape
-        or kind.compute_output_spec is not base.compute_output_spec
-    )
 
 
 def _first_tensor(args, kwargs):

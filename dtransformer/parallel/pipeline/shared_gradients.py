@@ -24,7 +24,7 @@ class SharedGradients:
             for ranks in pipelines:
                 group = job.agreed_group(sorted(ranks[stage] for stage in stages))
                 if group.index is not None:
-                    weights = layer.trainable_variables
+                    weights = [w for w in layer.variables if id(w) in numbers]
                     self._shared += [(numbers[id(w)], w.path, group) for w in weights]
 
     def add_up(self, gradients: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:

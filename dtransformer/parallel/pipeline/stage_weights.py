@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import keras
+import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel import job
@@ -15,16 +16,62 @@ from dtransformer.parallel.pipeline.placed_layers import placed_layers, stages_o
 
 
 def built_at_its_place(build: Callable) -> Callable:
-    """Return a layer's method `build`, which makes no weights where other stages have them."""
+    """Return a layer's method `build`, which gives weights no values where others have them."""
 
     @functools.wraps(build)
     def build_here(layer, *args, **kwargs):
-        if is_elsewhere(layer):
-            _ignore_files(layer)
-        else:
+        if not is_elsewhere(layer):
             build(layer, *args, **kwargs)
+        else:
+            with keras.StatelessScope(initialize_variables=False):
+                build(layer, *args, **kwargs)
+            leave_to_others(layer)
 
     return build_here
+
+
+def leave_to_others(layer: keras.layers.Layer) -> None:
+    """Keep the shapes alone of a layer's weights: another stage has it."""
+    for inner in _compat.flat_layers(layer):
+        for variable in _compat.own_variables(inner):
+            _compat.drop_value(inner, variable, AbsentValue(variable.path))
+        object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
+        object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
+
+
+def _take_over(layer):
+    """Build a layer with weights that was left to others."""
+    for inner in _compat.flat_layers(layer):
+        vars(inner).pop("load_own_variables", None)
+        vars(inner).pop("save_own_variables", None)
+    _compat.take_weights(layer)
+    layer.build((None, None))
+
+
+def _refuse_to_save(layer, store):
+    raise RuntimeError(
+        f"another stage of the pipeline has the weights of {layer.path}: save the trainer, on all "
+        "ranks, whose file holds those of every stage"
+    )
+
+
+class AbsentValue:
+    """The value of a weight that another stage has: its shape alone can be asked for.
+
+    Args:
+        path: of the weight.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __call__(self, shape, dtype=None):
+        if not _compat.in_symbolic_scope():
+            raise RuntimeError(
+                f"another stage of the pipeline has the weight {self._path}: it is read in a call of "
+                "its layer only"
+            )
+        return tf.zeros(shape, dtype)
 
 
 def share_weights(network: keras.Model, inputs) -> Dataflow | None:
@@ -47,22 +94,8 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         layer.copied_to = dataflow.copies_of(layer)
     for _, layer in shared_layers(network):
         if is_here(layer) and not layer.weights:
-            _read_files(layer)
-            _compat.take_weights(layer)
-            layer.build((None, None))
+            _take_over(layer)
     return dataflow
-
-
-def _ignore_files(layer):
-    """Let a layer of another stage, and those inside, pass by what files hold of them."""
-    for inner in _compat.flat_layers(layer):
-        object.__setattr__(inner, "load_own_variables", lambda store: None)
-
-
-def _read_files(layer):
-    """Undo `_ignore_files`."""
-    for inner in _compat.flat_layers(layer):
-        vars(inner).pop("load_own_variables", None)
 
 
 @contextlib.contextmanager
@@ -79,26 +112,27 @@ def full_network(network: keras.Model) -> Iterator[None]:
             if owner:  # rank 0 has the first stage's
                 for inner in _compat.flat_layers(layer):
                     values = _from_stage(inner, owner)
-                    if job.is_chief() and values:
-                        _lend(inner, values)
-                        lent.append(inner)
+                    if job.is_chief():
+                        lent.append((inner, inner.save_own_variables))
+                        object.__setattr__(inner, "save_own_variables", _saving(values))
         yield
     finally:
-        for layer in lent:
-            object.__delattr__(layer, "save_own_variables")
+        for layer, save in lent:
+            object.__setattr__(layer, "save_own_variables", save)
 
 
 def _from_stage(layer, owner):
     """Return what a stage's layer would save, on every stage."""
     values, group = {}, job.pipeline_group()
     if job.stage()[0] == owner:
-        layer.save_own_variables(values)
+        layer.save_own_variables(values)  # Keras' layers give variables
+        values = {name: keras.ops.convert_to_numpy(value) for name, value in values.items()}
     return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
 
 
-def _lend(layer, values):
+def _saving(values):
     def save(store):
         for name, value in values.items():
             store[name] = value
 
-    object.__setattr__(layer, "save_own_variables", save)
+    return save

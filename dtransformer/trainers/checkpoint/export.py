@@ -91,27 +91,28 @@ def _export_keras(checkpoint, filepath, network):
     check_finite(checkpoint.path, network_values(network))
     has_run = RUN in checkpoint.manifest["files"]
     run = sha256_of(checkpoint.path / RUN) if has_run else NO_RUN
-    write_keras(network, filepath, lambda fresh: seal(fresh, run))
+
+    def save(fresh):
+        network.save_weights(fresh)
+        seal(fresh, run)
+
+    write_keras(network, filepath, save)
     return len(network.variables)
 
 
-def write_keras(
-    network: keras.Model, filepath: str | os.PathLike, finish: Callable | None = None
-) -> None:
-    """Write a network's `.weights.h5`; a full disk, or a kill, leaves the file as it was.
+def write_keras(network: keras.Model, filepath: str | os.PathLike, save: Callable) -> None:
+    """Write a file of a network; a full disk, or a kill, leaves it as it was.
 
     Args:
         network: the network.
         filepath: the file, replaced where it is there.
-        finish: a function of the path that is written to, called before it becomes the file.
+        save: a function of the path that it writes to, which becomes the file.
 
     Raises:
         InputError: it cannot be written.
     """
     with replacing(filepath, _file_bytes(network.variables)) as fresh:
-        network.save_weights(fresh)
-        if finish is not None:
-            finish(fresh)
+        save(fresh)
 
 
 def network_values(network: keras.Model) -> dict[str, tf.Tensor]:

@@ -1,5 +1,7 @@
 """The engine of a pipeline: carries the schedule's instructions out on this rank."""
 
+import functools
+
 import tensorflow as tf
 
 from dtransformer.parallel import job
@@ -10,9 +12,10 @@ from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.dtensor.batch import num_rows
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline import schedules
-from dtransformer.parallel.pipeline.call_views import BuildView, current_chunk, view
+from dtransformer.parallel.pipeline.build import build_stage
+from dtransformer.parallel.pipeline.call_views import current_chunk
 from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
-from dtransformer.parallel.pipeline.dataflow import Dataflow, specs_of
+from dtransformer.parallel.pipeline.dataflow import Dataflow
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last, zeros_like
 from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS
 from dtransformer.parallel.pipeline.measured_timeline import gather_timeline
@@ -22,9 +25,9 @@ from dtransformer.parallel.pipeline.placed_layers import losses_of
 from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline.simulator import ideal_of
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
-from dtransformer.parallel.pipeline.stage_weights import share_weights
 from dtransformer.parallel.pipeline.timeline import most_alive, write
 from dtransformer.parallel.same_batch import check_same_batch
+from dtransformer.parallel.shapes import specs_of
 from dtransformer.reports import audit
 from dtransformer.trainers.data import input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import check_rows, rows_of
@@ -68,11 +71,9 @@ class PipelineEngine:
 
     def build(self, data):
         """As `Engine.build`; of other stages' layers there are no weights."""
-        if not self.network.built:
-            with view(BuildView()):
-                self.network(input_symbols(data))
         if self._shared is None:
-            self._example = share_weights(self.network, input_specs(data))
+            symbols = functools.partial(input_symbols, data)
+            self._example = build_stage(self.network, symbols, input_specs(data))
             self._shared = SharedGradients(self.network)
 
     # A training step.

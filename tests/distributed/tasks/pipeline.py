@@ -149,6 +149,18 @@ def v_shaped():
     return result
 
 
+def frozen():
+    """A trainer that is called first; all but a shared table is frozen on the last stage."""
+    model = small_model()
+    trainer = Trainer(model)
+    before = trainer(words()[0])
+    for layer in (*model.blocks.blocks[2:], model.blocks.final_norm):
+        layer.trainable = False
+    trainer.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.05), CrossEntropyLoss())
+    history = trainer.fit(*words(), batch_size=8, epochs=5, verbose=0)
+    return {"before": before.numpy(), **history.history}
+
+
 def reports():
     """The timeline and what is sent, of a step with four micro-batches of two rows."""
     trainer = Trainer(small_model())
@@ -165,6 +177,7 @@ def reports():
         "bubble": timeline.bubble,
         "sent": [[c.layer, list(c.shape), c.backward, c.bytes_sent] for c in sent],
         "activations": activations,
+        "stages": trainer.plan().stages,
     }
 
 
@@ -188,5 +201,5 @@ def errors():
     return found
 
 
-_ALL = overflow_on_one_stage, keras_metrics, losses, v_shaped, reports, errors
+_ALL = overflow_on_one_stage, keras_metrics, losses, v_shaped, frozen, reports, errors
 TASKS = {task.__name__: task for task in _ALL}

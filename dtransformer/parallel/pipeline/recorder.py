@@ -1,0 +1,82 @@
+"""Runs a network once with placeholder outputs, to find out which layers need which results."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from dtransformer.parallel.pipeline.call_views import CallNames, view
+from dtransformer.parallel.shapes import specs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of a placed layer's call.
+
+    Args:
+        layer: the layer.
+        number: its number among the results of the call, flattened.
+        name: str, the same on every rank.
+        spec: its `tf.TensorSpec`.
+    """
+
+    layer: object
+    number: int
+    name: str
+    spec: tf.TensorSpec
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is one of the layer's weights, which other chunks have copies of."""
+        return self.number in self.layer.results_that_are_weights
+
+
+class Recorder:
+    """A view of calls: gives placeholder outputs, and remembers what inputs come from.
+
+    Args:
+        function: a function of `inputs` that calls placed layers and returns nested tensors.
+        inputs: nested tensors, or specs of known shapes: a micro-batch.
+
+    Attributes:
+        calls: list of (layer, list of the `Result`s that it needs), in the order of the calls.
+        ends: list of the `Result`s that the function's outputs come from.
+        outputs: nested specs of the function's outputs.
+    """
+
+    def __init__(self, function, inputs):
+        self._names = CallNames()
+        self._results = {}  # a placeholder's name in the graph -> `Result`
+        self.calls, self.ends, self.outputs = [], [], None
+
+        def run(inputs):
+            with view(self):
+                outputs = function(inputs)
+            self.ends = self._origins(outputs)
+            self.outputs = specs_of(outputs)
+
+        tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
+
+    def call(self, layer, compute, placeholder, args, kwargs):
+        self.calls.append((layer, self._origins((args, kwargs))))
+        results = placeholder(layer, args, kwargs)
+        flat = [tf.identity(x) for x in tf.nest.flatten(results)]
+        name = self._names.next(layer)
+        for number, x in enumerate(flat):
+            spec = tf.TensorSpec(x.shape, x.dtype)
+            self._results[x.name] = Result(layer, number, f"{name}:{number}", spec)
+        return tf.nest.pack_sequence_as(results, flat)
+
+    def _origins(self, tensors):
+        """Return the results that nested tensors come from, without another in between."""
+        found, seen = {}, set()
+        todo = [x for x in tf.nest.flatten(tensors) if tf.is_tensor(x)]
+        while todo:
+            x = todo.pop()
+            if x.name in seen:
+                continue
+            seen.add(x.name)
+            if x.name in self._results:
+                found[x.name] = self._results[x.name]
+            else:
+                todo += list(x.op.inputs)
+        return list(found.values())

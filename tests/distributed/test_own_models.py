@@ -1,0 +1,58 @@
+"""Promise: a model of the user's own trains on every layout with the losses of Keras' `fit`."""
+
+import keras
+import numpy as np
+import pytest
+
+from harness.runs import Run
+from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks import own_models
+from tests.distributed.tasks.own_models import STEPS
+from tests.shared_runs import each
+
+TASKS = "tests.distributed.tasks.own_models:"
+LAYOUTS = """
+    dp2@2x1  mp2@2x1  pp2m2-1f1b@2x1  dp2mp2@2x2  dp2@2x1+shard1  dp2@2x1+shard2  dp2@2x1+shard3
+""".split()
+RUNS = [f"{TASKS}{model}/{layout}" for model in own_models.TASKS for layout in LAYOUTS]
+QUICK = """
+    tagger/dp2mp2@2x2  translator/pp2m2-1f1b@2x1  translator/dp2@2x1+shard3
+    vision/dp2@2x1+shard2  plain/pp2m2-1f1b@2x1  plain/mp2@2x1
+""".split()
+LONG = [run for run in RUNS if run.removeprefix(TASKS) not in QUICK]
+
+
+def alone(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+@each(RUNS, LONG, lambda run: [alone(run)])
+def test_numbers_are_those_of_keras(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    assert len(set(expected["losses"])) == STEPS
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
+        for name, value in expected["evaluation"].items():
+            assert rank["evaluation"][name] == pytest.approx(value, rel=PARITY_LOSS), name
+        for name in (name for name in expected if name.startswith("outputs/")):
+            np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)
+
+
+@each(RUNS, LONG, lambda run: [alone(run)])
+def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
+    ranks_of(run)
+    name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
+    classes = own_models.Tagger, own_models.VisionTransformer, own_models.Block
+    own = {one.__name__: one for one in classes}
+    model = keras.saving.load_model(own_models.file_of(ranks_of.folder, name, layout), own)
+    outputs = keras.tree.flatten(model.predict(own_models.INPUTS[name], verbose=0))
+    (expected,) = ranks_of(alone(run))
+    for number, output in enumerate(outputs):
+        np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
+
+
+@each([run for run in RUNS if "pp2" in run], LONG, lambda run: [alone(run)])
+def test_each_stage_has_some_of_the_weights(run, ranks_of):
+    (expected,), ranks = ranks_of(alone(run)), ranks_of(run)
+    assert sum(rank["num_weights"] for rank in ranks) == expected["num_weights"]
+    assert min(rank["num_weights"] for rank in ranks) > 0
