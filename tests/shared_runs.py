@@ -82,10 +82,14 @@ class SharedRuns:
         self.folder = pathlib.Path(folder)
         self._runs = [Run.of(name) for name in names]
 
+    def __contains__(self, name):
+        """Return whether a test that was chosen reads a run."""
+        return Run.of(name) in self._runs
+
     def __call__(self, name):
         """Return what each rank of a run gives, a list of dicts."""
         run = Run.of(name)
-        assert run in self._runs, f"mark the test with pytest.mark.runs({name!r})"
+        assert name in self, f"mark the test with pytest.mark.runs({name!r})"
         if run.layout.ranks > 1 and not HOROVODRUN.exists():
             pytest.skip(needs_horovod.kwargs["reason"])
         self._launch(ALONE)  # first: other layouts load what one process has saved

@@ -17,6 +17,7 @@ from tests.distributed.tasks.checkpoints import (
     ALONE,
     CHAIN,
     OTHER_SEED,
+    QUICK,
     REPLICATED,
     RESTORED,
     RESUMED,
@@ -30,15 +31,26 @@ def run(task, layout):
     return f"tests.distributed.tasks.checkpoints:{task}/{layout}"
 
 
-SAVED = [run("save_and_restore", name) for name in CHAIN]
-pytestmark = [needs_horovod, pytest.mark.runs(*SAVED)]
+def saving(name):
+    """Return the run of a layout that saves."""
+    return run("save_and_restore", name)
+
+
+SAVED = [saving(name) for name in CHAIN]
+pytestmark = [needs_horovod, pytest.mark.runs(*map(saving, QUICK))]
+
+
+def of_layout(name):
+    """Return the marks of what reads a layout's checkpoint."""
+    return [] if name in QUICK else [pytest.mark.long, pytest.mark.runs(*SAVED)]
 
 
 def pair(saved, restored):
-    """One layout restores what another one has saved: of 100 pairs 19 are in the quick suite."""
-    is_quick = saved in RESTORED[restored]
-    marks = [] if is_quick else [pytest.mark.long]
-    if not is_quick and restored != ALONE:
+    """One layout restores what another one has saved: of 100 pairs 9 are in the quick suite."""
+    is_near = saved in RESTORED[restored]
+    is_quick = is_near and {saved, restored} <= set(QUICK)
+    marks = [] if is_quick else [pytest.mark.long, pytest.mark.runs(*SAVED)]
+    if not is_near and restored != ALONE:
         marks.append(pytest.mark.runs(run("restore_the_others", restored)))
     return pytest.param(saved, restored, marks=marks)
 
@@ -46,14 +58,17 @@ def pair(saved, restored):
 each_pair = pytest.mark.parametrize(
     ["saved", "restored"], [pair(*names) for names in itertools.product(CHAIN, CHAIN)]
 )
-each_layout = pytest.mark.parametrize("name", CHAIN)
+each_layout = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=of_layout(name)) for name in CHAIN]
+)
 
 
 @pytest.fixture(scope="module")
 def folder(ranks_of):
     """The folder of all checkpoints."""
     for name in SAVED:
-        ranks_of(name)
+        if name in ranks_of:
+            ranks_of(name)
     return ranks_of.folder
 
 
@@ -139,7 +154,7 @@ def test_each_byte_is_written_once(name, folder):
         assert max(sizes) <= 1.1 * written / len(sizes), "ranks write about as much"
 
 
-@pytest.mark.parametrize("name", REPLICATED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=of_layout(name)) for name in REPLICATED])
 def test_a_lost_file_is_replaced_by_its_replica(name, folder, capsys):
     path = replicated(folder, name)
     expected = tensors_of(path)
@@ -171,7 +186,16 @@ def test_what_one_rank_alone_holds_cannot_be_replaced(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.runs(run("resume", name))) for name in RESUMED],
+    [
+        pytest.param(
+            name,
+            marks=[
+                pytest.mark.runs(run("resume", name)),
+                *[pytest.mark.long] * (name in RESUMED[2:]),
+            ],
+        )
+        for name in RESUMED
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(name, ranks_of):
     results = ranks_of(run("resume", name))[0]

@@ -31,6 +31,16 @@ def alone(run):
     return f"harness.tasks:{SAME_ALONE.get(name, name)}/alone@1x1"
 
 
+LONG = [
+    two_ranks(name)
+    for name in (
+        "tied",
+        "large_vocabulary",
+        "all_gradients_in_16_bits",
+        "level_3_recomputed",
+        "level_3_plain_keras_loss",
+    )
+]
 ALL = [two_ranks(name) for name in TASKS]
 OVERFLOWS = [two_ranks(name) for name in TASKS if name.startswith("overflow")]
 EXACT = [
@@ -38,7 +48,7 @@ EXACT = [
 ]
 
 
-@each(EXACT, reads=lambda run: [alone(run)])
+@each(EXACT, LONG, lambda run: [alone(run)])
 def test_two_ranks_give_the_losses_of_one_process(run, ranks_of):
     (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
@@ -53,14 +63,14 @@ def test_two_ranks_give_the_losses_of_one_process(run, ranks_of):
         assert rank["weights"] == pytest.approx(expected["weights"], rel=PARITY_WEIGHTS)
 
 
-@each(ALL)
+@each(ALL, LONG)
 def test_ranks_agree_to_the_last_bit(run, ranks_of):
     first, second = ranks_of(run)
     assert first["step_losses"] == second["step_losses"]
     assert first["weights"] == second["weights"]
 
 
-@each(EXACT)
+@each(EXACT, LONG)
 def test_losses_fall(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
     half = len(losses) // 2  # steps_per_execution logs every fifth step only
@@ -99,7 +109,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
         assert np.isfinite(found["loss"]).all(), "the step does not count in the epoch's mean"
 
 
-@each(map(two_ranks, IN_16_BITS), reads=lambda run: [alone(run)])
+@each(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [alone(run)])
 def test_gradients_may_be_reduced_in_16_bits(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
     expected = ranks_of(alone(run))[0]["step_losses"][: len(losses)]
