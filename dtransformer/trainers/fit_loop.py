@@ -19,6 +19,7 @@ from dtransformer.trainers.data import (
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
+from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 
 
 class FitLoop(keras.Model):
@@ -166,26 +167,28 @@ class FitLoop(keras.Model):
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
+        callbacks = [self._data_position, LossWarning(), *callbacks]
         try:
-            return super().fit(
-                beginning.data,
-                y,
-                batch_size=batch_size,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=beginning.callbacks(
-                    [self._data_position, *callbacks], verbose=verbose, epochs=epochs, model=self
-                ),
-                validation_data=as_data(validation_data),
-                shuffle=shuffle,
-                class_weight=class_weight,
-                sample_weight=sample_weight,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq,
-            )
+            with told_in_one_line():
+                return super().fit(
+                    beginning.data,
+                    y,
+                    batch_size=batch_size,
+                    epochs=epochs,
+                    verbose=verbose,
+                    callbacks=beginning.callbacks(
+                        callbacks, verbose=verbose, epochs=epochs, model=self
+                    ),
+                    validation_data=as_data(validation_data),
+                    shuffle=shuffle,
+                    class_weight=class_weight,
+                    sample_weight=sample_weight,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_batch_size=validation_batch_size,
+                    validation_freq=validation_freq,
+                )
         finally:
             beginning.end_epoch()
             self._beginning = self._validation_shard = None
@@ -211,17 +214,18 @@ class FitLoop(keras.Model):
         else:
             data = self._take_data(x, shard, batch_size)
         self._prepare(data)
-        return super().evaluate(
-            data,
-            y,
-            batch_size=batch_size,
-            verbose=verbose if job.is_chief() else 0,
-            sample_weight=sample_weight,
-            steps=steps,
-            callbacks=callbacks,
-            return_dict=return_dict,
-            **kwargs,
-        )
+        with told_in_one_line():
+            return super().evaluate(
+                data,
+                y,
+                batch_size=batch_size,
+                verbose=verbose if job.is_chief() else 0,
+                sample_weight=sample_weight,
+                steps=steps,
+                callbacks=callbacks,
+                return_dict=return_dict,
+                **kwargs,
+            )
 
     def predict(
         self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None
@@ -239,9 +243,10 @@ class FitLoop(keras.Model):
         data = self._take_data(x, shard, batch_size, trains=False)
         self._start_engine(data)
         verbose = verbose if job.is_chief() else 0
-        return super().predict(
-            data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
-        )
+        with told_in_one_line():
+            return super().predict(
+                data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+            )
 
     def train_on_batch(
         self,
@@ -252,23 +257,34 @@ class FitLoop(keras.Model):
         return_dict=False,
         shard=None,
     ):
-        """Train on one batch; as `keras.Model.train_on_batch`, `shard` as in `fit`."""
+        """Train on one batch; as `keras.Model.train_on_batch`, `shard` as in `fit`.
+
+        Returns:
+            The loss, or a list of it and of the metrics; with `return_dict` all logs.
+        """
         self._set_sharding(shards_rows(x, shard))
         self._prepare(x)
         self._data_position = self._restored_position = None  # not known any more
-        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+        with told_in_one_line():
+            logs = super().train_on_batch(x, y, sample_weight, class_weight, True)
+        if return_dict:
+            return logs
+        values = [logs[metric.name] for metric in self.metrics if metric.name in logs]
+        return values if len(values) > 1 else values[0]
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._set_sharding(shards_rows(x, shard))
         self._prepare(x)
-        return super().test_on_batch(x, y, sample_weight, return_dict)
+        with told_in_one_line():
+            return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         self._set_sharding(shards_rows(x, shard))
         self._start_engine(x)
-        return super().predict_on_batch(x)
+        with told_in_one_line():
+            return super().predict_on_batch(x)
 
     # Which rows a rank computes.
 

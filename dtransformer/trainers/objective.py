@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
+from dtransformer.trainers.step_errors import check_range
 
 _BY_SHAPE = "crossentropy", "ce"  # which Keras chooses by the shapes of an output
 _COUNTS = len(Counted._fields)  # of each output's labels
@@ -80,7 +81,8 @@ class Objective:
             total = -size if weight is None else tf.reduce_sum(tf.cast(weight, "float32"))
             tokens = tf.zeros([])
             if hasattr(loss, "token_weights"):
-                tokens = tf.reduce_sum(loss.token_weights(label, weight))
+                with tf.control_dependencies(_label_checks(label, loss)):
+                    tokens = tf.reduce_sum(loss.token_weights(label, weight))
             elif hasattr(loss, "per_token"):
                 tokens = size  # a guess
             counts += [size, total, tokens]
@@ -98,7 +100,7 @@ class Objective:
             A dict of float32 scalars: `"loss"`, the part of the loss; `"loss/NAME"` of each
             loss where there are several; `"divided"` where the loss still has to be divided
             by its sum; `"counted"`, the weight of the labels, or the rows where there are
-            several losses; `"right"` of a classifier, the weight of those that it predicts.
+            several losses; `"right"` of a loss of tokens, the weight of those that are predicted.
 
         Raises:
             ValueError: several losses are divided by what is only known after the forward pass.
@@ -130,7 +132,24 @@ class Objective:
         (share,) = shares.values()
         if share.divided is not None:
             sums["divided"] = share.divided
-        return {**sums, **_accuracy(outputs, labels, share.weights)}
+        found = _accuracy(outputs, labels, share.weights)
+        if not self.is_of_tokens:  # Keras shows what `metrics` asks for
+            found.pop("right", None)
+        return {**sums, **found}
+
+
+def _label_checks(labels, loss):
+    """Return operations that fail where labels of a loss of tokens are no numbers of classes."""
+    if not labels.dtype.is_integer:
+        raise ValueError(
+            f"{type(loss).__name__} takes the numbers of classes, and the labels are "
+            f"{labels.dtype.name}: cast them to int32"
+        )
+    ignored, size = getattr(loss, "ignore_id", None), getattr(loss, "vocab_size", None)
+    name = "labels" if ignored is None else f"labels other than ignore_id={ignored}"
+    if ignored is not None:
+        labels = tf.boolean_mask(labels, labels != ignored)
+    return [check_range(labels, name, size)]
 
 
 def _one_each(sample_weight, number):

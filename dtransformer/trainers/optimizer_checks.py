@@ -68,7 +68,7 @@ def check_shards(optimizer):
         if getattr(optimizer, name):
             raise ValueError(
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
-                "work where optimizer_shard shards weights"
+                "work where a mesh or optimizer_shard shards weights"
                 + ("" if name == "use_ema" else ": use micro_batch_num instead")
             )
 

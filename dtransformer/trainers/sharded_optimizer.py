@@ -71,11 +71,11 @@ class ShardedOptimizer:
         check_constraints(weights)
         if self.is_sharded:
             check_elementwise(self._optimizer)
-        if self.is_sharded or any(unit.is_held for unit in self.units):
+        on_mesh = any(one.norm_share is not None for one in self.shards)
+        if self.is_sharded or on_mesh or any(unit.is_held for unit in self.units):
             check_shards(self._optimizer)
         if not optimizer.built:
             optimizer.build(parameters)
-        on_mesh = any(one.norm_share is not None for one in self.shards)
         self._clips = self.is_sharded or on_mesh or job.stage()[1] > 1
         if self._clips:
             check_clipping(self._optimizer)

@@ -7,16 +7,22 @@ from harness.tolerances import PARITY_LOSS
 from tests.shared_runs import each
 
 TASKS = "tests.distributed.tasks.keras_fit:"
-RUNS = [
-    f"{TASKS}{task}/{layout}"
-    for task, layouts in {
-        "several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
-        "a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
-        "tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1", "dp2mp2@2x2"),
-    }.items()
-    for layout in layouts
-]
-LONG = [run for run in RUNS if run.endswith("tokens/dp2mp2@2x2")]
+QUICK = {
+    "several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
+    "a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
+    "tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
+    "callbacks": ("mp2@2x1",),
+    "shared_by_hand": ("mp2@1x2",),
+    "between": ("mp2@1x2",),
+}
+IN_TEST_ALL = {
+    "tokens": ("dp2mp2@2x2",),
+    "callbacks": ("mp2@1x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
+    "shared_by_hand": ("mp2@2x1",),
+    "between": ("mp2@2x1", "pp2m2-1f1b@2x1"),
+}
+LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
+RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG
 # Keras weighs the batch that has fewer rows as one row where it shows the losses of outputs.
 OF_OUTPUTS = {"tag_loss", "value_loss"}
 

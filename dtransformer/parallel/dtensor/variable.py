@@ -78,7 +78,8 @@ class MeshVariable(ShardedVariable):
                 f"{self.path} is sharded over the mesh and can be read there only: call the "
                 "network through its Trainer (fit, evaluate, predict), or through generate"
             )
-        return self._maybe_autocast(self.packed())
+        with tf.device("CPU:0"):
+            return self._maybe_autocast(tf.constant(self.numpy()))
 
     def _as_used(self, value):
         return value if self.specs == self.specs_in_use else relayout(value, self.specs_in_use)

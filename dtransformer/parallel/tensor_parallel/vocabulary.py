@@ -39,6 +39,8 @@ def mask_padding(logits: tf.Tensor, vocab_size: int) -> tf.Tensor:
 def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: Specs) -> tf.Tensor:
     """Look ids up in every shard of a vocabulary; zeros stand for what another shard has.
 
+    On CPUs an id that no shard has is an error of the operation, as of `tf.gather`.
+
     The sum over the shards has them all (Shoeybi et al., 2019, arXiv 1909.08053, §3).
 
     Args:
@@ -61,7 +63,9 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
     local = tf.reshape(ids, [*ids.shape[:dim], 1, *ids.shape[dim:]]) - starts
     local = relayout(local, specs)
     is_here = (local >= 0) & (local < shard_size)
-    found = tf.gather(shards, tf.where(is_here, local, 0), axis=dim + 1, batch_dims=dim + 1)
+    is_elsewhere = (local >= -starts) & (local < num_shards * shard_size - starts)
+    numbers = tf.where(is_here, local, tf.where(is_elsewhere, 0, -1))
+    found = tf.gather(shards, numbers, axis=dim + 1, batch_dims=dim + 1)
     if len(found.shape) > len(is_here.shape):
         is_here = is_here[..., None]
     return tf.where(is_here, found, tf.zeros([], found.dtype))

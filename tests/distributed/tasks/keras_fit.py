@@ -1,8 +1,11 @@
 """What Keras' own `fit` does, done by it where there is one process, and by every rank else."""
 
+import pathlib
+
 import keras
 import numpy as np
 
+from dtransformer.layers import TransformerEncoder, TransformerEncoderLayer, VocabEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
@@ -32,12 +35,14 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-def train(model, data, optimizer=None, **options):
+def train(model, data, optimizer=None, epochs=2, callbacks=(), **options):
     """Fit, evaluate and predict with the global data; return what a test compares."""
     if job.size() > 1 or job.mesh() is not None:
         model = Trainer(model)
     model.compile(optimizer or keras.optimizers.AdamW(0.01), **options)
-    history = model.fit(**data, batch_size=8, epochs=2, verbose=0, shuffle=False)
+    history = model.fit(
+        **data, batch_size=8, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks)
+    )
     evaluation = model.evaluate(data["x"], data["y"], batch_size=8, verbose=0, return_dict=True)
     outputs = keras.tree.flatten(model.predict(data["x"], batch_size=8, verbose=0))
     return {
@@ -93,4 +98,88 @@ def tokens():
     return train(model, data, optimizer, loss=classes, metrics=["accuracy"])
 
 
-TASKS = {"several_outputs": several_outputs, "a_mask": a_mask, "tokens": tokens}
+SIZES = {"hidden_size": 16, "num_heads": 2, "ffn_hidden_size": 32}
+NO_DROPOUT = {"hidden_dropout_rate": 0.0, "attention_dropout_rate": 0.0}
+
+
+class Weights(keras.callbacks.Callback):
+    """Reads, changes, keeps and restores weights, of the model and of its layers; sets rates."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.1 / (1 + epoch)
+        if epoch == 1:
+            self.kept = self.model.get_weights()
+        if epoch == 3:
+            self.model.set_weights(self.kept)
+
+    def on_epoch_end(self, epoch, logs=None):
+        for layer in getattr(self.model, "network", self.model).layers:
+            layer.set_weights([0.99 * weight for weight in layer.get_weights()])
+        for weight in self.model.trainable_variables:
+            weight.assign(weight * 0.99)
+
+
+def callbacks(folder, layout):
+    """Callbacks that read and write weights and rates."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WIDTH,), dtype="int32")
+    x = TransformerEncoder(2, **SIZES, **NO_DROPOUT)(keras.layers.Embedding(12, 16)(inputs))
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    logs = pathlib.Path(folder) / f"logs-{layout.name}-{job.rank()}"
+    return train(
+        keras.Model(inputs, keras.layers.Dense(12)(x)),
+        {"x": IDS[:16, :-1], "y": IDS[:16, 1:]},
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        epochs=6,
+        callbacks=[
+            Weights(),
+            keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True),
+            keras.callbacks.TensorBoard(str(logs), histogram_freq=1),
+        ],
+        loss=classes,
+    )
+
+
+class SharedByHand(keras.Model):
+    """A block that is called twice, and a table that is the head."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = VocabEmbedding(12, 16)
+        self.block = TransformerEncoderLayer(**SIZES, **NO_DROPOUT)
+
+    def call(self, ids, training=False):
+        x, table = self.embedding(ids)
+        x = self.block(self.block(x, training=training), training=training)
+        return keras.ops.matmul(x, keras.ops.transpose(table))
+
+
+def shared_by_hand():
+    keras.utils.set_random_seed(0)
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    data = {"x": IDS[:16, :-1], "y": IDS[:16, 1:]}
+    return train(SharedByHand(), data, optimizer, loss=classes)
+
+
+def between():
+    """Keras' layers between ours, and Keras' mask, which reaches the blocks."""
+    keras.utils.set_random_seed(0)
+    ids = np.where(np.arange(WIDTH) < 3, IDS[:16, :-1], 0)
+    inputs = keras.Input((WIDTH,), dtype="int32")
+    normal = keras.initializers.RandomNormal(stddev=1.0)  # of small rows a norm magnifies noise
+    embedded = keras.layers.Embedding(12, 16, normal, mask_zero=True)(inputs)
+    x = TransformerEncoder(1, **SIZES, **NO_DROPOUT, network_layers=2)(embedded)
+    x = keras.layers.Conv1D(16, 3, padding="same")(x)
+    x = keras.layers.MaxPooling1D(2, 1, padding="same")(x)
+    x = keras.layers.LSTM(16, return_sequences=True, unroll=True)(x)
+    x = TransformerEncoder(1, **SIZES, **NO_DROPOUT, network_layers=2, offset=1)(x)
+    x = keras.layers.GroupQueryAttention(4, 4, 2)(x, x)
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = keras.Model(inputs, keras.layers.Dense(12)(x))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return train(model, {"x": ids, "y": IDS[:16, 1:]}, optimizer, loss=classes)
+
+
+_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between
+TASKS = {task.__name__: task for task in _ALL}

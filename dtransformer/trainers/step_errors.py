@@ -1,0 +1,91 @@
+"""What a step's operations refuse, told in one line."""
+
+import contextlib
+import math
+import re
+import warnings
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+# As an operation of a graph tells it, or one that is run by itself.
+_CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
+_LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
+_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+_WITHOUT_RULE = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
+
+
+def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
+    """Check in a step that numbers are those of entries.
+
+    Args:
+        ids: int tensor [...].
+        what: what they are, for the error.
+        size: number of entries; None where it is not known.
+
+    Returns:
+        An operation, which fails with what `told_in_one_line` makes one line of.
+    """
+    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
+    is_inside = (lowest >= 0) | (tf.size(ids) == 0)
+    expected = "0 or more"
+    if size is not None:
+        is_inside &= (highest < size) | (tf.size(ids) == 0)
+        expected = f"0 to {size - 1}"
+    told = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
+    return tf.debugging.Assert(is_inside, [told, lowest, highest])
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Inside the `with` block errors of TensorFlow's operations that are known are ValueErrors.
+
+    After an error of an operation on a mesh TensorFlow computes nothing more on it in this process.
+
+    Raises:
+        ValueError: labels or ids are out of range, or the mesh cannot compute an operation.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        told = _told(error.message)
+        if told is None and isinstance(error, tf.errors.CancelledError):
+            told = "another device of the mesh failed: an id that is in no table, most often"
+        if told is None:
+            raise
+        raise ValueError(told) from None
+
+
+def _told(message):
+    if found := _CHECKED.search(message):
+        told, lowest, highest = found.groups()
+        return f"{told} {lowest} and {highest}"
+    if found := _LOOKED_UP.search(message):
+        number, size = map(int, found.groups())
+        return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
+    if found := _LABEL.search(message):
+        return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
+    if found := _WITHOUT_RULE.search(message):
+        return (
+            f"a layer of the network computes {found[1]}, which DTensor cannot compute on a mesh: "
+            "use another layer (an LSTM or GRU with unroll=True has no loop), or model_parallel=1 "
+            "and one device a rank"
+        )
+    return None
+
+
+class LossWarning(keras.callbacks.Callback):
+    """Warns once of a loss that is not a number; `keras.callbacks.TerminateOnNaN` ends there."""
+
+    _warned = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        loss = (logs or {}).get("step_loss", 0.0)
+        if not self._warned and math.isnan(loss):
+            self._warned = True
+            warnings.warn(
+                f"the loss of batch {batch} is nan, and the weights will be: look for nan in the "
+                "data, or lower the learning rate",
+                stacklevel=2,
+            )
