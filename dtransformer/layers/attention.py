@@ -107,6 +107,7 @@ class MultiHeadAttention(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_heads = check_size("num_heads", num_heads)
         if hidden_size % num_heads:
@@ -157,6 +158,7 @@ class MultiHeadAttention(Layer):
         cache: dict | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
+        self._check_inputs(query, key, value)
         if cache is None or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             if cache is not None:
@@ -176,6 +178,23 @@ class MultiHeadAttention(Layer):
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
         output = self.hidden_dropout(output + self.output_bias, training=training)
         return output if cache is None else (output, cache)
+
+    def _check_inputs(self, query, key, value):
+        """Refuse what would be broadcast, or fail in a product."""
+        h, batch, length = self.hidden_size, query.shape[:1], None
+        for name, x in {"query": query, "key": key, "value": value}.items():
+            if x is None:
+                continue
+            expected = [*batch, length, h]
+            if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
+                raise ValueError(
+                    f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, a length "
+                    f"and hidden_size={h}"
+                )
+            if not x.dtype.is_floating:
+                raise TypeError(f"{name} must be of a floating type, got {x.dtype.name}")
+            if name == "key":
+                length = x.shape[1]
 
     def _project(self, inputs):
         """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.

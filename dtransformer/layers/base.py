@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import checked
+from dtransformer.layers.settings import KeepsSettings, settings_of
 from dtransformer.parallel import seeds, validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
@@ -18,7 +19,7 @@ from dtransformer.parallel.variables import make_variable
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
-class Layer(keras.layers.Layer):
+class Layer(KeepsSettings, keras.layers.Layer):
     """A Keras layer whose weights name their dimensions.
 
     `add_weight` takes the logical name of every dimension, from which the rules of
@@ -140,6 +141,9 @@ class Layer(keras.layers.Layer):
         self._track_variable(weight)
         weight.logical_axes = axes
         return weight
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), **settings_of(self)}
 
     def save_own_variables(self, store: dict) -> None:
         for number, variable in enumerate(

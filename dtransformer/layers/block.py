@@ -10,6 +10,7 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.settings import as_config
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
@@ -40,6 +41,7 @@ class TransformerBlock(Layer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True  # a mask of Keras' that comes with inputs goes on
         self.comm_fusion = None
         self.recompute_config = TransformerRecomputeConfig()
 
@@ -66,6 +68,8 @@ class TransformerBlock(Layer):
         Weights are unsharded one block ahead, and the backward pass computes it again where
         that was chosen.
         """
+        if not inputs[0].dtype.is_floating:
+            raise TypeError(f"inputs must be of a floating type, got {inputs[0].dtype.name}")
         with unsharding_ahead(inputs) as output:
             if not training:
                 return function(*inputs)
@@ -107,6 +111,7 @@ class BlockStack(Layer):
             if key in layer_arguments
         }
         super().__init__(**own)
+        self.supports_masking = True
         self.arguments = {
             "num_layers": num_layers,
             "hidden_size": hidden_size,
@@ -115,6 +120,7 @@ class BlockStack(Layer):
             "offset": offset,
             "network_layers": network_layers,
             **layer_arguments,
+            **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
         self.blocks = [
             self.layer_class(
@@ -148,7 +154,7 @@ class BlockStack(Layer):
         return input_shape
 
     def get_config(self) -> dict:
-        return {**super().get_config(), **self.arguments}
+        return {**super().get_config(), **as_config(self.arguments)}
 
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):

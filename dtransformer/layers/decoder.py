@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
@@ -21,7 +22,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         ffn_hidden_size: inner size of the feed-forward layer.
         attention_dropout_rate: dropout of attention probabilities, in [0, 1).
         hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
-        hidden_act: a Keras activation's name, or a callable.
+        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
         softmax_compute_type: type that the softmax is computed in.
@@ -57,6 +58,10 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         cache: dict | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
+        if cache is None and decoder_mask is None:
+            decoder_mask = _compat.mask_of(inputs)
+        if cache is None and memory_mask is None:
+            memory_mask = _compat.mask_of(encoder_output)
         compute = lambda x, memory: self._compute(
             x, decoder_mask, memory, memory_mask, cache, training
         )

@@ -35,6 +35,7 @@ class Dropout(Layer):
 
     def __init__(self, rate: float, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.rate = check_rate("rate", rate)
         self.supports_masking = True
 

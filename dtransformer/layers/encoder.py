@@ -10,6 +10,7 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.settings import as_config
 
 
 @register
@@ -26,7 +27,7 @@ class TransformerEncoderLayer(TransformerBlock):
         ffn_hidden_size: inner size of the feed-forward layer.
         attention_dropout_rate: dropout of attention probabilities, in [0, 1).
         hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
-        hidden_act: a Keras activation's name, or a callable.
+        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
         softmax_compute_type: type that the softmax is computed in.
@@ -116,6 +117,8 @@ class TransformerEncoderLayer(TransformerBlock):
     def call(
         self, inputs: tf.Tensor, attention_mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
+        if attention_mask is None:
+            attention_mask = _compat.mask_of(inputs)
         compute = lambda x: self._compute(x, attention_mask, training)
         return self.run_block(compute, [inputs], training)
 
@@ -133,7 +136,7 @@ class TransformerEncoderLayer(TransformerBlock):
         return input_shape
 
     def get_config(self) -> dict:
-        return {**super().get_config(), **self.arguments}
+        return {**super().get_config(), **as_config(self.arguments)}
 
 
 @register

@@ -13,6 +13,7 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.settings import as_config
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
@@ -25,6 +26,8 @@ def get_activation(identifier: str | dict | Callable) -> Callable:
     """
     if isinstance(identifier, dict):  # from a config
         identifier = keras.saving.deserialize_keras_object(identifier)
+    if isinstance(identifier, type):  # the class of a layer
+        identifier = identifier()
     if callable(identifier):
         return identifier
     names = sorted(
@@ -51,7 +54,7 @@ class FeedForward(Layer):
         hidden_size: size h of the input and the output.
         ffn_hidden_size: size f between the two.
         dropout_rate: dropout of the output, in [0, 1).
-        hidden_act: a Keras activation's name, or a callable.
+        hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         expert_num: number of experts; only 1 is supported.
         kernel_initializer: a Keras initializer, or its name.
 
@@ -78,6 +81,7 @@ class FeedForward(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
@@ -128,7 +132,7 @@ class FeedForward(Layer):
             "hidden_size": self.hidden_size,
             "ffn_hidden_size": self.ffn_hidden_size,
             "dropout_rate": self.dropout_rate,
-            "hidden_act": self.hidden_act,
+            **as_config({"hidden_act": self.hidden_act}),
             "expert_num": self.expert_num,
             "kernel_initializer": self.kernel_initializer,
         }

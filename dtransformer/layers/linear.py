@@ -41,6 +41,7 @@ class Linear(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         if parallel not in _KINDS:
             raise ValueError(f"parallel must be 'column', 'row' or None, got {parallel!r}")
         self.units = check_size("units", units)

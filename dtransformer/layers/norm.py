@@ -14,6 +14,7 @@ class _Norm(Layer):
 
     def __init__(self, epsilon, compute_type="float32", **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.epsilon = epsilon
         self.compute_type = compute_type
         self.supports_masking = True

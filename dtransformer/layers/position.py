@@ -39,6 +39,7 @@ class PositionEmbedding(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         if kind not in ("learned", "sinusoidal"):
             raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {kind!r}")
         self.max_length = check_size("max_length", max_length)

@@ -9,6 +9,7 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.block import check_stages
 from dtransformer.layers.decoder import TransformerDecoder
 from dtransformer.layers.encoder import TransformerEncoder
+from dtransformer.layers.settings import as_config
 from dtransformer.parallel.config import get_parallel_config
 
 
@@ -113,4 +114,4 @@ class Transformer(Layer):
         return decoder_inputs_shape or encoder_inputs_shape
 
     def get_config(self) -> dict:
-        return {**super().get_config(), **self.arguments}
+        return {**super().get_config(), **as_config(self.arguments)}

@@ -5,10 +5,11 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import checked
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
+from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
 
-class TokenModel(keras.Model):
+class TokenModel(KeepsSettings, keras.Model):
     """A network whose inputs are the ids of tokens.
 
     Attributes:
@@ -75,7 +76,7 @@ class TokenModel(keras.Model):
 
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
-        return {**config, **self.arguments}
+        return {**config, **as_config(self.arguments), **settings_of(self)}
 
 
 def first_given(value, default):

@@ -104,8 +104,9 @@ class CausalLM(TokenModel):
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,
+            **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
-        check_ids(vocab_size, pad_id=pad_id)
+        check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
         self._add_layers(lambda_func)

@@ -1,0 +1,69 @@
+"""What is set on layers after they are made: rules of their own, and what is recomputed.
+
+Configs keep it, so that `from_config` and `.keras` files do.
+"""
+
+import dataclasses
+
+import keras
+
+from dtransformer import _compat
+from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
+from dtransformer.parallel.recompute import as_recompute_config
+
+KEY = "settings"
+
+
+def as_config(arguments: dict) -> dict:
+    """Return a layer's arguments as a config has them: an activation's class as a layer of it."""
+    kind = arguments.get("hidden_act")
+    if not isinstance(kind, type):
+        return dict(arguments)
+    return {**arguments, "hidden_act": keras.saving.serialize_keras_object(kind())}
+
+
+def settings_of(layer: keras.layers.Layer) -> dict:
+    """Return what was set on a layer and those inside of it, for its config; {} for nothing.
+
+    Returns:
+        `{KEY: {number of the layer inside: {"rules": ..., "recompute": ...}}}`.
+    """
+    found, usual = {}, as_recompute_config(get_parallel_config().recompute)
+    for number, inner in enumerate(_compat.flat_layers(layer)):
+        own = {}
+        if rules := getattr(inner, "_own_rules", None):
+            own["rules"] = dict(rules)
+        recompute = getattr(inner, "recompute_config", None)
+        if recompute is not None and recompute != usual:
+            own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
+        if own:
+            found[str(number)] = own
+    return {KEY: found} if found else {}
+
+
+def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
+    """Set on a new layer what `settings_of` told of another of its class."""
+    layers = _compat.flat_layers(layer)
+    for number, own in (settings or {}).items():
+        inner = layers[int(number)]
+        if "rules" in own:
+            inner._own_rules = dict(own["rules"])
+        if "recompute" in own:
+            fields = {**own["recompute"], "select": tuple(own["recompute"]["select"])}
+            inner.recompute(TransformerRecomputeConfig(**fields))
+
+
+class KeepsSettings:
+    """A mixin of Keras layers and models, whose `get_config` adds `settings_of` them."""
+
+    @classmethod
+    def from_config(cls, config: dict):
+        """Return the layer of a config; what was set on the one that it is of is set."""
+        config = dict(config)
+        settings = config.pop(KEY, None)
+        if isinstance(config.get("lambda_func"), dict):  # from a file
+            place = keras.saving.deserialize_keras_object(config["lambda_func"])
+            config["lambda_func"] = place
+        layer = super().from_config(config)
+        set_on(layer, settings)
+        return layer
