@@ -1,6 +1,7 @@
 """Networks made of the layers."""
 
 from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.interleaved import MicroBatchInterleaved
 from dtransformer.models.translation import TranslationTransformer
 
-__all__ = ["CausalLM", "TranslationTransformer"]
+__all__ = ["CausalLM", "MicroBatchInterleaved", "TranslationTransformer"]
