@@ -22,7 +22,8 @@ class Transformer(Layer):
     Args:
         encoder_layers: number of the encoder's blocks; 0 for a decoder whose memory
             is `encoder_inputs` itself.
-        decoder_layers: number of the decoder's blocks.
+        decoder_layers: number of the decoder's blocks; 0 for an encoder alone, whose output is
+            the layer's.
         hidden_size: size h of the inputs and the output.
         num_heads: number of attention heads.
         ffn_hidden_size: inner size of the feed-forward layers.
@@ -33,13 +34,13 @@ class Transformer(Layer):
     Call arguments:
         encoder_inputs: tensor [b, s, h].
         encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, or None.
-        decoder_inputs: tensor [b, t, h].
+        decoder_inputs: tensor [b, t, h]; None without a decoder.
         decoder_mask: [b, t, t] of 0 and 1, or None.
         memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, or None.
         training: whether dropout applies.
 
     Output shape:
-        [b, t, h]
+        [b, t, h]; without a decoder [b, s, h].
 
     Example:
 
@@ -64,12 +65,14 @@ class Transformer(Layer):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
         self.arguments = {
             "encoder_layers": check_size("encoder_layers", encoder_layers, least=0),
-            "decoder_layers": check_size("decoder_layers", decoder_layers),
+            "decoder_layers": check_size("decoder_layers", decoder_layers, least=0),
             "hidden_size": hidden_size,
             "num_heads": num_heads,
             "ffn_hidden_size": ffn_hidden_size,
             **layer_arguments,
+            **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
+        check_size("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
         common = {
             "hidden_size": hidden_size,
             "num_heads": num_heads,
@@ -80,27 +83,34 @@ class Transformer(Layer):
             **layer_arguments,
         }
         self.encoder = TransformerEncoder(encoder_layers, name="encoder", **common)
-        self.decoder = TransformerDecoder(
-            decoder_layers, name="decoder", offset=encoder_layers, **common
-        )
-        blocks = [*self.encoder.blocks, *self.decoder.blocks]
+        self.decoder = None
+        if decoder_layers:
+            self.decoder = TransformerDecoder(
+                decoder_layers, name="decoder", offset=encoder_layers, **common
+            )
+        blocks = [*self.encoder.blocks, *(self.decoder.blocks if decoder_layers else [])]
         check_stages(blocks, get_parallel_config().placement.num_chunks)
 
     def build(self, encoder_inputs_shape: tuple, *args) -> None:
         self.encoder.build(encoder_inputs_shape)
-        self.decoder.build(encoder_inputs_shape)
+        if self.decoder is not None:
+            self.decoder.build(encoder_inputs_shape)
         self.built = True
 
     def call(
         self,
         encoder_inputs: tf.Tensor,
-        encoder_mask: tf.Tensor | None,
-        decoder_inputs: tf.Tensor,
-        decoder_mask: tf.Tensor | None,
+        encoder_mask: tf.Tensor | None = None,
+        decoder_inputs: tf.Tensor | None = None,
+        decoder_mask: tf.Tensor | None = None,
         memory_mask: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor:
         memory = self.encoder(encoder_inputs, encoder_mask, training=training)
+        if self.decoder is None:
+            return memory
+        if decoder_inputs is None:
+            raise ValueError("decoder_inputs are missing: only without a decoder they may be None")
         return self.decoder(decoder_inputs, decoder_mask, memory, memory_mask, training=training)
 
     def compute_output_shape(
@@ -111,7 +121,7 @@ class Transformer(Layer):
         *args,
         **kwargs,
     ) -> tuple:
-        return decoder_inputs_shape or encoder_inputs_shape
+        return encoder_inputs_shape if self.decoder is None else decoder_inputs_shape
 
     def get_config(self) -> dict:
         return {**super().get_config(), **as_config(self.arguments)}

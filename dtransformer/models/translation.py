@@ -106,7 +106,7 @@ class TranslationTransformer(TokenModel):
             "num_heads": num_heads,
             "ffn_hidden_size": first_given(ffn_hidden_size, 4 * hidden_size),
             "encoder_layers": encoder_layers,
-            "decoder_layers": decoder_layers,
+            "decoder_layers": check_size("decoder_layers", decoder_layers),
             "dropout_rate": check_rate("dropout_rate", dropout_rate),
             "attention_dropout_rate": first_given(attention_dropout_rate, dropout_rate),
             "embedding_dropout_rate": first_given(embedding_dropout_rate, dropout_rate),

@@ -125,7 +125,6 @@ def test_rates_of_a_wrong_type(make, name, rate):
         lambda size: VocabHead(size),
         lambda size: layers.PositionEmbedding(size),
         lambda size: encoder_with(ffn_hidden_size=size),
-        lambda size: Transformer(1, size, 12, 3, 7),
         lambda size: model_with(source_vocab_size=size),
         lambda size: model_with(hidden_size=size),
         lambda size: model_with(decoder_layers=size),
@@ -139,6 +138,12 @@ def test_sizes_are_positive_ints(make):
     for size in (2.0, "2", True):
         with pytest.raises(TypeError, match=f"must be an int, got {size!r}"):
             make(size)
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "2", True, 0])
+def test_the_number_of_decoder_layers(size):
+    with pytest.raises((TypeError, ValueError), match="layers"):
+        Transformer(0, size, 12, 3, 7)
 
 
 @pytest.mark.parametrize("encoder_layers", [-1, 1.5, "2"])

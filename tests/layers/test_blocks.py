@@ -181,6 +181,19 @@ def test_transformer(policy, post, encoder_layers, decoder_layers):
     )
 
 
+def test_without_a_decoder_the_output_is_the_encoder_s():
+    rng = np.random.default_rng(5)
+    x, mask = weights_of.numbers(rng, 2, 7, 12), weights_of.padding_mask(rng, 2, 7)
+    x = tf.constant(x, "float32")
+    layer = Transformer(2, 0, 12, 3, 10, **NO_DROPOUT)
+    found, encoder = layer(x, mask), TransformerEncoder(2, 12, 3, 10, **NO_DROPOUT)
+    encoder.build(x.shape)
+    encoder.set_weights(layer.get_weights())
+    np.testing.assert_array_equal(found, encoder(x, mask))
+    with pytest.raises(ValueError, match="decoder_inputs are missing"):
+        Transformer(1, 1, 12, 3, 10)(x)
+
+
 @pytest.mark.parametrize("mask", [None, "given as None"])
 def test_no_mask_at_all(mask):
     """The stacks and the Transformer work without a mask, left out or given as None."""
