@@ -8,7 +8,6 @@ of results. One that does not end prints where all threads are, and the rank end
 
 import argparse
 import faulthandler
-import gc
 import importlib
 import inspect
 import os
@@ -75,7 +74,6 @@ def main():
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
         keras.backend.clear_session()
-        gc.collect()
     dtransformer.shutdown()  # waits for ranks that are still reading
 
 

@@ -1,4 +1,4 @@
-"""Tests whose body runs in a process with a mesh of four devices, and what they train there."""
+"""Tests whose body runs in a process with a mesh of a few devices, and what they train there."""
 
 import functools
 
@@ -28,9 +28,11 @@ def on_mesh(function):
     return on_ranks("mp4@1x4")(body)
 
 
-def start(devices=4, **fields):
-    fields = {"model_parallel": 4, **fields}
-    dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields), local_devices=devices)
+def start(data_parallel=1, model_parallel=2, **fields):
+    """Start a mesh of as many devices as there are shards: each takes its time to compile."""
+    fields = {"data_parallel": data_parallel, "model_parallel": model_parallel, **fields}
+    config = dtransformer.TransformerOpParallelConfig(**fields)
+    dtransformer.init(config, local_devices=data_parallel * model_parallel)
 
 
 def stop():

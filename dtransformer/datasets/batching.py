@@ -226,6 +226,7 @@ class TranslationBatches:
         dataset = tf.data.Dataset.range(1).flat_map(batches_of_rows)
         dataset = dataset.map(padded_batch, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.prefetch(tf.data.AUTOTUNE)
+        dataset = _compat.without_autotuning(dataset)
         return _compat.with_cardinality(dataset, len(self))
 
 

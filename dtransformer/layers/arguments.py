@@ -49,6 +49,16 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}")
 
 
+def check_floating(name: str, x: typing.Any) -> None:
+    """Check that a tensor of a layer's call has floats.
+
+    Raises:
+        TypeError: it has not; names the argument.
+    """
+    if not x.dtype.is_floating:
+        raise TypeError(f"{name} must be of a floating type, got {x.dtype.name}")
+
+
 def _kinds(annotation):
     """Return the types that a hint allows, if all are simple; else ()."""
     kinds = typing.get_args(annotation) or (annotation,)

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import (
     FlattenedInitializer,
     Layer,
@@ -12,6 +13,7 @@ from dtransformer.layers.base import (
     register,
 )
 from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -70,9 +72,9 @@ class MultiHeadAttention(Layer):
         kernel_initializer: a Keras initializer, or its name.
 
     Call arguments:
-        query: tensor [b, s, h].
-        key: tensor [b, t, h].
-        value: tensor [b, t, h].
+        query: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
+        key: tensor [b, t, h], or [b·t, h].
+        value: tensor [b, t, h], or [b·t, h].
         attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
             [b, n, s, t]; 1 where a query may attend.
         cache: what earlier calls computed. From `init_cache`, for attention of a
@@ -83,7 +85,7 @@ class MultiHeadAttention(Layer):
         training: whether dropout applies.
 
     Output shape:
-        [b, s, h]; with a cache, a pair of this and the cache for the next call.
+        The query's; with a cache, a pair of this and the cache for the next call.
 
     Raises:
         ValueError: num_heads does not divide hidden_size, or model_parallel does
@@ -158,7 +160,15 @@ class MultiHeadAttention(Layer):
         cache: dict | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
+        given = query
+        query = as_sequences("query", query, attention_mask)
+        key, value = (
+            query if x is given else as_sequences(name, x, attention_mask)
+            for name, x in {"key": key, "value": value}.items()
+        )
         self._check_inputs(query, key, value)
+        if cache is None:
+            self._check_mask(attention_mask, query, key.shape[1])
         if cache is None or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             if cache is not None:
@@ -177,6 +187,7 @@ class MultiHeadAttention(Layer):
         context = tf.transpose(context, [0, 2, 1, 3])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
         output = self.hidden_dropout(output + self.output_bias, training=training)
+        output = in_form_of(output, given)
         return output if cache is None else (output, cache)
 
     def _check_inputs(self, query, key, value):
@@ -191,10 +202,24 @@ class MultiHeadAttention(Layer):
                     f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, a length "
                     f"and hidden_size={h}"
                 )
-            if not x.dtype.is_floating:
-                raise TypeError(f"{name} must be of a floating type, got {x.dtype.name}")
+            check_floating(name, x)
             if name == "key":
                 length = x.shape[1]
+
+    def _check_mask(self, mask, query, length):
+        """Refuse a mask that would be broadcast over other sequences, or fail later."""
+        if mask is None:
+            return
+        batch, own = query.shape[:2]
+        forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, own)]}
+        forms[4] = [[batch, n, *form[1:]] for n in (1, self.num_heads) for form in forms[3]]
+        allowed = forms.get(mask.shape.rank, ())
+        if not any(mask.shape.is_compatible_with(form) for form in allowed):
+            raise ValueError(
+                f"the attention mask has the shape {list(mask.shape)}, expected "
+                f"[{batch}, {length}], [{batch}, {own}, {length}] or [{batch}, {self.num_heads}, "
+                f"{own}, {length}] for queries of the shape {list(query.shape)}"
+            )
 
     def _project(self, inputs):
         """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
@@ -68,13 +69,13 @@ class TransformerBlock(Layer):
         Weights are unsharded one block ahead, and the backward pass computes it again where
         that was chosen.
         """
-        if not inputs[0].dtype.is_floating:
-            raise TypeError(f"inputs must be of a floating type, got {inputs[0].dtype.name}")
+        check_floating("inputs", inputs[0])
         with unsharding_ahead(inputs) as output:
             if not training:
                 return function(*inputs)
             if self.recomputes:
-                return output(recomputed(function, inputs, self.variables, self.recompute_config))
+                config = self.recompute_config
+                return output(recomputed(function, inputs, self.variables, config, self.add_loss))
             return output(function(*sum_gradients_first(inputs)))
 
 

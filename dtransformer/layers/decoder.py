@@ -7,6 +7,7 @@ from dtransformer import _compat
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
+from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
 
 
@@ -28,17 +29,18 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         softmax_compute_type: type that the softmax is computed in.
 
     Call arguments:
-        inputs: tensor [b, t, h].
+        inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
         decoder_mask: what each position may attend to in the sequence: [b, t, t] of
             0 and 1; None for everything. Causal masks come from `AttentionMask`.
-        encoder_output: the memory, tensor [b, s, h]; not read where there is a cache.
+        encoder_output: the memory, tensor [b, s, h], or [b·s, h] with a mask; not read where
+            there is a cache.
         memory_mask: what each position may attend to in the memory: [b, s],
             [b, 1, s] or [b, t, s] of 0 and 1; None for everything.
         cache: what earlier calls computed, from `init_cache`.
         training: whether dropout applies.
 
     Output shape:
-        [b, t, h]; with a cache, a pair of this and the cache for the next call.
+        The inputs'; with a cache, a pair of this and the cache for the next call.
     """
 
     def add_sublayers(self) -> None:
@@ -65,7 +67,10 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         compute = lambda x, memory: self._compute(
             x, decoder_mask, memory, memory_mask, cache, training
         )
-        return self.run_block(compute, [inputs, encoder_output], training and cache is None)
+        x = as_sequences("inputs", inputs, decoder_mask, memory_mask)
+        memory = as_sequences("encoder_output", encoder_output, memory_mask, decoder_mask)
+        outputs = self.run_block(compute, [x, memory], training and cache is None)
+        return in_form_of(outputs, inputs) if cache is None else outputs
 
     def _compute(self, inputs, decoder_mask, encoder_output, memory_mask, cache, training):
         new_cache = {}
@@ -132,13 +137,13 @@ class TransformerDecoder(BlockStack):
         **layer_arguments: other arguments of `TransformerDecoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, t, h].
+        inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
         decoder_mask, encoder_output, memory_mask: as the layer's.
         cache: what earlier calls computed, from `init_cache`.
         training: whether dropout applies.
 
     Output shape:
-        [b, t, h]; with a cache, a pair of this and the cache for the next call.
+        The inputs'; with a cache, a pair of this and the cache for the next call.
     """
 
     layer_class = TransformerDecoderLayer

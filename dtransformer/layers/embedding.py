@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
@@ -136,8 +137,13 @@ class VocabEmbedding(_VocabLayer):
 
     def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # The look-up comes before the cast to 16 bits: its gradient stays a few rows.
-        rows = look_up(self.table.value, tf.cast(ids, "int32"))
+        rows = look_up(self.table.value, self._not_of_padding(tf.cast(ids, "int32")))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
+
+    def _not_of_padding(self, ids):
+        """Return the ids, where those of padded rows are beyond them: in no row."""
+        padding = self.table.shape[0] - self.vocab_size
+        return tf.where(ids < self.vocab_size, ids, ids + padding) if padding else ids
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         table_shape = (padded_vocab_size(self.vocab_size), self.embedding_size)
@@ -214,6 +220,7 @@ class VocabHead(_VocabLayer):
         return super().__call__(inputs, table) if self.tied else super().__call__(inputs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
+        check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
         if self.tied:
             logits = tied_logits(inputs, table)

@@ -9,6 +9,7 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.layers.norm import LayerNorm
 from dtransformer.layers.settings import as_config
 
@@ -33,13 +34,13 @@ class TransformerEncoderLayer(TransformerBlock):
         softmax_compute_type: type that the softmax is computed in.
 
     Call arguments:
-        inputs: tensor [b, s, h].
+        inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         attention_mask: what each position may attend to: [b, s], [b, 1, s] or [b, s, s] of 0
             and 1; None for everything.
         training: whether dropout applies.
 
     Output shape:
-        [b, s, h]
+        The inputs'.
     """
 
     def __init__(
@@ -120,7 +121,8 @@ class TransformerEncoderLayer(TransformerBlock):
         if attention_mask is None:
             attention_mask = _compat.mask_of(inputs)
         compute = lambda x: self._compute(x, attention_mask, training)
-        return self.run_block(compute, [inputs], training)
+        x = as_sequences("inputs", inputs, attention_mask)
+        return in_form_of(self.run_block(compute, [x], training), inputs)
 
     def _compute(self, inputs, attention_mask, training):
         x = self.residual(
@@ -154,12 +156,12 @@ class TransformerEncoder(BlockStack):
         **layer_arguments: other arguments of `TransformerEncoderLayer`.
 
     Call arguments:
-        inputs: tensor [b, s, h].
+        inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         attention_mask: as the layer's.
         training: whether dropout applies.
 
     Output shape:
-        [b, s, h]
+        The inputs'.
 
     Example:
 

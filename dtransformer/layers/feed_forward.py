@@ -5,6 +5,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import (
     Layer,
     check_divisible,
@@ -110,6 +111,7 @@ class FeedForward(Layer):
         self.built = True
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
+        check_floating("inputs", inputs)
         compute = lambda x: self._compute(x, training)
         if self.recomputes and training:
             return recomputed(compute, [inputs], self.variables)

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
@@ -71,6 +72,7 @@ class Linear(Layer):
         self.built = True
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        check_floating("inputs", inputs)
         # [..., inputs] -> [..., units]
         if self.parallel == "row":
             y = row_parallel(inputs, self.kernel, (self.inputs_axis,))

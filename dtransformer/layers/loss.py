@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import Layer, check_rate, register
+from dtransformer.layers.base import Layer, check_rate, check_size, register
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
 
 
@@ -23,7 +23,7 @@ class CrossEntropyLoss(Layer):
 
     Call arguments:
         logits: tensor [N, V] or [b, s, V].
-        labels: int tensor [N] or [b, s].
+        labels: int tensor [N] or [b, s]; or with a last dimension of 1, as Keras takes it.
         mask: tensor of the labels' shape, the weight of each; None for 1.
 
     Returns:
@@ -51,12 +51,12 @@ class CrossEntropyLoss(Layer):
         super().__init__(autocast=False, **kwargs)
         self.label_smoothing = check_rate("label_smoothing", label_smoothing)
         self.ignore_id = ignore_id
-        self.vocab_size = vocab_size
+        self.vocab_size = None if vocab_size is None else check_size("vocab_size", vocab_size)
 
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tf.Tensor:
-        if len(logits.shape) < len(labels.shape):  # Keras' order: labels, then logits
+        if _are_labels_of(logits, labels):  # Keras' order: labels, then logits
             return self._for_keras(logits, labels)
         values, weights = self.per_token(logits, labels, mask)
         return tf.math.divide_no_nan(tf.reduce_sum(values * weights), tf.reduce_sum(weights))
@@ -70,6 +70,8 @@ class CrossEntropyLoss(Layer):
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the loss of each token and its weight, both float32 of the labels' shape."""
+        labels = class_numbers(labels, logits)
+        mask = None if mask is None else class_numbers(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
         if self.ignore_id is not None:  # which may be no entry of the vocabulary
@@ -120,6 +122,24 @@ class CrossEntropyLoss(Layer):
             "ignore_id": self.ignore_id,
             "vocab_size": self.vocab_size,
         }
+
+
+def _are_labels_of(first, second):
+    """Return whether the first of a loss' arguments are labels, and the second logits."""
+    return len(class_numbers(first, second).shape) < len(second.shape)
+
+
+def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Return labels [...] of logits [..., V], without the last dimension of [..., 1].
+
+    Example:
+
+    >>> class_numbers(tf.zeros((2, 1)), tf.zeros((2, 3))).shape
+    TensorShape([2])
+    """
+    same_rank = len(labels.shape) == len(logits.shape)
+    extra = same_rank and labels.shape[-1] == 1 != logits.shape[-1]
+    return tf.squeeze(labels, -1) if extra else labels
 
 
 def with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -57,6 +58,7 @@ class PositionEmbedding(Layer):
         self.built = True
 
     def call(self, inputs: tf.Tensor, start: int | tf.Tensor = 0) -> tf.Tensor:
+        check_floating("inputs", inputs)
         if self.kind == "learned" and (inputs.shape[1] or 0) > self.max_length:
             raise ValueError(
                 f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "

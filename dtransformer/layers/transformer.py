@@ -32,15 +32,15 @@ class Transformer(Layer):
         **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
 
     Call arguments:
-        encoder_inputs: tensor [b, s, h].
+        encoder_inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, or None.
-        decoder_inputs: tensor [b, t, h]; None without a decoder.
+        decoder_inputs: tensor [b, t, h], or [b·t, h] with a mask; None without a decoder.
         decoder_mask: [b, t, t] of 0 and 1, or None.
         memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, or None.
         training: whether dropout applies.
 
     Output shape:
-        [b, t, h]; without a decoder [b, s, h].
+        The decoder inputs'; without a decoder the encoder inputs'.
 
     Example:
 
@@ -121,7 +121,9 @@ class Transformer(Layer):
         *args,
         **kwargs,
     ) -> tuple:
-        return encoder_inputs_shape if self.decoder is None else decoder_inputs_shape
+        if self.decoder is None or decoder_inputs_shape is None:
+            return encoder_inputs_shape
+        return decoder_inputs_shape
 
     def get_config(self) -> dict:
         return {**super().get_config(), **as_config(self.arguments)}

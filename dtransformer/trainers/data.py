@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.trainers.engines.accumulation import check_rows
 
@@ -53,7 +54,8 @@ class DataPosition(keras.callbacks.Callback):
 
 def as_data(data):
     """Return data as Keras takes them."""
-    return data.as_dataset() if hasattr(data, "as_dataset") else data
+    data = data.as_dataset() if hasattr(data, "as_dataset") else data
+    return _compat.without_autotuning(data) if isinstance(data, tf.data.Dataset) else data
 
 
 def check_batches(data):

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.loss import class_numbers
 from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
 from dtransformer.trainers.step_errors import check_range
 
@@ -165,6 +166,7 @@ def _position(tensor, flat):
 def _accuracy(outputs, labels, weights):
     """Return the sums of a classifier's accuracy, `"right"` and `"counted"`."""
     (outputs,), (labels,) = keras.tree.flatten(outputs)[:1], keras.tree.flatten(labels)[:1]
+    labels = class_numbers(labels, outputs)
     size = tf.cast(tf.size(labels), "float32")
     if weights is None:
         counted = {"counted": size}

@@ -44,4 +44,5 @@ def resumed_data(
         return data.skip(start)
 
     dataset = tf.data.Dataset.range(1).flat_map(remaining).prefetch(tf.data.AUTOTUNE)
+    dataset = _compat.without_autotuning(dataset)
     return _compat.with_cardinality(dataset, num_batches), num_batches

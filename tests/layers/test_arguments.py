@@ -211,3 +211,19 @@ MODEL = {"num_layers": 1, **SIZES}
 def test_arguments_are_what_their_hints_say(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.FeedForward(8, 16),
+        layers.Linear(4),
+        layers.PositionEmbedding(8),
+        layers.VocabHead(5),
+        layers.TransformerEncoderLayer(8, 2, 16),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_inputs_are_floats(layer):
+    with pytest.raises(TypeError, match="inputs must be of a floating type, got int64"):
+        layer(tf.ones((2, 3, 8), "int64"))

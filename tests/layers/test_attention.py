@@ -195,3 +195,21 @@ def test_attention_mask_is_the_lower_triangle_of_the_product(policy, dtype):
         layer = AttentionMask()
     mask = tf.cast(layer(tf.cast(padding, dtype)), tf.int32).numpy()
     np.testing.assert_array_equal(mask, reference.causal_mask(padding))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3), (3, 3), (2, 4), (2, 4, 1), (1, 4, 3), (2, 3, 4), (2, 3, 4, 3), (3,)]
+)
+def test_masks_that_would_be_broadcast_are_refused(shape):
+    query, key = tf.ones((2, 4, 8)), tf.ones((2, 3, 8))
+    with pytest.raises(ValueError, match=r"mask has the shape .* expected \[2, 3\], \[2, 4, 3\]"):
+        MultiHeadAttention(8, 2)(query, key, key, tf.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ["key", "value"], [((1, 3, 8), None), ((2, 3, 4), None), (None, (2, 5, 8))]
+)
+def test_keys_and_values_that_do_not_fit_are_refused(key, value):
+    key, value = key or (2, 3, 8), value or (2, 3, 8)
+    with pytest.raises(ValueError, match=r"(key|value) has the shape"):
+        MultiHeadAttention(8, 2)(tf.ones((2, 4, 8)), tf.ones(key), tf.ones(value))

@@ -194,6 +194,14 @@ def test_without_a_decoder_the_output_is_the_encoder_s():
         Transformer(1, 1, 12, 3, 10)(x)
 
 
+def test_the_output_has_the_shape_of_the_decoder_inputs():
+    both, alone = Transformer(1, 1, 8, 2, 16), Transformer(1, 0, 8, 2, 16)
+    source, target = (2, 5, 8), (2, 4, 8)
+    assert both.compute_output_shape(source, None, target) == target
+    assert both.compute_output_shape(source) == source, "as a summary asks"
+    assert alone.compute_output_shape(source) == source
+
+
 @pytest.mark.parametrize("mask", [None, "given as None"])
 def test_no_mask_at_all(mask):
     """The stacks and the Transformer work without a mask, left out or given as None."""

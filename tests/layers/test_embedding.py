@@ -162,6 +162,15 @@ def test_initial_rows_do_not_depend_on_the_padding():
     np.testing.assert_array_equal(tables[1][:VOCAB], tables[0])
 
 
+@pytest.mark.parametrize("number", [10, 11, 12, -1])
+def test_ids_of_padded_rows_are_out_of_range(number):
+    with parallel_config(TransformerOpParallelConfig(model_parallel=4)):
+        layer = VocabEmbedding(10, 4)
+        assert layer(tf.constant([[0, 9]]))[1].shape == (12, 4)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+            layer(tf.constant([[0, number]]))
+
+
 @each_policy
 def test_learned_positions(policy):
     rng = np.random.default_rng(5)

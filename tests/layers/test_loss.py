@@ -1,10 +1,12 @@
 """CrossEntropyLoss against the reference: what counts, and what never does."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
+from dtransformer.trainers import Trainer
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import dtype_policy
@@ -155,3 +157,34 @@ def test_compiled(jit_compile):
     (expected_gradient,), _ = backward(1.0)
     assert_all_close({"loss": value}, {"loss": expected}, LOSS["float32"])
     assert_all_close({"logits": gradient}, {"logits": expected_gradient}, LOSS["float32"])
+
+
+@pytest.mark.parametrize("vocab_size", [0, -3, 2.5])
+def test_the_number_of_entries_is_a_size(vocab_size):
+    with pytest.raises((TypeError, ValueError), match="vocab_size"):
+        CrossEntropyLoss(vocab_size=vocab_size)
+
+
+def test_labels_may_have_a_last_dimension_of_one():
+    logits, labels = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.0, 1.0]]), tf.constant([2, 0])
+    expected = CrossEntropyLoss()(logits, labels)
+    assert CrossEntropyLoss()(logits, labels[:, None]) == expected
+    mask = tf.constant([1.0, 0.0])
+    expected = CrossEntropyLoss()(logits, labels, mask)
+    assert CrossEntropyLoss()(logits, labels[:, None], mask[:, None]) == expected
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1)])
+def test_in_plain_keras_and_in_a_trainer(shape):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    y, histories = np.reshape(np.arange(8) % 3, shape), []
+    for loss in (keras.losses.SparseCategoricalCrossentropy(from_logits=True), CrossEntropyLoss()):
+        for wrap in (lambda network: network, Trainer):
+            keras.utils.set_random_seed(0)
+            network = wrap(keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]))
+            network.compile("sgd", loss)
+            histories.append(network.fit(x, y, epochs=2, verbose=0))
+    losses = np.array([history.history["loss"] for history in histories])
+    np.testing.assert_allclose(losses, losses[:1].repeat(4, 0), rtol=1e-6)
+    accuracy = histories[-1].history["accuracy"]
+    assert all(0 <= value <= 1 for value in accuracy)

@@ -19,7 +19,7 @@ from tests.on_mesh import (
 
 @on_mesh
 def test_a_device_holds_its_shards_only():
-    start(vocab_emb_dp=False)
+    start(model_parallel=4, vocab_emb_dp=False)
     model = network()
     plan = trainer_of(model).plan()
     for row, variable in zip(plan.rows, model.variables):
@@ -37,7 +37,7 @@ def test_a_device_holds_its_shards_only():
 @on_mesh
 def test_first_weights_depend_on_seed_and_name_only():
     alone = {v.path: v.numpy() for v in network().variables}
-    for fields in ({}, {"vocab_emb_dp": False}, {"model_parallel": 2}):
+    for fields in ({}, {"vocab_emb_dp": False}, {"model_parallel": 4}):
         start(**fields)
         for v in network().variables:
             true = tuple(slice(size) for size in alone[v.path].shape)
@@ -47,7 +47,7 @@ def test_first_weights_depend_on_seed_and_name_only():
 
 @on_mesh
 def test_a_variable_on_the_mesh_is_read_and_set_as_a_whole():
-    start()
+    start(model_parallel=4)
     layer = layers.FeedForward(HIDDEN, 4 * HIDDEN)
     layer.build((None, None, HIDDEN))
     kernel = layer.mapping_kernel

@@ -14,7 +14,7 @@ from tests.on_mesh import (
 
 @on_mesh
 def test_blocks_send_what_the_theory_says():
-    report = report_after_a_step({"encoder_layers": 2, "decoder_layers": 2})
+    report = report_after_a_step({"encoder_layers": 2, "decoder_layers": 2}, model_parallel=4)
     for number in range(2):
         for stack, parts, entries in (("encoder", 2, SOURCE), ("decoder", 3, TARGET)):
             block = f"{stack}/block_{number}"

@@ -89,12 +89,12 @@ def test_wrong_rules_are_refused():
     start(parallel_rules={"positoin": None})
     raises(ValueError, ["'positoin'", "no weight"], lambda: losses(trainer_of(network())))
     stop()
-    start(parallel_rules={"norm": "model", "heads": None})
+    start(model_parallel=4, parallel_rules={"norm": "model", "heads": None})
     odd = layers.LayerNorm()
     raises(ValueError, ["gamma", "(30,)", "'norm'", "4 shards"], lambda: odd.build((None, 30)))
 
 
 @on_mesh
 def test_heads_that_are_not_divisible_are_refused():
-    start()
+    start(model_parallel=4)
     raises(ValueError, ["model_parallel=4", "num_heads=2"], lambda: network(num_heads=2))
