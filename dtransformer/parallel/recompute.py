@@ -34,6 +34,7 @@ def recomputed(
     inputs: list[tf.Tensor],
     weights: list[keras.Variable],
     config: TransformerRecomputeConfig | None = None,
+    add_loss: Callable = lambda losses: None,
 ) -> tf.Tensor:
     """Return function(*inputs), of which the backward pass keeps the inputs only.
 
@@ -45,6 +46,7 @@ def recomputed(
         inputs: list of float tensors [b, s, h].
         weights: list of the Keras variables that it reads.
         config: a `TransformerRecomputeConfig`, of what is kept besides; by default nothing.
+        add_loss: is called with the list of what layers inside of the function add to the loss.
 
     Returns:
         A tensor.
@@ -59,16 +61,20 @@ def recomputed(
     seed, num_inputs = current_dropout_seed(), len(inputs)
 
     def run(args, seed, sums, dy=None):
-        """Compute for the first time; or again, once the gradient dy of the result is known."""
+        """Compute for the first time; or again, once the gradient dy of the result is known.
+
+        Returns the result, and what layers add to the loss.
+        """
         num_tensors = num_inputs + len(others)
         own, shards = args[num_inputs:num_tensors], args[num_tensors:]
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
-            stack.enter_context(keras.StatelessScope(list(zip(others, own))))
+            scope = keras.StatelessScope(list(zip(others, own)), collect_losses=True)
+            stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))
             if not config.mp_comm_recompute and trace.is_on_mesh():
                 stack.enter_context(trace.scope(kept_sums=(sums, dy is not None)))
-            return function(*args[:num_inputs])
+            return [function(*args[:num_inputs]), *scope.losses]
 
     @custom_gradient
     def forward(*args):
@@ -76,20 +82,24 @@ def recomputed(
         # would draw other masks.
         args = [*map(unshard, args[:num_inputs]), *args[num_inputs:]]
         sums = []
-        result = run(args, seed, sums)
+        results = run(args, seed, sums)
         kept = [shard(x) for x in args[:num_inputs]]
 
-        def gradient(dy):
+        def gradient(dy, *of_losses):
             again = [_after(unshard(x), dy) for x in kept] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(again)
-                y = run(again, _seed_after(seed, dy), list(sums), dy)
-            gradients = tape.gradient(y, again, dy, unconnected_gradients="zero")
+                results = run(again, _seed_after(seed, dy), list(sums), dy)
+            gradients = tape.gradient(
+                results, again, [dy, *of_losses], unconnected_gradients="zero"
+            )
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
-        return result, gradient
+        return results, gradient
 
-    return forward(*inputs, *values)
+    result, *losses = forward(*inputs, *values)
+    add_loss(losses)
+    return result
 
 
 def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:

@@ -1,6 +1,7 @@
 """What a trainer refuses before its first step: what the layout cannot do, and changed configs."""
 
 import dataclasses
+import functools
 import os
 
 import keras
@@ -55,24 +56,38 @@ def check_launch():
         )
 
 
+def trained_batch_normalization(network) -> keras.layers.Layer | None:
+    """Return the first `BatchNormalization` of a network that is trained; None without one."""
+    for layer in _compat.flat_layers(network):
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            return layer
+    return None
+
+
 # What the trainer does in its own way, so that a network's own would be ignored.
 _STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
 
 
 def check_network(network):
-    """Check that a network has no steps of its own, and no layer whose ranks would differ.
+    """Check that a network has no steps of its own, and no layer that needs the whole batch.
 
     Raises:
         ValueError: names the method, or the layer.
     """
-    if job.data_shard()[1] > 1:
-        for layer in _compat.flat_layers(network):
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-                raise ValueError(
-                    f"{layer.name}: a BatchNormalization would have other means on each data "
-                    "shard: use LayerNormalization or GroupNormalization, or freeze it "
-                    "(trainable=False)"
-                )
+    layer = trained_batch_normalization(network)
+    if job.data_shard()[1] > 1 and layer is not None:
+        raise ValueError(
+            f"{layer.name}: a BatchNormalization would have other means on each data shard: use "
+            "LayerNormalization or GroupNormalization, or freeze it (trainable=False)"
+        )
+    parts = job.data_shard()[1] * get_parallel_config().micro_batch_num
+    for layer in _compat.flat_layers(network) if parts > 1 else ():
+        if getattr(layer, "activity_regularizer", None) is not None:
+            raise ValueError(
+                f"{layer.name} has an activity regularizer, a sum over the rows of a batch, of "
+                "which data shards and micro-batches see a part: use add_loss with a mean over the "
+                "rows, or one data shard and micro_batch_num=1"
+            )
     for name in _STEPS:
         method = getattr(type(network), name, None)
         if method is not None and not method.__module__.startswith("keras."):
@@ -80,6 +95,36 @@ def check_network(network):
                 f"{type(network).__name__} has a {name} of its own, which the trainer would not "
                 "call: put what it computes into a loss, a metric or add_loss"
             )
+
+
+def of_rows(metrics):
+    """Return `compile`'s metrics, of which functions are checked where data shards share the rows.
+
+    Args:
+        metrics: as of `keras.Model.compile`: names, `keras.metrics.Metric`s, functions of
+            (y_true, y_pred), or nested lists and dicts of them.
+    """
+    if job.data_shard()[1] == 1:
+        return metrics
+
+    def checked(metric):
+        if not callable(metric) or isinstance(metric, (keras.metrics.Metric, type)):
+            return metric
+
+        @functools.wraps(metric)
+        def function(y_true, y_pred):
+            values = metric(y_true, y_pred)
+            if not len(values.shape):
+                name = getattr(metric, "__name__", metric)
+                raise ValueError(
+                    f"the metric {name!r} returns one number for all rows, and each data shard has "
+                    "its own: let it return a number for each row"
+                )
+            return values
+
+        return function
+
+    return keras.tree.map_structure(checked, metrics)
 
 
 def check_unchanged(config):

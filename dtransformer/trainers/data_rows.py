@@ -94,5 +94,5 @@ def _first_rows(data):
     elif hasattr(data, "__next__") or callable(data):
         return None
     else:
-        batch = keras.tree.map_structure(lambda x: x[:64], data)
+        batch = keras.tree.map_structure(lambda x: None if x is None else x[:64], data)
     return [np.asarray(x) for x in keras.tree.flatten(batch) if x is not None]

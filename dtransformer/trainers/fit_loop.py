@@ -19,6 +19,7 @@ from dtransformer.trainers.data import (
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
+from dtransformer.trainers.same_states import SameStates
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 
 
@@ -26,10 +27,11 @@ class FitLoop(keras.Model):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
 
     A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(data)` and
-    `_start_engine(data)`, which make it ready, and `_engine`, which its steps compute with.
+    `_start_engine(data)`, which make it ready, and `_engine` and `_program`, which its steps
+    compute with.
     """
 
-    _engine = None
+    _engine = _program = None
     _throughput = None
     _beginning = None  # of the fit that is running
     _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
@@ -156,6 +158,8 @@ class FitLoop(keras.Model):
             )
         data = self._take_data(x, shard, batch_size)
         self._validation_shard = shards_rows(validation_data, shard)
+        if validation_data is not None:
+            check_rows_of_ranks(as_data(validation_data), self._validation_shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
         elif job.size() > 1 and shuffle:  # all ranks alike
@@ -167,7 +171,7 @@ class FitLoop(keras.Model):
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
-        callbacks = [self._data_position, LossWarning(), *callbacks]
+        callbacks = [self._data_position, LossWarning(), SameStates(), *callbacks]
         try:
             with told_in_one_line():
                 return super().fit(
@@ -262,7 +266,7 @@ class FitLoop(keras.Model):
         Returns:
             The loss, or a list of it and of the metrics; with `return_dict` all logs.
         """
-        self._set_sharding(shards_rows(x, shard))
+        self._take_batch(x, shard)
         self._prepare(x)
         self._data_position = self._restored_position = None  # not known any more
         with told_in_one_line():
@@ -274,7 +278,7 @@ class FitLoop(keras.Model):
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        self._set_sharding(shards_rows(x, shard))
+        self._take_batch(x, shard)
         self._prepare(x)
         with told_in_one_line():
             return super().test_on_batch(x, y, sample_weight, return_dict)
@@ -297,6 +301,13 @@ class FitLoop(keras.Model):
         if trains and job.rows_multiple_of() > 1:
             check_micro_batches(data, batch_size, job.data_shard()[1] if self._shards_rows else 1)
         return data
+
+    def _take_batch(self, x, shard):
+        """Know whose rows a batch's are; the first batch is checked between the ranks."""
+        shards = shards_rows(x, shard)
+        if shards != self._shards_rows or self._program is None:
+            check_rows_of_ranks(x, shards)
+        self._set_sharding(shards)
 
     def _set_sharding(self, shards):
         if shards != self._shards_rows:  # what is compiled takes its rows, or all of them

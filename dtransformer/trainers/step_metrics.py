@@ -103,8 +103,10 @@ class StepMetrics:
             for i, (state, start) in enumerate(zip(states, before))
             if how[i] == "sum"
         }
-        for i, total in grads.reduce_sum(added, name="metrics").items():
-            states[int(i)].assign(before[int(i)] + total)
+        for dtype in sorted({x.dtype.name for x in added.values()}):  # a collective has one type
+            own = {i: x for i, x in added.items() if x.dtype.name == dtype}
+            for i, total in grads.reduce_sum(own, name=f"metrics_{dtype}").items():
+                states[int(i)].assign(before[int(i)] + total)
         for i, kind in enumerate(how):
             if kind != "sum":
                 op, group = kind.capitalize(), job.data_parallel_group()

@@ -22,6 +22,7 @@ from dtransformer.trainers.compile_checks import (
     check_launch,
     check_network,
     check_unchanged,
+    of_rows,
 )
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
@@ -142,8 +143,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self.objective = Objective(loss, loss_weights, names)
         super().compile(
             optimizer=optimizer,
-            metrics=metrics,
-            weighted_metrics=weighted_metrics,
+            metrics=of_rows(metrics),
+            weighted_metrics=of_rows(weighted_metrics),
             run_eagerly=run_eagerly,
             steps_per_execution=steps_per_execution,
             jit_compile=False,  # not the whole step: Horovod's operations cannot be
@@ -206,6 +207,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._program is not None:
             return
         self.built = True
+        check_network(self.network)  # with the layers that came when it was built
         broadcast_first_values(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(

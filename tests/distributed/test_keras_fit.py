@@ -14,8 +14,10 @@ QUICK = {
     "callbacks": ("mp2@2x1",),
     "shared_by_hand": ("mp2@1x2",),
     "between": ("mp2@1x2",),
+    "added": ("dp2@2x1+shard2", "mp2@1x2"),
 }
 IN_TEST_ALL = {
+    "added": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2"),
     "tokens": ("dp2mp2@2x2",),
     "callbacks": ("mp2@1x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
     "shared_by_hand": ("mp2@2x1",),

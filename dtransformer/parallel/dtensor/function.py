@@ -39,12 +39,14 @@ class MeshFunction:
         self._traced = _compat.expect_many_traces(tf.function(self._trace, autograph=False))
         self._is_new = False
         self.compiled = []  # names of functions, of the last compilation
+        self.adds_losses = False  # whether layers did, in the last compilation
 
     def _trace(self, weights, args):
         self._is_new = True
         mapping = list(zip(self._variables, weights))
-        with keras.StatelessScope(state_mapping=mapping) as scope, self._on_mesh():
+        with keras.StatelessScope(mapping, collect_losses=True) as scope, self._on_mesh():
             results = self._function(*args)
+        self.adds_losses = bool(scope.losses)
         updates = {}
         for number, variable in enumerate(self._variables):
             new = scope.get_current_value(variable)

@@ -6,6 +6,7 @@ The shards of the weights and the batch go in, this rank's shards of the gradien
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor import variable as mesh_variable
 from dtransformer.parallel.dtensor.batch import (
@@ -16,9 +17,10 @@ from dtransformer.parallel.dtensor.batch import (
     put_sharded,
 )
 from dtransformer.parallel.dtensor.function import MeshFunction
-from dtransformer.parallel.dtensor.layouts import relayout, replicate
+from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.reports import audit
+from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Numbers
 
@@ -58,6 +60,7 @@ class MeshEngine:
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
         gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))
+        _check_added_rows(inputs, self._step.network, self._train.adds_losses, training=True)
         weights = self._step.network.trainable_variables
         shards = [
             shard
@@ -70,6 +73,7 @@ class MeshEngine:
         check_mesh_batch((inputs, labels, sample_weight))
         batch = put_batch(inputs, labels, sample_weight)
         outputs, sums = self._test(*batch, put_numbers(counts))
+        _check_added_rows(inputs, self._step.network, self._test.adds_losses)
         return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
@@ -94,6 +98,24 @@ class MeshEngine:
 
     def _predict_on_mesh(self, inputs):
         return replicate(self._step.outputs(inputs))
+
+
+def _check_added_rows(inputs, network, adds_losses, training=False):
+    """Check that nothing counts the rows of zeros that are added to a batch, but for the loss.
+
+    Raises:
+        ValueError: what layers add to the loss does, or a BatchNormalization that is trained.
+    """
+    rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
+    if rows % axis == 0:
+        return
+    normalizes = training and trained_batch_normalization(network) is not None
+    if adds_losses or normalizes:
+        what = "the losses that layers add" if adds_losses else "the BatchNormalization's means"
+        raise ValueError(
+            f"a batch has {rows} rows, which the mesh's data axis of {axis} does not divide: {what} "
+            f"would count rows of zeros; give batches of a multiple of {axis} rows, or drop the rest"
+        )
 
 
 def _own_rows(outputs, inputs):

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -110,4 +111,65 @@ def checkpoints(folder):
     return found | {"restored in the end": trainer.restore(folder / "good").step}
 
 
-TASKS = {task.__name__: task for task in (starts, batches, checkpoints)}
+class RunningMean(keras.layers.Layer):
+    """Keeps the mean of what it sees while it trains."""
+
+    def build(self, input_shape):
+        self.mean = self.add_weight((), "zeros", trainable=False, name="mean")
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
+        return x
+
+
+def data_shards():
+    """Train what needs the whole batch, and give the data shards other data than they need."""
+    x = np.arange(16, dtype="float32").reshape(8, 2)
+    y = x[:, :1]
+    own = x + job.rank()
+
+    def trainer(*layers, **options):
+        network = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
+        made = Trainer(network)
+        made.compile("sgd", "mse", **options)
+        return made
+
+    def other_batches():
+        trainer().train_on_batch(own, y)
+
+    def equal_shares():
+        trainer().train_on_batch(x, y, shard=False)
+
+    def other_rows():
+        trainer().fit(own, y, verbose=0)
+
+    def other_validation():
+        trainer().fit(x, y, validation_data=(own, y), verbose=0)
+
+    def state_of_a_layer():
+        trainer(RunningMean()).fit(x, y, verbose=0)
+
+    def normalization():
+        trainer(keras.layers.BatchNormalization())
+
+    def normalization_that_is_unfrozen():
+        layer = keras.layers.BatchNormalization(trainable=False)
+        made = trainer(layer)
+        layer.trainable = True
+        made.fit(x, y, verbose=0)
+
+    def activity_regularizer():
+        trainer(keras.layers.Dense(2, activity_regularizer="l2"))
+
+    def metric_of_all_rows():
+        root = lambda y_true, y_pred: keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
+        trainer(metrics=[root]).fit(x, y, verbose=0)
+
+    return messages_of(
+        *(other_batches, equal_shares, other_rows, other_validation, state_of_a_layer),
+        *(normalization, normalization_that_is_unfrozen, activity_regularizer, metric_of_all_rows),
+    )
+
+
+TASKS = {task.__name__: task for task in (starts, batches, data_shards, checkpoints)}

@@ -4,6 +4,7 @@ import pathlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoder, TransformerEncoderLayer, VocabEmbedding
 from dtransformer.models import CausalLM
@@ -181,5 +182,39 @@ def between():
     return train(model, {"x": ids, "y": IDS[:16, 1:]}, optimizer, loss=classes)
 
 
-_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between
+class Adds(keras.layers.Layer):
+    """Adds a mean over the rows to the loss."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class AddingBlock(TransformerEncoderLayer):
+    """A block that is computed again in the backward pass, and adds to the loss."""
+
+    def add_sublayers(self):
+        super().add_sublayers()
+        self.adds = Adds()
+        self.recompute(True)
+
+    def _compute(self, inputs, attention_mask, training):
+        return self.adds(super()._compute(inputs, attention_mask, training))
+
+
+def added():
+    """Losses that layers add; metrics whose states are ints; validation data that are a dataset."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WIDTH, 3))
+    x = AddingBlock(8, 2, 16, **NO_DROPOUT)(keras.layers.Dense(8, activation="tanh")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES)(Adds()(x)))
+    validation = tf.data.Dataset.from_tensor_slices((X[:16], CLASS[:16])).batch(8)
+    overlap = keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False)
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data = {"x": X[:16], "y": CLASS[:16], "validation_data": validation}
+    optimizer = keras.optimizers.SGD(0.1)
+    return train(model, data, optimizer, loss=classes, metrics=["accuracy", overlap])
+
+
+_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between, added
 TASKS = {task.__name__: task for task in _ALL}

@@ -150,6 +150,7 @@ class Classifier(keras.Model):
         self.norm = keras.layers.BatchNormalization()
         self.sharded = layers.FeedForward(HIDDEN, 4 * HIDDEN, dropout_rate=0.0, name="sharded")
         self.dense = keras.layers.Dense(VOCAB_SIZE, kernel_regularizer="l2")
+        self.dense.activity_regularizer = keras.regularizers.L2(1e-3)
 
     def call(self, inputs, training=False):
         x = self.norm(self.embedding(inputs["target"]), training=training)
@@ -168,23 +169,28 @@ def test_plain_keras_layers_beside_ours():
         data = tf.data.Dataset.from_tensors((inputs, labels)).repeat(3)
         history = trainer.fit(data, verbose=0, epochs=2).history
         moving = [v.numpy() for v in model.norm.non_trainable_variables]
-        return history, moving, trainer.predict(inputs, verbose=0)
+        return history, moving, trainer.predict(inputs, verbose=0), trainer
 
-    history, moving, outputs = run()
-    start()
-    mesh_history, mesh_moving, mesh_outputs = run()
+    history, moving, outputs, _ = run()
+    start(data_parallel=2, model_parallel=1)
+    mesh_history, mesh_moving, mesh_outputs, trainer = run()
     for name in ("loss", "sparse_categorical_accuracy"):
         np.testing.assert_allclose(mesh_history[name], history[name], rtol=1e-4, err_msg=name)
     for mesh_value, value in zip(mesh_moving, moving):
         np.testing.assert_allclose(mesh_value, value, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(mesh_outputs, outputs, rtol=1e-3, atol=1e-4)
+    words = ["a batch has 7 rows", "the losses that layers add would count rows of zeros"]
+    raises(ValueError, words, lambda: trainer.train_on_batch(*batch(rows=7)))
+    trainer.network.dense.activity_regularizer = None
+    words = ["a batch has 5 rows", "the BatchNormalization's means"]
+    raises(ValueError, words, lambda: trainer.train_on_batch(*batch(rows=5)))
 
 
 @on_mesh
 def test_rows_that_the_data_axis_does_not_divide():
     expected = losses(trainer_of(network()), rows=7)
     outputs = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
-    start(model_parallel=2)
+    start(data_parallel=2)
     np.testing.assert_allclose(losses(trainer_of(network()), rows=7), expected, rtol=PARITY_LOSS)
     found = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
     assert found.shape == outputs.shape
