@@ -36,9 +36,27 @@ def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
             f"search.max_length={config.search.max_length} is more than the model can count, which "
             f"is data.max_length={length} and the end: give at most {length + 1}"
         )
-    beams, steps = config.search.beam_size, config.search.max_length or 1
-    cached = vocab_size + 2 * hidden * model.decoder_layers * steps
-    _check(f"search (beam_size={beams}, max_length={steps})", _NUMBER * beams * cached)
+    check_search(config, vocab_size, config.search.beam_size)
+
+
+def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:
+    """Refuse a search that this machine cannot hold: its caches, and the scores of a step.
+
+    Args:
+        config: the run's config.
+        vocab_size: number of pieces of the vocabulary.
+        beam_size: number of beams of a sentence.
+        sentences: number of sentences that are translated at once.
+
+    Raises:
+        InputError: names the need.
+    """
+    steps = config.search.max_length or 1
+    cached = vocab_size + 2 * config.model.hidden_size * config.model.decoder_layers * steps
+    _check(
+        f"search (beam_size={beam_size}, max_length={steps}, {sentences} sentences at once)",
+        _NUMBER * sentences * beam_size * cached,
+    )
 
 
 def check_batches(config: RunConfig, vocab_size: int, num_tokens: int, num_ranks: int = 1) -> None:

@@ -3,9 +3,10 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import BinaryIO, TextIO
 
-from dtransformer.cli import runs
+from dtransformer.cli import needs, runs
 from dtransformer.datasets.text import read_pairs
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
@@ -16,12 +17,16 @@ def make_translator(
     run_folder: str | os.PathLike,
     beam_size: int | None = None,
     length_penalty: float | None = None,
-) -> Translator:
-    """Return a translator with the model of a run; it warns of sentences that are too long.
+) -> Callable[[list[str]], list[str]]:
+    """Return a function that translates with the model of a run; it warns of long sentences.
 
     Args:
         run_folder: the run's folder.
         beam_size, length_penalty: as in `Translator`; None for the run's own.
+
+    Returns:
+        A function of sentences, which raises an InputError where this machine cannot hold their
+        search.
 
     Raises:
         InputError: the run folder is not usable.
@@ -36,15 +41,24 @@ def make_translator(
         )
 
     search = config.search
-    return Translator(
+    beam_size = search.beam_size if beam_size is None else beam_size
+    needs.check_search(config, tokenizer.vocab_size, beam_size)
+    translator = Translator(
         model,
         tokenizer,
-        beam_size=search.beam_size if beam_size is None else beam_size,
+        beam_size=beam_size,
         length_penalty=search.length_penalty if length_penalty is None else length_penalty,
         max_length=search.max_length,
         max_source_length=config.data.max_length,
         on_truncation=warn,
     )
+
+    def checked(sentences):
+        at_once = max(1, min(len(sentences), translator.batch_size))
+        needs.check_search(config, tokenizer.vocab_size, beam_size, at_once)
+        return translator(sentences)
+
+    return checked
 
 
 def translate(

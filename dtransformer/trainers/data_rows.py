@@ -1,5 +1,7 @@
 """Which rows of a global batch a data shard computes, and how the outputs come together again."""
 
+import types
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -48,12 +50,15 @@ def all_rows(outputs: object) -> object:
     return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def check_rows_of_ranks(data: object, shards: bool) -> None:
+def check_rows_of_ranks(data: object, shards: bool) -> object:
     """Compare the first rows of the ranks' data: shards of one batch, or shares of their own.
 
     Args:
-        data: as Keras takes them. Of a generator nothing is known before it is used.
+        data: as Keras takes them.
         shards: whether each rank was to be given the same.
+
+    Returns:
+        The data; of a generator, another one that begins with the batch that was looked at.
 
     Raises:
         ValueError: they are to be the same, and differ; or they are to be shares, and are the
@@ -61,14 +66,15 @@ def check_rows_of_ranks(data: object, shards: bool) -> None:
     """
     num_shards = job.data_shard()[1]
     if num_shards == 1:
-        return
-    first = _first_rows(data)
+        return data
+    batch = next(data, ()) if isinstance(data, types.GeneratorType) else None
+    first = _first_rows(data) if batch is None else _arrays(batch)
     found = all_gather_json(
         [None if first is None else checksums(first), job.data_shard()[0]], "first_rows"
     )
     sums = [own for own, _ in found]
     if None in sums:
-        return
+        return data if batch is None else _again(batch, data)
     if shards and any(own != sums[0] for own in sums):
         rank = next(rank for rank, own in enumerate(sums) if own != sums[0])
         raise ValueError(
@@ -83,6 +89,13 @@ def check_rows_of_ranks(data: object, shards: bool) -> None:
             "the same rows, which would be trained with twice: leave shard=False out, or give "
             "each rank the rows of dtransformer.data_shard()"
         )
+    return data if batch is None else _again(batch, data)
+
+
+def _again(first, others):
+    """Yield a batch that was taken from a generator, and its others."""
+    yield first
+    yield from others
 
 
 def _first_rows(data):
@@ -95,4 +108,8 @@ def _first_rows(data):
         return None
     else:
         batch = keras.tree.map_structure(lambda x: None if x is None else x[:64], data)
+    return _arrays(batch)
+
+
+def _arrays(batch):
     return [np.asarray(x) for x in keras.tree.flatten(batch) if x is not None]

@@ -159,7 +159,7 @@ class FitLoop(keras.Model):
         data = self._take_data(x, shard, batch_size)
         self._validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
-            check_rows_of_ranks(as_data(validation_data), self._validation_shard)
+            validation_data = check_rows_of_ranks(as_data(validation_data), self._validation_shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
         elif job.size() > 1 and shuffle:  # all ranks alike
@@ -183,7 +183,7 @@ class FitLoop(keras.Model):
                     callbacks=beginning.callbacks(
                         callbacks, verbose=verbose, epochs=epochs, model=self
                     ),
-                    validation_data=as_data(validation_data),
+                    validation_data=validation_data,
                     shuffle=shuffle,
                     class_weight=class_weight,
                     sample_weight=sample_weight,
@@ -297,7 +297,7 @@ class FitLoop(keras.Model):
         data = as_data(x)
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
-        check_rows_of_ranks(data, self._shards_rows)
+        data = check_rows_of_ranks(data, self._shards_rows)
         if trains and job.rows_multiple_of() > 1:
             check_micro_batches(data, batch_size, job.data_shard()[1] if self._shards_rows else 1)
         return data

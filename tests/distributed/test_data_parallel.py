@@ -39,6 +39,8 @@ LONG = [
         "all_gradients_in_16_bits",
         "level_3_recomputed",
         "level_3_plain_keras_loss",
+        "plain_keras_in_micro_batches",
+        "steps_per_execution",
     )
 ]
 ALL = [two_ranks(name) for name in TASKS]

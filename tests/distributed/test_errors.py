@@ -7,6 +7,7 @@ WRONG = {
     ("data_shards/dp2@2x1", "equal_shares"): ["two data shards have the same rows"],
     ("data_shards/dp2@2x1", "other_rows"): ["begin with different rows", "shard=False"],
     ("data_shards/dp2@2x1", "other_validation"): ["begin with different rows"],
+    ("data_shards/dp2@2x1", "generators"): ["begin with different rows"],
     ("data_shards/dp2@2x1", "state_of_a_layer"): ["mean is set while the network trains"],
     ("data_shards/dp2@2x1", "normalization"): ["a BatchNormalization would have other means"],
     ("data_shards/dp2@2x1", "normalization_that_is_unfrozen"): ["would have other means"],

@@ -15,13 +15,17 @@ QUICK = {
     "shared_by_hand": ("mp2@1x2",),
     "between": ("mp2@1x2",),
     "added": ("dp2@2x1+shard2", "mp2@1x2"),
+    "first_calls": ("mp2@1x2",),
 }
 IN_TEST_ALL = {
     "added": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2"),
-    "tokens": ("dp2mp2@2x2",),
-    "callbacks": ("mp2@1x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
-    "shared_by_hand": ("mp2@2x1",),
-    "between": ("mp2@2x1", "pp2m2-1f1b@2x1"),
+    "first_calls": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "several_outputs": ("pp2m2-1f1b@2x1",),
+    "a_mask": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "tokens": ("dp2mp2@2x2", "dp2@2x1+shard2"),
+    "callbacks": ("mp2@1x2", "dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
+    "shared_by_hand": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2"),
+    "between": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
 }
 LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
 RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG

@@ -60,6 +60,7 @@ def test_results_of_parts_are_the_same_to_the_last_bit(recompute, kept):
     assert_same(train(recompute), kept)
 
 
+@pytest.mark.long
 def test_in_16_bits():
     assert_same(train(True, dtype="mixed_float16"), train(dtype="mixed_float16"))
 

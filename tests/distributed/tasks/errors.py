@@ -147,6 +147,9 @@ def data_shards():
     def other_validation():
         trainer().fit(x, y, validation_data=(own, y), verbose=0)
 
+    def generators():
+        trainer().fit((batch for batch in [(own, y)] * 3), steps_per_epoch=2, verbose=0)
+
     def state_of_a_layer():
         trainer(RunningMean()).fit(x, y, verbose=0)
 
@@ -167,7 +170,8 @@ def data_shards():
         trainer(metrics=[root]).fit(x, y, verbose=0)
 
     return messages_of(
-        *(other_batches, equal_shares, other_rows, other_validation, state_of_a_layer),
+        *(other_batches, equal_shares, other_rows, other_validation, generators),
+        state_of_a_layer,
         *(normalization, normalization_that_is_unfrozen, activity_regularizer, metric_of_all_rows),
     )
 

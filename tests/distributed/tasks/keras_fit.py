@@ -216,5 +216,30 @@ def added():
     return train(model, data, optimizer, loss=classes, metrics=["accuracy", overlap])
 
 
-_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between, added
+FIRST_CALLS = {
+    "evaluate": lambda model, x, y: model.evaluate(x, y, batch_size=8, verbose=0),
+    "predict": lambda model, x, y: model.predict(x, batch_size=8, verbose=0),
+    "test_on_batch": lambda model, x, y: model.test_on_batch(x[:8], y[:8]),
+    "predict_on_batch": lambda model, x, y: model.predict_on_batch(x[:8]),
+    "call": lambda model, x, y: model(x[:8]),
+}
+
+
+def first_calls():
+    """What is called of a model that was neither trained nor built."""
+    outputs = {}
+    for name, call in FIRST_CALLS.items():
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((WIDTH, 3))
+        x = TransformerEncoder(2, 8, 2, 16, **NO_DROPOUT)(keras.layers.Dense(8)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
+        if job.size() > 1 or job.mesh() is not None:
+            model = Trainer(model)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        outputs[f"outputs/{name}"] = np.asarray(call(model, X[:16], CLASS[:16]))
+    return {"history": {}, "evaluation": {}, **outputs}
+
+
+_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between, added, first_calls
 TASKS = {task.__name__: task for task in _ALL}

@@ -194,6 +194,24 @@ def test_optimizers_of_whole_weights_are_refused(kind):
         check_elementwise(getattr(keras.optimizers, kind)(0.1))
 
 
+class Lars(keras.optimizers.SGD):
+    """Scales a gradient by the norms of a weight and of it (You et al., 2017)."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        scale = tf.norm(variable) / tf.norm(gradient)
+        super().update_step(gradient * scale, variable, learning_rate)
+
+
+class OwnAdam(keras.optimizers.AdamW):
+    pass
+
+
+def test_own_optimizers_are_tried_on_halves_of_a_weight():
+    with pytest.raises(ValueError, match="Lars computes with full weights"):
+        check_elementwise(Lars(0.1))
+    check_elementwise(OwnAdam(keras.optimizers.schedules.CosineDecay(0.1, 9), global_clipnorm=0.1))
+
+
 class TestLossScale:
     def run(self, norms, growth_steps=3):
         weight = keras.Variable(np.ones(2, "float32"))

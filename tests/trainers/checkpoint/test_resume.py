@@ -21,6 +21,8 @@ from tests.trainers.checkpoint.small import (
     uninterrupted,
 )
 
+ENDS_OF_EPOCHS = [pytest.param(step, marks=pytest.mark.long) for step in (5, 10)]
+
 
 class TestResume:
     @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ class TestResume:
         assert found.history["loss"] == history["loss"], "the validation's sums are not the epoch's"
         assert "val_loss" in Checkpoint(tmp_path / "step-00000018").manifest["metrics"]
 
-    @pytest.mark.parametrize("stop_at", [5, 7, 10])
+    @pytest.mark.parametrize("stop_at", [7, *ENDS_OF_EPOCHS])
     @pytest.mark.parametrize("endless", [True, False])
     def test_steps_per_epoch(self, stop_at, endless, tmp_path):
         def fit(last_step, **options):

@@ -45,7 +45,7 @@ def whole():
     [
         (2, {}),
         (4, {"metrics": [METRIC]}),
-        (6, {}),
+        pytest.param(6, {}, marks=pytest.mark.long),
         (3, {"run_eagerly": True}),
         (2, {"jit_compile": True}),
     ],
