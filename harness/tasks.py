@@ -62,7 +62,10 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
     history = trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     dev_data = share(global_batches(3, model.vocab_size, seed=1), weighted)
     evaluation = trainer.evaluate(dev_data, return_dict=True, verbose=0, shard=False)
+    sent = trainer.communication_report().collectives
     return {
+        "sent": sum(c.elements_sent for c in sent if c.over == "horovod"),
+        "parameters": model.count_params(),
         "step_losses": record["step_loss"],
         "gradient_norms": record["gradient_norm"],
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},

@@ -100,6 +100,13 @@ def test_16_bit_losses_are_those_of_one_process(run, ranks_of):
     np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
 
 
+@each([two_ranks("untied"), two_ranks("mixed_float16")])
+def test_each_gradient_is_sent_once(run, ranks_of):
+    for rank in ranks_of(run):
+        others = rank["sent"] - rank["parameters"]
+        assert 0 < others < 20, "what is counted, and the sums of the logs"
+
+
 @each(OVERFLOWS)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
     for found in ranks_of(run):
