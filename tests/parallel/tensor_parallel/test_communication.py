@@ -1,14 +1,21 @@
 """Promise: on a mesh layers send what the theory says, and reports show it."""
 
+import keras
+
+from dtransformer.layers import FeedForward, VocabEmbedding
 from tests.on_mesh import (
     HIDDEN,
     ROWS,
     SOURCE,
     TARGET,
     TARGET_LENGTH,
+    VOCAB_SIZE,
+    losses,
     on_mesh,
     report_after_a_step,
     sent_by,
+    start,
+    trainer_of,
 )
 
 
@@ -61,3 +68,28 @@ def test_a_table_sharded_by_rows_sends_one_sum_a_look_up():
     report = report_after_a_step(vocab_emb_dp=False)
     assert sent_by(report, "source_embedding") == [("forward", "all-reduce", SOURCE)]
     assert sent_by(report, "target_embedding") == [("forward", "all-reduce", TARGET)]
+
+
+class HeadByHand(keras.Model):
+    """Multiplies with the transpose of an embedding's table itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = VocabEmbedding(VOCAB_SIZE, HIDDEN)
+        self.block = FeedForward(HIDDEN, 4 * HIDDEN, dropout_rate=0.0)
+
+    def call(self, inputs):
+        x, table = self.embedding(inputs["target"])
+        return keras.ops.matmul(self.block(x), keras.ops.transpose(table))
+
+
+@on_mesh
+def test_logits_of_a_head_by_hand_stay_sharded():
+    start(data_parallel=2, vocab_emb_dp=False)
+    trainer = trainer_of(HeadByHand())
+    losses(trainer, steps=1)
+    report = trainer.communication_report()
+    of_loss = [c for part in ("loss", "accuracy") for c in report.of_layer(part)]
+    assert of_loss and all(c.elements <= ROWS * TARGET_LENGTH for c in of_loss)
+    # Of the product: the gradients of its inputs, sums over the vocabulary's shards.
+    assert max(c.elements for c in report.collectives) <= TARGET
