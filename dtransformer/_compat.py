@@ -34,6 +34,7 @@ __all__ = [
     "current_path",
     "drop_value",
     "dropped_value",
+    "exclude_parts_from_weight_decay",
     "expect_many_traces",
     "flat_layers",
     "forget_context",
@@ -43,6 +44,7 @@ __all__ = [
     "graph_of_function",
     "in_symbolic_scope",
     "is_on_a_tape",
+    "known_as",
     "mask_of",
     "optimizer_states",
     "own_variables",
@@ -118,6 +120,30 @@ def variable_key(variable: tf.Variable) -> str:
     optimizer took any object with a shape and a dtype.
     """
     return variable._unique_id
+
+
+def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
+    """Return a variable's value, by which Keras' optimizers know the variable.
+
+    They know the one inside of a Keras variable, and some have shards there. Unnecessary if
+    `exclude_from_weight_decay` knew a Keras variable by itself.
+    """
+    if tf.executing_eagerly():
+        value._unique_id = name
+    return value
+
+
+def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable, object]]) -> None:
+    """Exclude the parts of the weights that a user has excluded from weight decay.
+
+    Args:
+        optimizer: a Keras optimizer that is not built.
+        parts: list of (weight, what the optimizer updates of it). Unnecessary as `known_as`.
+    """
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", set())
+    for weight, part in parts:
+        if excluded and optimizer._var_key(weight) in excluded:
+            excluded.add(optimizer._var_key(part))
 
 
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:

@@ -51,7 +51,7 @@ class ShardedVariable(keras.Variable):
         if _compat.in_symbolic_scope():  # shapes are asked for only
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         dropped = _compat.dropped_value(self)
-        return self._read() if dropped is None else dropped
+        return _compat.known_as(self._read() if dropped is None else dropped, self.path)
 
     def _read(self):
         """Return the full value where no value is given from outside."""

@@ -8,6 +8,7 @@ import math
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.packing import by_dtype
@@ -75,6 +76,8 @@ class ShardedOptimizer:
         if self.is_sharded or on_mesh or any(unit.is_held for unit in self.units):
             check_shards(self._optimizer)
         if not optimizer.built:
+            parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
+            _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
         self._clips = self.is_sharded or on_mesh or job.stage()[1] > 1
         if self._clips:

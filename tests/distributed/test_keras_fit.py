@@ -11,7 +11,7 @@ QUICK = {
     "several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
     "a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
     "tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
-    "callbacks": ("mp2@2x1",),
+    "callbacks": ("mp2@1x2",),
     "shared_by_hand": ("mp2@1x2",),
     "between": ("mp2@1x2",),
     "added": ("dp2@2x1+shard2", "mp2@1x2"),
@@ -23,7 +23,7 @@ IN_TEST_ALL = {
     "several_outputs": ("pp2m2-1f1b@2x1",),
     "a_mask": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
     "tokens": ("dp2mp2@2x2", "dp2@2x1+shard2"),
-    "callbacks": ("mp2@1x2", "dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
+    "callbacks": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
     "shared_by_hand": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2"),
     "between": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
 }

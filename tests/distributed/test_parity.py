@@ -19,8 +19,7 @@ QUICK = """
     adamw/dp2@2x1+shard1            adamw/dp2@2x1+shard2      tied.used/dp2@2x1+shard3
     adamw/dp4@4x1+shard3
 
-    lamb/dp2@2x1+whole2             adafactor/dp2@2x1+whole1  muon/dp2@2x1+whole2
-    adamw/dp2@2x1+whole2            lamb/dp2mp2@2x2+rows+whole1
+    lamb/dp2@2x1+whole2             muon/dp2@2x1+whole1
 
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
@@ -32,7 +31,8 @@ LONG = """
     sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
     sgd/dp2mp2@2x2+shard3  adamw/dp2@2x1+shard3  deep_tied.used/mp2pp2m2-1f1b@2x2
     deep_dropout/pp4m4-1f1b@4x1  deep/mp2pp2m2-1f1b@4x1+rows+sp
-    lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole2  muon/dp2@2x1+whole1
+    lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole1  adafactor/dp2@2x1+whole2
+    muon/dp2@2x1+whole2  adamw/dp2@2x1+whole2  lamb/dp2mp2@2x2+rows+whole1
     lamb/dp4@4x1+whole1  adafactor/dp4@4x1+whole2  muon/dp4@4x1+whole2
     adafactor/dp2mp2@4x1+rows+whole2  muon/mp2@2x1+rows+whole1  deep_lamb/dp2pp2m2-1f1b@4x1+whole2
 """.split()

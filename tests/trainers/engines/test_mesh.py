@@ -86,6 +86,22 @@ def test_micro_batches_on_the_mesh():
     stop()
 
 
+@on_mesh
+def test_weights_are_excluded_from_decay_by_name_and_by_themselves():
+    def after_a_step(excluded):
+        model = network(decoder_layers=1)
+        optimizer = keras.optimizers.SGD(0.5, weight_decay=0.9)
+        optimizer.exclude_from_weight_decay(**excluded(model))
+        return losses(trainer_of(model, optimizer), steps=2)
+
+    by_names = lambda model: {"var_names": ["bias"]}
+    themselves = lambda model: {"var_list": [v for v in model.variables if v.name.endswith("bias")]}
+    expected = after_a_step(themselves)
+    start()
+    np.testing.assert_allclose(after_a_step(themselves), expected, rtol=PARITY_LOSS)
+    np.testing.assert_allclose(after_a_step(by_names), expected, rtol=PARITY_LOSS)
+
+
 @pytest.mark.long
 @on_mesh
 def test_recompute_on_the_mesh():
