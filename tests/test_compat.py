@@ -291,17 +291,6 @@ def test_with_cardinality():
     assert steps[0]["steps"] == 7, "Keras reads it"
 
 
-def test_without_autotuning():
-    data = tf.data.Dataset.range(3).map(lambda x: x, num_parallel_calls=tf.data.AUTOTUNE)
-    quiet = _compat.without_autotuning(data)
-    assert quiet.options().autotune.enabled is False
-    assert int(quiet.cardinality()) == 3 and list(quiet.as_numpy_iterator()) == [0, 1, 2]
-    options = tf.data.Options()
-    options.autotune.enabled = True
-    asked = data.with_options(options)
-    assert _compat.without_autotuning(asked) is asked
-
-
 def test_expect_many_traces():
     texts = []
     handler = logging.Handler()

@@ -9,6 +9,7 @@ from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.padding import Padding
 from dtransformer.errors import InputError
+from dtransformer.inputs.autotuning import without_autotuning
 
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 
@@ -226,7 +227,7 @@ class TranslationBatches:
         dataset = tf.data.Dataset.range(1).flat_map(batches_of_rows)
         dataset = dataset.map(padded_batch, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.prefetch(tf.data.AUTOTUNE)
-        dataset = _compat.without_autotuning(dataset)
+        dataset = without_autotuning(dataset)
         return _compat.with_cardinality(dataset, len(self))
 
 

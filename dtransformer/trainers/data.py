@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from dtransformer import _compat
+from dtransformer.inputs.autotuning import without_autotuning
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.trainers.engines.accumulation import check_rows
 
@@ -55,7 +55,7 @@ class DataPosition(keras.callbacks.Callback):
 def as_data(data):
     """Return data as Keras takes them."""
     data = data.as_dataset() if hasattr(data, "as_dataset") else data
-    return _compat.without_autotuning(data) if isinstance(data, tf.data.Dataset) else data
+    return without_autotuning(data) if isinstance(data, tf.data.Dataset) else data
 
 
 def check_batches(data):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.errors import InputError
+from dtransformer.inputs.autotuning import without_autotuning
 
 
 def resumed_data(
@@ -44,5 +45,5 @@ def resumed_data(
         return data.skip(start)
 
     dataset = tf.data.Dataset.range(1).flat_map(remaining).prefetch(tf.data.AUTOTUNE)
-    dataset = _compat.without_autotuning(dataset)
+    dataset = without_autotuning(dataset)
     return _compat.with_cardinality(dataset, num_batches), num_batches
