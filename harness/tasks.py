@@ -8,6 +8,7 @@ from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
+from harness.measure import elements_sent
 from harness.networks import VOCAB_SIZE, translation_model
 from harness.training import STEPS, Record
 
@@ -62,9 +63,8 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
     history = trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     dev_data = share(global_batches(3, model.vocab_size, seed=1), weighted)
     evaluation = trainer.evaluate(dev_data, return_dict=True, verbose=0, shard=False)
-    sent = trainer.communication_report().collectives
     return {
-        "sent": sum(c.elements_sent for c in sent if c.over == "horovod"),
+        "sent": elements_sent(trainer),
         "parameters": model.count_params(),
         "step_losses": record["step_loss"],
         "gradient_norms": record["gradient_norm"],

@@ -11,6 +11,7 @@ from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from harness.batches import batches, replica_share
 from harness.layouts import ALONE
+from harness.measure import elements_sent
 from harness.networks import DEEP_NETWORKS, EPSILON, make
 
 STEPS = 20
@@ -66,8 +67,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     memory = trainer.memory_report()
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
-    sent = trainer.communication_report().collectives
-    results["sent"] = np.array(sum(c.elements_sent for c in sent if c.over == "horovod"))
+    results["sent"] = np.array(elements_sent(trainer))
     return trainer, {**results, **_read_weights(model, "final")}
 
 

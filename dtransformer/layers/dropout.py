@@ -37,7 +37,6 @@ class Dropout(Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         self.rate = check_rate("rate", rate)
-        self.supports_masking = True
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training or self.rate == 0:

@@ -17,7 +17,6 @@ class _Norm(Layer):
         self.supports_masking = True
         self.epsilon = epsilon
         self.compute_type = compute_type
-        self.supports_masking = True
 
     def build(self, input_shape):
         self.gamma = self.add_weight(

@@ -1,5 +1,6 @@
 """Which rows of a global batch a data shard computes, and how the outputs come together again."""
 
+import itertools
 import types
 
 import keras
@@ -67,14 +68,13 @@ def check_rows_of_ranks(data: object, shards: bool) -> object:
     num_shards = job.data_shard()[1]
     if num_shards == 1:
         return data
-    batch = next(data, ()) if isinstance(data, types.GeneratorType) else None
-    first = _first_rows(data) if batch is None else _arrays(batch)
+    first, data = _first_rows(data)
     found = all_gather_json(
         [None if first is None else checksums(first), job.data_shard()[0]], "first_rows"
     )
     sums = [own for own, _ in found]
     if None in sums:
-        return data if batch is None else _again(batch, data)
+        return data
     if shards and any(own != sums[0] for own in sums):
         rank = next(rank for rank, own in enumerate(sums) if own != sums[0])
         raise ValueError(
@@ -89,27 +89,24 @@ def check_rows_of_ranks(data: object, shards: bool) -> object:
             "the same rows, which would be trained with twice: leave shard=False out, or give "
             "each rank the rows of dtransformer.data_shard()"
         )
-    return data if batch is None else _again(batch, data)
-
-
-def _again(first, others):
-    """Yield a batch that was taken from a generator, and its others."""
-    yield first
-    yield from others
+    return data
 
 
 def _first_rows(data):
-    """Return the first rows of data as a list of arrays; None where they cannot be looked at."""
-    if isinstance(data, tf.data.Dataset):
+    """Return the first rows of data, None where they cannot be looked at, and the data.
+
+    Returns:
+        The rows as a list of arrays; the data, of a generator another one with the same batches.
+    """
+    if isinstance(data, types.GeneratorType):
+        batch = next(data, ())
+        data = (again for again in itertools.chain([batch], data))  # Keras takes a generator
+    elif isinstance(data, tf.data.Dataset):
         batch = next(iter(data.take(1)), ())
     elif isinstance(data, keras.utils.PyDataset):
         batch = data[0]
     elif hasattr(data, "__next__") or callable(data):
-        return None
+        return None, data
     else:
         batch = keras.tree.map_structure(lambda x: None if x is None else x[:64], data)
-    return _arrays(batch)
-
-
-def _arrays(batch):
-    return [np.asarray(x) for x in keras.tree.flatten(batch) if x is not None]
+    return [np.asarray(x) for x in keras.tree.flatten(batch) if x is not None], data

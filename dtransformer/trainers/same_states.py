@@ -22,7 +22,7 @@ class SameStates(keras.callbacks.Callback):
             return
         self._compared = True
         own = {
-            v.path: [checksums([shard.numpy().astype("float32")]) for shard in own_shards([v])]
+            v.path: checksums([shard.numpy().astype("float32") for shard in own_shards([v])])
             for v in self.model.network.non_trainable_variables
             if v.dtype != _TYPE_OF_SEEDS and not is_unsharded_for_use(v)
         }

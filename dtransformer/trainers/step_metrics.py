@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.pipeline.forward_pass import from_last
 from dtransformer.trainers import gradients as grads
 
@@ -98,15 +99,15 @@ class StepMetrics:
     def _reduce_states(self, states, before):
         """Make the states those of the global batch: what each rank added, or the extreme."""
         how = reductions(self._compiled)
-        added = {
-            str(i): state - start
-            for i, (state, start) in enumerate(zip(states, before))
-            if how[i] == "sum"
-        }
-        for dtype in sorted({x.dtype.name for x in added.values()}):  # a collective has one type
-            own = {i: x for i, x in added.items() if x.dtype.name == dtype}
-            for i, total in grads.reduce_sum(own, name=f"metrics_{dtype}").items():
-                states[int(i)].assign(before[int(i)] + total)
+        sums = [i for i, kind in enumerate(how) if kind == "sum"]
+
+        def add_up(added, dtype):
+            numbered = {str(i): x for i, x in enumerate(added)}
+            return list(grads.reduce_sum(numbered, name=f"metrics_{dtype}").values())
+
+        totals = by_dtype(add_up, [states[i] - before[i] for i in sums])
+        for i, total in zip(sums, totals):
+            states[i].assign(before[i] + total)
         for i, kind in enumerate(how):
             if kind != "sum":
                 op, group = kind.capitalize(), job.data_parallel_group()
