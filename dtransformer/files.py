@@ -1,8 +1,10 @@
 """Files that are complete or as they were: written beside, then renamed."""
 
 import contextlib
+import filecmp
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 
 from dtransformer.errors import InputError
@@ -52,6 +54,54 @@ def replacing(
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink()
+
+
+@contextlib.contextmanager
+def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pathlib.Path]:
+    """Give an empty folder; all files that are written there go to another one at the end.
+
+    Args:
+        folder: where they go; made where it is missing.
+        overwrite: whether they replace files of other content.
+
+    Raises:
+        InputError: the folder cannot be written to, or has a file of other content; none is
+            moved then.
+
+    Example:
+
+    >>> with adding_to("greetings") as fresh:
+    ...     _ = (fresh / "morning.txt").write_text("Good morning.")
+    >>> with adding_to("greetings") as fresh:
+    ...     _ = (fresh / "morning.txt").write_text("Good morning!")
+    Traceback (most recent call last):
+    ...
+    dtransformer.errors.InputError: greetings/morning.txt is there with other content: ...
+    """
+    folder = pathlib.Path(folder)
+    fresh = partial_path(folder / "folder")
+    was_there = folder.is_dir()
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        names = sorted(path.name for path in fresh.iterdir())
+        for target in (folder / name for name in names):
+            same = overwrite or not os.path.lexists(target)
+            if not same and not filecmp.cmp(fresh / target.name, target, shallow=False):
+                raise InputError(
+                    f"{target} is there with other content: give another folder, or --overwrite"
+                )
+        for name in names:
+            os.replace(fresh / name, folder / name)
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot be written ({error.strerror}): give a place that you may write to"
+        ) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if not was_there:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # it is empty: nothing was written
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from dtransformer.cli.options import Parser, number, option_of
 from dtransformer.errors import InputError, one_line
+from dtransformer.files import adding_to
+from dtransformer.inputs.paths import check_path
 from dtransformer.version import __version__
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
@@ -41,6 +43,9 @@ def _parser():
         "--num-train", type=number(0, 200_000), default=30_000,
         help="training pairs of the embedded corpus",
     )  # fmt: skip
+    prepare.add_argument(
+        "--overwrite", action="store_true", help="replace files that are there with other content"
+    )
 
     train = commands.add_parser("train", help="train a translation model")
     train.add_argument("--config", required=True, help="a YAML file")
@@ -97,18 +102,19 @@ def _parser():
 
 
 def _prepare(arguments):
-    if arguments.embedded:
-        from dtransformer.datasets.embedded import write_corpus
+    with adding_to(check_path(arguments.out), arguments.overwrite) as folder:
+        if arguments.embedded:
+            from dtransformer.datasets.embedded import write_corpus
 
-        paths = write_corpus(arguments.out, num_train=arguments.num_train, seed=arguments.seed)
-        paths = paths.values()
-    else:
-        from dtransformer.datasets import wmt14
+            paths = write_corpus(folder, num_train=arguments.num_train, seed=arguments.seed)
+            paths = paths.values()
+        else:
+            from dtransformer.datasets import wmt14
 
-        source = wmt14.download(arguments.out) if arguments.download else arguments.source
-        paths = wmt14.prepare(source, arguments.out)
+            source = wmt14.download(folder) if arguments.download else arguments.source
+            paths = wmt14.prepare(source, folder)
     for path in paths:
-        print(path)
+        print(os.path.join(arguments.out, path.name))
 
 
 def _doctor(arguments):

@@ -1,6 +1,7 @@
-"""Looking at a `.weights.h5` before Keras loads it, and loading it."""
+"""Looking at a file of weights, `.weights.h5` or `.keras`, before Keras loads it, and loading it."""
 
 import os
+import zipfile
 
 import h5py
 import numpy as np
@@ -10,6 +11,8 @@ from dtransformer.inputs.files import opened
 from dtransformer.inputs.paths import FilePath
 
 _ENDING = ".weights.h5"
+_ARCHIVE = ".keras"
+_MEMBER = "model.weights.h5"  # of an archive of Keras
 _MAX_OBJECTS = 10**5
 _NUMBERS = "biuf"  # NumPy's kinds; bfloat16 is kept as numbers of two bytes
 
@@ -19,14 +22,15 @@ def load_weights(network, path: FilePath, **options) -> None:
 
     Args:
         network: a built `keras.Model`.
-        path: a `.weights.h5` file, or another one that Keras takes, which Keras alone looks at.
+        path: a `.weights.h5` or `.keras` file, or another one that Keras takes, which Keras alone
+            looks at.
         **options: as in `keras.Model.load_weights`.
 
     Raises:
         InputError: the file is missing, damaged or hostile, has values that are not finite, or is of
             another network.
     """
-    if str(path).endswith(_ENDING):
+    if str(path).endswith((_ENDING, _ARCHIVE)):
         check_weights(path)
     try:
         network.load_weights(path, **options)
@@ -39,7 +43,10 @@ def load_weights(network, path: FilePath, **options) -> None:
 
 
 def check_weights(path: FilePath) -> None:
-    """Check that a `.weights.h5` file holds finite numbers, as many as it has bytes for.
+    """Check that a file of weights holds finite numbers, as many as it has bytes for.
+
+    Args:
+        path: a `.weights.h5` file, or a `.keras` archive, which has one inside.
 
     Raises:
         InputError: it does not; says what it holds instead.
@@ -47,17 +54,27 @@ def check_weights(path: FilePath) -> None:
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     try:
-        with h5py.File(path, "r") as file:
-            problem = _problem(file, size)
+        problem = _problem_of_file(path, size)
     except InputError:
         raise
-    except Exception as error:  # whatever HDF5 raises
+    except Exception as error:  # whatever HDF5 and zipfile raise
         problem = one_line(error, 160)
     if problem:
         raise InputError(
             f"{path}: these weights are damaged, or of another model ({problem}): train again, or "
             "give another file"
         )
+
+
+def _problem_of_file(path, size):
+    if not str(path).endswith(_ARCHIVE):
+        with h5py.File(path, "r") as weights:
+            return _problem(weights, size)
+    with zipfile.ZipFile(path) as archive:
+        if archive.getinfo(_MEMBER).compress_type != zipfile.ZIP_STORED:
+            return f"{_MEMBER} is compressed, which Keras does not do"
+        with archive.open(_MEMBER) as member, h5py.File(member, "r") as weights:
+            return _problem(weights, size)
 
 
 def _problem(file, size):

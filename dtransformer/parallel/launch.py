@@ -19,6 +19,12 @@ from dtransformer.parallel.json_exchange import exchange_json
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
 # of the time of the cores that compute.
 _CYCLE_MILLISECONDS = "5"
+# Where other launchers say how many processes they started.
+_SET_BY_OTHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
@@ -27,11 +33,13 @@ def start_horovod() -> types.ModuleType | None:
     """Return `horovod.tensorflow`, started; None where `horovodrun` did not start the process.
 
     Raises:
-        InputError: the environment has a number of ranks, and not what `horovodrun` sets beside.
+        InputError: the environment has a number of ranks, and not what `horovodrun` sets beside;
+            or another launcher has started several processes.
         RuntimeError: there are several ranks, and Horovod cannot be imported.
     """
     num_ranks = os.environ.get("HOROVOD_SIZE", "1")
     if num_ranks in ("", "0", "1"):
+        _check_alone()
         return None
     if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
         raise InputError(
@@ -53,6 +61,18 @@ def start_horovod() -> types.ModuleType | None:
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit, hvd)
     return hvd
+
+
+def _check_alone():
+    """Refuse processes of another launcher, each of which would train by itself."""
+    for name, launcher in _SET_BY_OTHERS.items():
+        number = os.environ.get(name, "1")
+        if number not in ("", "0", "1"):
+            raise InputError(
+                f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
+                f"joined by horovodrun: start with horovodrun, or unset {name} where each process "
+                "is to train by itself"
+            )
 
 
 def stop_horovod(hvd) -> None:

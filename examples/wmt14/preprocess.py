@@ -9,18 +9,22 @@ import sys
 
 from dtransformer.datasets import wmt14
 from dtransformer.errors import InputError
+from dtransformer.files import adding_to
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--source", help="a folder, or a tar archive, with the two .sgm files")
 parser.add_argument("--download", action="store_true", help="download the official archive")
 parser.add_argument("--out", default="data/wmt14")
+parser.add_argument("--overwrite", action="store_true", help="replace files of other content")
 args = parser.parse_args()
 if bool(args.source) == args.download:
     parser.error("give either --source or --download")
 
 try:
-    source = wmt14.download(args.out) if args.download else args.source
-    for path in wmt14.prepare(source, args.out):
-        print(path)
+    with adding_to(args.out, args.overwrite) as folder:
+        source = wmt14.download(folder) if args.download else args.source
+        paths = wmt14.prepare(source, folder)
+    for path in paths:
+        print(f"{args.out}/{path.name}")
 except InputError as error:
     sys.exit(f"preprocess.py: {error}")

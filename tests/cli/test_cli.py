@@ -262,6 +262,19 @@ def test_prepare_refuses_a_missing_source(tmp_path, capsys):
     assert str(tmp_path / "no") in capsys.readouterr().err
 
 
+def test_prepare_keeps_what_is_there(tmp_path, capsys):
+    out = tmp_path / "corpus"
+    command = ["prepare", "--embedded", "--out", str(out), "--num-train"]
+    assert main([*command, "20"]) == main([*command, "20"]) == 0  # the same files again
+    assert str(out / "train.en.sgm") in capsys.readouterr().out
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert main([*command, "30"]) == 2
+    assert "train.en.sgm is there with other content" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert main([*command, "30", "--overwrite"]) == 0
+    assert (out / "train.en.sgm").read_bytes() != before["train.en.sgm"]
+
+
 def test_doctor_says_what_is_there():
     checks = {check["name"]: check for check in examine()}
     assert checks["tensorflow"]["ok"] and checks["compiled function"]["ok"]

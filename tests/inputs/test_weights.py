@@ -154,6 +154,21 @@ def test_weights_of_keras_are_checked(tmp_path, harm, told):
     assert told in refusal(load_weights, model, path)
 
 
+def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
+    path, model = tmp_path / "model.keras", network()
+    model.save(path)
+    before = model.get_weights()
+    load_weights(model, path)
+    model.set_weights([weight + np.nan for weight in before])
+    model.save(path)
+    model.set_weights(before)
+    assert "not finite" in refusal(load_weights, model, path)
+    for own, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(own, other)
+    path.write_bytes(path.read_bytes()[:200])
+    assert "damaged" in refusal(load_weights, model, path)
+
+
 @BOUNDED
 @given(data=st.data())
 def test_a_keras_file_may_be_damaged_anywhere(tmp_path, data):

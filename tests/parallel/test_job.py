@@ -88,6 +88,14 @@ def test_without_horovod_the_messages_say_how_to_get_it(monkeypatch):
     assert not job.is_initialized()
 
 
+def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ValueError, match="srun has started .*NUM_TASKS='4'.*start with horovodrun"):
+        dtransformer.init()
+    assert not job.is_initialized()
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -88,6 +88,26 @@ def test_ids_that_no_table_has(method, number):
         getattr(language_model(), method)(with_one(number), *[IDS] * (method == "fit"))
 
 
+class Silent(keras.Model):
+    """Forgets to return what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        self.dense(x)
+
+
+def test_a_network_that_returns_nothing():
+    trainer = Trainer(Silent())
+    trainer.compile("sgd", "mse")
+    x = np.zeros((8, 3), "float32")
+    for run in (lambda: trainer.fit(x, x[:, :1], verbose=0), lambda: trainer.predict(x, verbose=0)):
+        with pytest.raises(ValueError, match="network 'silent' returned None"):
+            run()
+
+
 def test_other_errors_are_as_they_were():
     def fail(labels, outputs):
         tf.debugging.assert_less(labels, tf.zeros([], labels.dtype), "of the user's own")

@@ -216,6 +216,7 @@ def _network_of(checkpoint):
             f"{checkpoint.path}: the network was saved without a Keras config: call "
             "dtransformer.trainers.checkpoint.export with the network itself"
         )
+    _check_depth(checkpoint, config)
     try:
         network = keras.saving.deserialize_keras_object(config)
         network.build()
@@ -226,3 +227,20 @@ def _network_of(checkpoint):
             "dtransformer.trainers.checkpoint.export with the network itself"
         ) from None
     return network
+
+
+_DEPTHS = "num_layers", "encoder_layers", "decoder_layers"
+
+
+def _check_depth(checkpoint, config):
+    """Refuse a config with more layers than the checkpoint has tensors, before they are made."""
+    num_tensors = len(checkpoint.shapes_of(NETWORK))
+    arguments = config.get("config")
+    is_ours = str(config.get("registered_name")).startswith("dtransformer>")
+    for name in _DEPTHS if is_ours and isinstance(arguments, dict) else ():
+        depth = arguments.get(name)
+        if isinstance(depth, int) and depth > num_tensors:
+            raise InputError(
+                f"{checkpoint.path}: the network's config has {name}={depth}, and the checkpoint "
+                f"{num_tensors} tensors: give the network's own checkpoint"
+            )

@@ -4,6 +4,7 @@ An engine runs the forward–backward of a batch: on one device (`local`), on th
 or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
 """
 
+import contextlib
 import dataclasses
 import typing
 
@@ -53,10 +54,15 @@ class ForwardStep:
 
     def outputs(self, inputs, training=False):
         """Return the network's outputs."""
-        if current_unsharding() is not None:
-            return self.network(inputs, training=training)
-        with unsharding("call"):
-            return self.network(inputs, training=training)
+        inside = current_unsharding() is not None
+        with contextlib.nullcontext() if inside else unsharding("call"):
+            outputs = self.network(inputs, training=training)
+        if outputs is None:
+            raise ValueError(
+                f"the network {self.network.name!r} returned None: its call has to return a tensor, "
+                "or several"
+            )
+        return outputs
 
     def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
         """Return the gradients of loss · scale, the outputs and this rank's sums.

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.trainers.checkpoint import export
+from dtransformer.models import CausalLM
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.checkpoint import Checkpoint, export
+from dtransformer.trainers.checkpoint.manifest import write_manifest
 from dtransformer.trainers.checkpoint.seal import check_seal, seal
 from tests.trainers.checkpoint.small import DATA, Net, flip, new_trainer, newest
 
@@ -97,6 +100,19 @@ def test_weights_that_are_no_numbers_are_not_exported(two):
         with pytest.raises(InputError, match="head/bias has values that are not finite"):
             export(two / "step-00000099", two / name, network=Net())
         assert not (two / name).exists()
+
+
+def test_a_config_of_more_layers_than_tensors_is_refused_before_they_are_made(tmp_path):
+    trainer = Trainer(CausalLM(12, hidden_size=8, num_heads=2, num_layers=1))
+    trainer.compile("sgd")
+    trainer.fit(np.ones((4, 6), "int32"), np.ones((4, 6), "int32"), verbose=0)
+    trainer.save(tmp_path / "one")
+    manifest = Checkpoint(tmp_path / "one").manifest
+    assert export(tmp_path / "one", tmp_path / "one.weights.h5") > 0
+    manifest["network"]["config"]["num_layers"] = 400
+    write_manifest(tmp_path / "one", manifest)
+    with pytest.raises(InputError, match=r"num_layers=400, and the checkpoint \d+ tensors"):
+        export(tmp_path / "one", tmp_path / "other.weights.h5")
 
 
 def test_seals(tmp_path):
