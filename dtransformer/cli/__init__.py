@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from dtransformer.cli.options import Parser, number, option_of
 from dtransformer.errors import InputError, one_line
-from dtransformer.files import adding_to
-from dtransformer.inputs.paths import check_path
 from dtransformer.version import __version__
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
@@ -102,19 +100,19 @@ def _parser():
 
 
 def _prepare(arguments):
-    with adding_to(check_path(arguments.out), arguments.overwrite) as folder:
-        if arguments.embedded:
-            from dtransformer.datasets.embedded import write_corpus
+    out, overwrite = arguments.out, arguments.overwrite
+    if arguments.embedded:
+        from dtransformer.datasets.embedded import write_corpus
 
-            paths = write_corpus(folder, num_train=arguments.num_train, seed=arguments.seed)
-            paths = paths.values()
-        else:
-            from dtransformer.datasets import wmt14
+        numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
+        paths = write_corpus(out, **numbers, overwrite=overwrite).values()
+    else:
+        from dtransformer.datasets import wmt14
 
-            source = wmt14.download(folder) if arguments.download else arguments.source
-            paths = wmt14.prepare(source, folder)
+        source = wmt14.download(out, overwrite) if arguments.download else arguments.source
+        paths = wmt14.prepare(source, out, overwrite)
     for path in paths:
-        print(os.path.join(arguments.out, path.name))
+        print(path)
 
 
 def _doctor(arguments):

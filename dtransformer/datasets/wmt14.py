@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dtransformer.datasets.sgm import pair_sgm
 from dtransformer.datasets.text_files import write_bytes_atomically, write_text_atomically
 from dtransformer.errors import InputError
+from dtransformer.files import adding_to
 from dtransformer.inputs.archives import tar_members
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.paths import FilePath, check_path
@@ -26,7 +27,7 @@ _MAX_MEMBER_BYTES = 64 * 2**20  # the real ones have half a megabyte
 
 
 def prepare(
-    source: FilePath | Sequence[FilePath], destination: FilePath
+    source: FilePath | Sequence[FilePath], destination: FilePath, overwrite: bool = False
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """Write the sample's two files from WMT14's.
 
@@ -37,12 +38,14 @@ def prepare(
             the paths of an English and a French SGM file.
         destination: the folder to write `wmt14.en_fr.txt` (english TAB french) and
             `wmt14.fr_en.txt` (french TAB english) to.
+        overwrite: whether files that are there with other content are replaced.
 
     Returns:
         The two paths.
 
     Raises:
         InputError: a file is missing, or the two do not match; names the first line that does not.
+            Or one of the two is there with other content.
 
     Example:
 
@@ -62,12 +65,12 @@ def prepare(
             f"{names[0]} and {names[1]} hold no segment: expected lines that begin with '<seg id'"
         )
     pairs = [tuple(side.replace("\t", " ") for side in pair) for pair in pairs]
-    destination = pathlib.Path(destination)
-    paths = destination / "wmt14.en_fr.txt", destination / "wmt14.fr_en.txt"
-    for path, order in zip(paths, (1, -1)):
-        lines = ["\t".join(pair[::order]) + "\n" for pair in pairs]
-        write_text_atomically(path, "".join(lines))
-    return paths
+    destination, names = check_path(destination), ("wmt14.en_fr.txt", "wmt14.fr_en.txt")
+    with adding_to(destination, overwrite) as fresh:
+        for name, order in zip(names, (1, -1)):
+            lines = ["\t".join(pair[::order]) + "\n" for pair in pairs]
+            write_text_atomically(fresh / name, "".join(lines))
+    return tuple(destination / name for name in names)
 
 
 def _source_files(source):
@@ -111,13 +114,16 @@ def _check_sum(place, name, data):
         )
 
 
-def download(destination: FilePath, url: str = ARCHIVE_URL, timeout: float = 30) -> pathlib.Path:
+def download(
+    destination: FilePath, overwrite: bool = False, url: str = ARCHIVE_URL, timeout: float = 30
+) -> pathlib.Path:
     """Download WMT14's test sets and keep the two files that the sample uses.
 
     Progress goes to standard error. Nothing is written unless the checksums are right.
 
     Args:
         destination: the folder to write the two files to.
+        overwrite: whether files that are there with other content are replaced.
         url: where the archive is.
         timeout: seconds without an answer before it gives up.
 
@@ -126,6 +132,7 @@ def download(destination: FilePath, url: str = ARCHIVE_URL, timeout: float = 30)
 
     Raises:
         InputError: the archive cannot be downloaded, or its files have the wrong checksum.
+            Or one of the two is there with other content.
     """
     folder = pathlib.Path(destination)
     archive = folder / f".{url.rsplit('/', 1)[-1]}.partial"
@@ -147,8 +154,9 @@ def download(destination: FilePath, url: str = ARCHIVE_URL, timeout: float = 30)
         archive.unlink(missing_ok=True)
     for name, data in members.items():
         _check_sum(f"{url}: {name}", name, data)
-    for name, data in members.items():
-        write_bytes_atomically(folder / name, data)
+    with adding_to(folder, overwrite) as fresh:
+        for name, data in members.items():
+            write_bytes_atomically(fresh / name, data)
     return folder
 
 

@@ -1,5 +1,8 @@
 """What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
 
+import itertools
+import types
+
 import keras
 import tensorflow as tf
 
@@ -58,6 +61,31 @@ def as_data(data):
     return without_autotuning(data) if isinstance(data, tf.data.Dataset) else data
 
 
+def peek(data):
+    """Return a first batch, and the data to go on with: a generator is another one then.
+
+    Args:
+        data: as Keras takes them.
+
+    Returns:
+        A tuple (x, y, sample_weight), or shorter, of arrays or of specs, as
+        `keras.utils.unpack_x_y_sample_weight` takes it; None where there is none to see. Of
+        arrays only the x that were given, at most 64 rows.
+        The data.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return data.element_spec, data
+    if isinstance(data, keras.utils.PyDataset):
+        return data[0], data
+    if isinstance(data, types.GeneratorType):
+        first = list(itertools.islice(data, 1))
+        again = (batch for batch in itertools.chain(first, data))  # Keras asks for a generator
+        return (first[0] if first else None), again
+    if not (hasattr(data, "shape") or tf.nest.is_nested(data)):
+        return None, data
+    return (tf.nest.map_structure(lambda x: None if x is None else x[:64], data),), data
+
+
 def check_batches(data):
     """Compare the ranks' numbers of batches: a rank that has more waits for the others for ever.
 
@@ -75,11 +103,12 @@ def check_batches(data):
             )
 
 
-def check_micro_batches(data, batch_size=None, num_shards=1):
+def check_micro_batches(data, first, batch_size=None, num_shards=1):
     """Check that the first batch, and an array's last, can be divided into micro-batches.
 
     Args:
         data: as Keras takes them.
+        first: their first batch, see `peek`.
         batch_size: of arrays.
         num_shards: by how many data shards a batch is divided first.
 
@@ -89,39 +118,47 @@ def check_micro_batches(data, batch_size=None, num_shards=1):
     if isinstance(data, tf.data.Dataset):
         for batch in data.take(1):
             check_rows(len(tf.nest.flatten(batch)[0]) / num_shards)
-    elif not hasattr(data, "__next__") and not isinstance(data, keras.utils.PyDataset):
+    elif hasattr(data, "__next__") or isinstance(data, keras.utils.PyDataset):
+        if first is not None:
+            check_rows(len(tf.nest.flatten(first)[0]) / num_shards)
+    else:
         number, size = len(tf.nest.flatten(data)[0]), batch_size or _KERAS_BATCH_SIZE
         check_rows(min(number, size) / num_shards)
         check_rows(number % size / num_shards)
 
 
-def input_symbols(data):
+def input_symbols(first):
     """Return `keras.KerasTensor`s like a batch's inputs, to build a network with.
 
+    Args:
+        first: a first batch, see `peek`.
+
     Raises:
-        ValueError: the shapes of the data are not known before they are read.
+        ValueError: there is none.
     """
     return tf.nest.map_structure(
-        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), _first_inputs(data)
+        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), _inputs_of(first)
     )
 
 
-def input_specs(data):
+def input_specs(first):
     """Return specs like those of a small batch's inputs; dimensions that may vary are 4.
 
+    Args:
+        first: a first batch, see `peek`.
+
     Raises:
-        ValueError: the shapes of the data are not known before they are read.
+        ValueError: there is none.
     """
     return tf.nest.map_structure(
         lambda x: tf.TensorSpec([4, *(size or 4 for size in x.shape[1:])], x.dtype),
-        _first_inputs(data),
+        _inputs_of(first),
     )
 
 
-def _first_inputs(data):
-    if isinstance(data, tf.data.Dataset):
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.element_spec)
-        return inputs
-    if hasattr(data, "__next__") or isinstance(data, (keras.utils.PyDataset, type(None))):
+def _inputs_of(first):
+    if first is None:
         raise ValueError("the network is not built: call it on a batch before training")
-    return tf.nest.map_structure(lambda x: tf.convert_to_tensor(x[:1]), data)
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
+    is_spec = lambda x: isinstance(x, tf.TypeSpec)
+    return tf.nest.map_structure(lambda x: x if is_spec(x) else tf.convert_to_tensor(x[:1]), inputs)

@@ -1,8 +1,5 @@
 """Which rows of a global batch a data shard computes, and how the outputs come together again."""
 
-import itertools
-import types
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -51,15 +48,13 @@ def all_rows(outputs: object) -> object:
     return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def check_rows_of_ranks(data: object, shards: bool) -> object:
+def check_rows_of_ranks(data: object, first: object, shards: bool) -> None:
     """Compare the first rows of the ranks' data: shards of one batch, or shares of their own.
 
     Args:
         data: as Keras takes them.
+        first: their first batch, see `peek`; None where it cannot be seen.
         shards: whether each rank was to be given the same.
-
-    Returns:
-        The data; of a generator, another one that begins with the batch that was looked at.
 
     Raises:
         ValueError: they are to be the same, and differ; or they are to be shares, and are the
@@ -67,14 +62,15 @@ def check_rows_of_ranks(data: object, shards: bool) -> object:
     """
     num_shards = job.data_shard()[1]
     if num_shards == 1:
-        return data
-    first, data = _first_rows(data)
-    found = all_gather_json(
-        [None if first is None else checksums(first), job.data_shard()[0]], "first_rows"
-    )
+        return
+    if isinstance(data, tf.data.Dataset):
+        first = next(iter(data.take(1)), ())
+    rows = [np.asarray(x) for x in keras.tree.flatten(first) if x is not None]
+    own = None if first is None else checksums(rows)
+    found = all_gather_json([own, job.data_shard()[0]], "first_rows")
     sums = [own for own, _ in found]
     if None in sums:
-        return data
+        return
     if shards and any(own != sums[0] for own in sums):
         rank = next(rank for rank, own in enumerate(sums) if own != sums[0])
         raise ValueError(
@@ -89,24 +85,3 @@ def check_rows_of_ranks(data: object, shards: bool) -> object:
             "the same rows, which would be trained with twice: leave shard=False out, or give "
             "each rank the rows of dtransformer.data_shard()"
         )
-    return data
-
-
-def _first_rows(data):
-    """Return the first rows of data, None where they cannot be looked at, and the data.
-
-    Returns:
-        The rows as a list of arrays; the data, of a generator another one with the same batches.
-    """
-    if isinstance(data, types.GeneratorType):
-        batch = next(data, ())
-        data = (again for again in itertools.chain([batch], data))  # Keras takes a generator
-    elif isinstance(data, tf.data.Dataset):
-        batch = next(iter(data.take(1)), ())
-    elif isinstance(data, keras.utils.PyDataset):
-        batch = data[0]
-    elif hasattr(data, "__next__") or callable(data):
-        return None, data
-    else:
-        batch = keras.tree.map_structure(lambda x: None if x is None else x[:64], data)
-    return [np.asarray(x) for x in keras.tree.flatten(batch) if x is not None], data

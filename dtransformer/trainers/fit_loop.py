@@ -16,6 +16,7 @@ from dtransformer.trainers.data import (
     as_data,
     check_batches,
     check_micro_batches,
+    peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
@@ -26,8 +27,8 @@ from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 class FitLoop(keras.Model):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
 
-    A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(data)` and
-    `_start_engine(data)`, which make it ready, and `_engine` and `_program`, which its steps
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(first)` and
+    `_start_engine(first)`, which make it ready, and `_engine` and `_program`, which its steps
     compute with.
     """
 
@@ -156,16 +157,17 @@ class FitLoop(keras.Model):
             (x, y, sample_weight), validation_data = _compat.train_validation_split(
                 (x, y, sample_weight), validation_split
             )
-        data = self._take_data(x, shard, batch_size)
+        first, data = self._take_data(x, shard, batch_size)
         self._validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
-            validation_data = check_rows_of_ranks(as_data(validation_data), self._validation_shard)
+            of_validation, validation_data = peek(as_data(validation_data))
+            check_rows_of_ranks(validation_data, of_validation, self._validation_shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
         elif job.size() > 1 and shuffle:  # all ranks alike
             self._num_fits = getattr(self, "_num_fits", 0) + 1
             tf.random.set_seed(derived_seed("shuffle", self._num_fits))
-        self._prepare(data)
+        self._prepare(first)
         beginning = ResumeState.of(self, x, data, resume, callbacks, steps_per_epoch)
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
@@ -214,10 +216,10 @@ class FitLoop(keras.Model):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
         if self._validation_shard is not None:  # called by `fit`, for data that it has checked
             self._set_sharding(self._validation_shard)
-            data = as_data(x)
+            first, data = None, as_data(x)
         else:
-            data = self._take_data(x, shard, batch_size)
-        self._prepare(data)
+            first, data = self._take_data(x, shard, batch_size)
+        self._prepare(first)
         with told_in_one_line():
             return super().evaluate(
                 data,
@@ -244,8 +246,8 @@ class FitLoop(keras.Model):
         Returns:
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
-        data = self._take_data(x, shard, batch_size, trains=False)
-        self._start_engine(data)
+        first, data = self._take_data(x, shard, batch_size, trains=False)
+        self._start_engine(first)
         verbose = verbose if job.is_chief() else 0
         with told_in_one_line():
             return super().predict(
@@ -267,7 +269,7 @@ class FitLoop(keras.Model):
             The loss, or a list of it and of the metrics; with `return_dict` all logs.
         """
         self._take_batch(x, shard)
-        self._prepare(x)
+        self._prepare((x,))
         self._data_position = self._restored_position = None  # not known any more
         with told_in_one_line():
             logs = super().train_on_batch(x, y, sample_weight, class_weight, True)
@@ -279,34 +281,35 @@ class FitLoop(keras.Model):
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._take_batch(x, shard)
-        self._prepare(x)
+        self._prepare((x,))
         with told_in_one_line():
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         self._set_sharding(shards_rows(x, shard))
-        self._start_engine(x)
+        self._start_engine((x,))
         with told_in_one_line():
             return super().predict_on_batch(x)
 
     # Which rows a rank computes.
 
     def _take_data(self, x, shard, batch_size, trains=True):
-        """Return data as Keras takes them, checked between the ranks."""
-        data = as_data(x)
+        """Return a first batch, and the data as Keras takes them, checked between the ranks."""
+        first, data = peek(as_data(x))
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
-        data = check_rows_of_ranks(data, self._shards_rows)
+        check_rows_of_ranks(data, first, self._shards_rows)
         if trains and job.rows_multiple_of() > 1:
-            check_micro_batches(data, batch_size, job.data_shard()[1] if self._shards_rows else 1)
-        return data
+            num_shards = job.data_shard()[1] if self._shards_rows else 1
+            check_micro_batches(data, first, batch_size, num_shards)
+        return first, data
 
     def _take_batch(self, x, shard):
         """Know whose rows a batch's are; the first batch is checked between the ranks."""
         shards = shards_rows(x, shard)
         if shards != self._shards_rows or self._program is None:
-            check_rows_of_ranks(x, shards)
+            check_rows_of_ranks(x, (x,), shards)
         self._set_sharding(shards)
 
     def _set_sharding(self, shards):

@@ -78,7 +78,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
         symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
         if self._engine is None and tf.executing_eagerly() and not symbolic:
-            self._start_engine(inputs)  # which builds the network, under its own name
+            self._start_engine((inputs,))  # which builds the network, under its own name
         return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
@@ -200,10 +200,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     # What comes before the first step.
 
-    def _prepare(self, data=None):
+    def _prepare(self, first=None):
         """Build the network, the engine and the optimizer step, and take rank 0's weights, once."""
         self._assert_compile_called("fit")
-        step = self._start_engine(data)
+        step = self._start_engine(first)
         if self._program is not None:
             return
         self.built = True
@@ -219,14 +219,14 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             step, self._engine, self.optimizer, self.optimizer_step, metrics
         )
 
-    def _start_engine(self, data=None):
+    def _start_engine(self, first=None):
         """Make the engine, once, and build the network with it; return the `ForwardStep`."""
         check_unchanged(self._parallel_config)
         sees_outputs = self.compiled and self._compile_metrics is not None
         step = ForwardStep(self.network, self.objective, sees_outputs)
         if self._engine is None:
             self._engine = make_engine(step, jit_compile=self._jit is True)
-        self._engine.build(data)
+        self._engine.build(first)
         if job.mesh() is not None:
             check_rules(self.network)
         return step

@@ -9,7 +9,6 @@ import sys
 
 from dtransformer.datasets import wmt14
 from dtransformer.errors import InputError
-from dtransformer.files import adding_to
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--source", help="a folder, or a tar archive, with the two .sgm files")
@@ -21,10 +20,8 @@ if bool(args.source) == args.download:
     parser.error("give either --source or --download")
 
 try:
-    with adding_to(args.out, args.overwrite) as folder:
-        source = wmt14.download(folder) if args.download else args.source
-        paths = wmt14.prepare(source, folder)
-    for path in paths:
-        print(f"{args.out}/{path.name}")
+    source = wmt14.download(args.out, args.overwrite) if args.download else args.source
+    for path in wmt14.prepare(source, args.out, args.overwrite):
+        print(path)
 except InputError as error:
     sys.exit(f"preprocess.py: {error}")

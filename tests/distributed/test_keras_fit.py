@@ -6,26 +6,36 @@ import pytest
 from harness.tolerances import PARITY_LOSS
 from tests.shared_runs import each
 
-TASKS = "tests.distributed.tasks.keras_fit:"
+TASKS = "tests.distributed.tasks."
 QUICK = {
-    "several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
-    "a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
-    "tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
-    "callbacks": ("mp2@1x2",),
-    "shared_by_hand": ("mp2@1x2",),
-    "between": ("mp2@1x2",),
-    "added": ("dp2@2x1+shard2", "mp2@1x2"),
-    "first_calls": ("mp2@1x2",),
+    "keras_fit:several_outputs": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1"),
+    "keras_fit:a_mask": ("dp2@2x1", "dp2@2x1+shard3", "mp2@2x1"),
+    "keras_fit:tokens": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
+    "keras_fit:callbacks": ("mp2@1x2",),
+    "keras_fit:shared_by_hand": ("mp2@1x2",),
+    "keras_fit:between": ("mp2@1x2",),
+    "keras_fit:added": ("dp2@2x1+shard2", "mp2@1x2"),
+    "keras_fit:first_calls": ("mp2@1x2",),
 }
 IN_TEST_ALL = {
-    "added": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2"),
-    "first_calls": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
-    "several_outputs": ("pp2m2-1f1b@2x1",),
-    "a_mask": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
-    "tokens": ("dp2mp2@2x2", "dp2@2x1+shard2"),
-    "callbacks": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
-    "shared_by_hand": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2"),
-    "between": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "keras_options:data": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
+    "keras_options:averages": ("dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+whole2"),
+    "keras_options:constraint": ("dp2@2x1", "dp2@2x1+whole2", "dp2mp2@2x2+whole1"),
+    "keras_options:a_loss_that_is_nan": ("dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
+    "keras_fit:added": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2"),
+    "keras_fit:first_calls": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "keras_fit:several_outputs": ("pp2m2-1f1b@2x1",),
+    "keras_fit:a_mask": ("dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "keras_fit:tokens": ("dp2mp2@2x2", "dp2@2x1+shard2"),
+    "keras_fit:callbacks": (
+        "mp2@2x1",
+        "dp2@2x1",
+        "dp2@2x1+shard2",
+        "dp2@2x1+shard3",
+        "pp2m2-1f1b@2x1",
+    ),
+    "keras_fit:shared_by_hand": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2"),
+    "keras_fit:between": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
 }
 LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
 RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG

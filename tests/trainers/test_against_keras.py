@@ -121,7 +121,7 @@ class TestAgainstKeras:
             assert history["loss"][1] < history["loss"][0]
 
     def test_data_that_keras_asks_batch_by_batch(self):
-        """A `PyDataset` or a generator trains a network that is built."""
+        """A `PyDataset` or a generator trains a network that is built, or builds it."""
         x, y = points()
 
         class Halves(keras.utils.PyDataset):
@@ -141,9 +141,9 @@ class TestAgainstKeras:
             options |= {"shuffle": False, "verbose": 0}
             history = dense_trainer().fit(data, **options).history
             assert history["loss"] == pytest.approx(expected["loss"], TRAINING)
-            unbuilt = keras.Sequential([keras.layers.Dense(1)])
-            with pytest.raises(ValueError, match="not built"):
-                dense_trainer(network=unbuilt).fit(data, **options)
+        for data, options in ((Halves(), {}), (halves(), {"steps_per_epoch": 2})):
+            unbuilt = dense_trainer(network=keras.Sequential([keras.layers.Dense(1)]))
+            assert len(unbuilt.fit(data, epochs=2, verbose=0, **options).epoch) == 2
 
     def test_one_batch_at_a_time(self):
         x, y = points()

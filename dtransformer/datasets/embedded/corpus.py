@@ -1,11 +1,12 @@
 """The corpus: distinct sentence pairs, and the files of a training with held-out sets."""
 
 import random
-from pathlib import Path
 
 from dtransformer.datasets.embedded.sentences import PATTERNS
 from dtransformer.datasets.sgm import write_sgm
 from dtransformer.errors import InputError
+from dtransformer.files import adding_to
+from dtransformer.inputs.paths import check_path
 
 MAX_PAIRS = 200_000
 
@@ -54,7 +55,7 @@ def sentence_pairs(num_pairs, seed=0):
     return pairs
 
 
-def write_corpus(folder, num_train=30_000, num_dev=500, num_test=500, seed=0):
+def write_corpus(folder, num_train=30_000, num_dev=500, num_test=500, seed=0, overwrite=False):
     """Writes a development, a test and a training set, which share no sentence, as SGM files.
 
     Args:
@@ -62,22 +63,28 @@ def write_corpus(folder, num_train=30_000, num_dev=500, num_test=500, seed=0):
         num_train: how many pairs to train on; the held-out ones are the same for every number.
         num_dev: how many pairs for development; `num_test` for the test.
         seed: an integer; another seed gives another sample of the same language.
+        overwrite: whether files that are there with other content are replaced.
 
     Returns:
         A dict from "dev.en", "dev.fr", "test.en", ... to the path of `dev.en.sgm`, ....
 
     Raises:
-        InputError: a number below zero, too many pairs, or a place that cannot be written.
+        InputError: a number below zero, too many pairs, a place that cannot be written, or
+            that has other files of these names.
     """
     sizes = {"dev": num_dev, "test": num_test, "train": num_train}
     for name, size in sizes.items():
         if size < 0:
             raise InputError(f"num_{name}={size} must be at least 0.")
+    folder = check_path(folder)
     pairs, paths = iter(sentence_pairs(sum(sizes.values()), seed)), {}
-    for name, size in sizes.items():
-        split = [next(pairs) for _ in range(size)]
-        for side, language in enumerate(("en", "fr")):
-            path = Path(folder) / f"{name}.{language}.sgm"
-            write_sgm(path, [pair[side] for pair in split], language, f"embedded-{name}")
-            paths[f"{name}.{language}"] = path
+    with adding_to(folder, overwrite) as fresh:
+        for name, size in sizes.items():
+            split = [next(pairs) for _ in range(size)]
+            for side, language in enumerate(("en", "fr")):
+                file = f"{name}.{language}.sgm"
+                write_sgm(
+                    fresh / file, [pair[side] for pair in split], language, f"embedded-{name}"
+                )
+                paths[f"{name}.{language}"] = folder / file
     return paths

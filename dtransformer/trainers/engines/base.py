@@ -143,8 +143,12 @@ class Engine(typing.Protocol):
     input_shapes: object
     num_kept: float
 
-    def build(self, data) -> None:
-        """Build this rank's part of the network, once, for what `fit` is given."""
+    def build(self, first) -> None:
+        """Build this rank's part of the network, once, for batches like a first one.
+
+        Args:
+            first: the batch, see `trainers.data.peek`; None where it is not known.
+        """
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         """Compute the gradients of loss · scale.

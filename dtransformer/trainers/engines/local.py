@@ -27,9 +27,9 @@ class LocalEngine:
         if jit_compile:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
 
-    def build(self, data):
+    def build(self, first):
         if not self._step.network.built:
-            self._step.network(input_symbols(data))
+            self._step.network(input_symbols(first))
         unsharded = [w for w in self._step.network.weights if is_unsharded_for_use(w)]
         if self._jit_compile and unsharded:
             raise ValueError(

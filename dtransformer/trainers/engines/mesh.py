@@ -41,12 +41,12 @@ class MeshEngine:
         self.input_shapes = None
         self._train = self._test = self._predict = None
 
-    def build(self, data):
+    def build(self, first):
         if self._train is not None:
             return
         network = self._step.network
         if not network.built:
-            network(input_symbols(data))
+            network(input_symbols(first))
         self._train = MeshFunction(self._train_on_mesh, network.variables, gradients=True)
         self._test = MeshFunction(self._test_on_mesh, network.variables)
         self._predict = MeshFunction(self._predict_on_mesh, network.variables)

@@ -69,11 +69,11 @@ class PipelineEngine:
         self._last_dataflow, self._last_events = None, ([], {}, {})
         self.input_shapes = None
 
-    def build(self, data):
+    def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
         if self._shared is None:
-            symbols = functools.partial(input_symbols, data)
-            self._example = build_stage(self.network, symbols, input_specs(data))
+            symbols = functools.partial(input_symbols, first)
+            self._example = build_stage(self.network, symbols, input_specs(first))
             self._shared = SharedGradients(self.network)
 
     # A training step.
