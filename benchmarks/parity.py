@@ -42,17 +42,33 @@ def measure(run, folder, expected):
     return {**entry, **found, "passes": passes}
 
 
+def networks_of(layout):
+    """Return the names of the networks that hold a layout's promises."""
+    if layout.stages > 1:
+        return ["deep", "deep_tied", "deep_causal"]
+    if layout.level:
+        flat = layout.partition == "flat"
+        return ["adamw", "sgd", "lion"] if flat else ["lamb", "adafactor", "muon"]
+    return ["untied", "tied"]
+
+
+def cell(difference):
+    return "–" if difference is None else f"{difference:.1e}"
+
+
 def table(entries, networks):
     """Return the results as a table in Markdown: one row a layout."""
     columns = [f"{network}: {what}" for network in networks for what in COMPARED]
     rows = [["layout", "ranks × devices", *columns, ""], ["---"] * (len(columns) + 3)]
     for name in dict.fromkeys(entry["layout"] for entry in entries):
-        of_layout = [entry for entry in entries if entry["layout"] == name]
-        row = [name.replace("@{ranks}x{devices}".format(**of_layout[0]), "")]
-        row.append("{ranks} × {devices}".format(**of_layout[0]))
-        for entry in of_layout:
-            row += [f"{entry[what]:.1e}" if what in entry else "error" for what in COMPARED]
-        row.append("pass" if all(entry["passes"] for entry in of_layout) else "**fail**")
+        of_layout = {entry["network"]: entry for entry in entries if entry["layout"] == name}
+        first = next(iter(of_layout.values()))
+        row = [name.replace("@{ranks}x{devices}".format(**first), "")]
+        row.append("{ranks} × {devices}".format(**first))
+        for network in networks:
+            entry = of_layout.get(network, dict.fromkeys(COMPARED))
+            row += [cell(entry[what]) if what in entry else "error" for what in COMPARED]
+        row.append("pass" if all(one["passes"] for one in of_layout.values()) else "**fail**")
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -63,8 +79,8 @@ def main():
         "--layouts",
         nargs="+",
         default=[n for n, layout in LAYOUTS.items() if layout.level + layout.stages == 1],
-        help="names, or patterns of them; '*+shard?' are those of a sharded optimizer, '*pp*' "
-        "those of a pipeline",
+        help="names, or patterns of them; '*+shard?' and '*+whole?' are those of a sharded "
+        "optimizer, '*pp*' those of a pipeline",
     )
     parser.add_argument(
         "--networks",
@@ -84,14 +100,14 @@ def main():
     if not chosen:
         parser.error(f"no layout has such a name; there are {', '.join(LAYOUTS)}")
 
-    sharded = all(layout.level for layout in chosen)
-    default = ["adamw", "sgd", "lion"] if sharded else ["untied", "tied"]
-    if all(layout.stages > 1 for layout in chosen):
-        default = ["deep", "deep_tied", "deep_causal"]
-    arguments.networks = arguments.networks or default
     options = ["--steps", str(arguments.steps), "--epsilon", str(arguments.epsilon)]
     with tempfile.TemporaryDirectory() as folder:
-        runs = [Run(network, layout) for layout in chosen for network in arguments.networks]
+        runs = [
+            Run(network, layout)
+            for layout in chosen
+            for network in arguments.networks or networks_of(layout)
+        ]
+        networks = list(dict.fromkeys(run.task for run in runs))
         for num_ranks in sorted({layout.ranks for layout in chosen}):
             together = [run for run in runs if run.layout.ranks == num_ranks]
             start = time.perf_counter()
@@ -100,11 +116,10 @@ def main():
             print(f"{num_ranks} ranks: {len(together)} runs in {seconds:.0f} s", file=sys.stderr)
         expected = {
             (network, blocks): train(network, arguments.steps, arguments.epsilon, blocks)[1]
-            for network in arguments.networks
-            for blocks in sorted({layout.num_blocks for layout in chosen})
+            for network, blocks in sorted({(run.task, run.layout.num_blocks) for run in runs})
         }
         entries = [measure(run, folder, expected[run.task, run.layout.num_blocks]) for run in runs]
-    print(json.dumps(entries, indent=2) if arguments.json else table(entries, arguments.networks))
+    print(json.dumps(entries, indent=2) if arguments.json else table(entries, networks))
     sys.exit(not all(entry["passes"] for entry in entries))
 
 

@@ -145,6 +145,11 @@ def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable,
             excluded.add(optimizer._var_key(part))
 
 
+def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
+    """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
     """Return what an optimizer keeps, by the names of its attributes, such as "momentums".
 

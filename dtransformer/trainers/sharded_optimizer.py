@@ -15,7 +15,6 @@ from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.buckets import buckets
-from dtransformer.trainers.compiled_update import compiled_update, update_units
 from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.optimizer_checks import (
     check_clipping,
@@ -24,6 +23,7 @@ from dtransformer.trainers.optimizer_checks import (
     check_shards,
     without_clipping,
 )
+from dtransformer.trainers.optimizer_update import optimizer_update
 from dtransformer.trainers.update_units import UpdateUnits
 from dtransformer.trainers.updated_shards import partition_of, updated_shards
 
@@ -79,9 +79,9 @@ class ShardedOptimizer:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             optimizer.build(parameters)
-        self._clips = self.is_sharded or on_mesh or job.stage()[1] > 1
-        if self._clips:
+        if self.is_sharded or on_mesh or job.stage()[1] > 1:
             check_clipping(self._optimizer)
+        self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
         self._buckets = [
             [i for i in bucket if not self.shards[i].comes_reduced]
             for bucket in buckets(
@@ -89,9 +89,7 @@ class ShardedOptimizer:
             )
         ]
         devices = [self.shards[unit.positions[0]].shard.value.device for unit in self.units]
-        self._update = update_units(self._optimizer, parameters)
-        if jit_compile:
-            self._update = compiled_update(self._optimizer, parameters, devices)
+        self._update = optimizer_update(self._optimizer, parameters, devices, jit_compile)
 
     @property
     def is_sharded(self):

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel.sharded_variable import full_bounds, own_shards, shard_bounds_of
 from dtransformer.parallel.zero.variables import MasterShardedVariable
 from dtransformer.trainers.checkpoint.names import names_of
 from dtransformer.trainers.checkpoint.shard_bounds import Bounds, FlatRange, num_elements
 from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
+from dtransformer.trainers.optimizer_states import optimizer_states
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
 
@@ -55,7 +55,7 @@ class TrainingState:
         """
         names = names_of(self.network)
         tensors = _tensors_of_network(self.network, names)
-        for name, index, variable in _optimizer_states(self.optimizer, len(self.optimizer_shards)):
+        for name, index, variable in optimizer_states(self.optimizer, len(self.optimizer_shards)):
             if index is None:
                 tensors.append(_replicated(f"{OPTIMIZER}{name}", variable))
                 continue
@@ -104,26 +104,6 @@ def _replicated(name, variable):
 
 def _shape_without_padding(variable):
     return tuple(getattr(variable, "true_shape", variable.shape))
-
-
-def _optimizer_states(optimizer, num_shards):
-    """Return (name, index of the shard or None, variable) of all that an optimizer keeps.
-
-    See `_compat.optimizer_states`.
-    """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    found = [] if inner is None else _optimizer_states(inner, num_shards)
-    prefix = "" if inner is None else "loss_scale/"
-    for name, value in _compat.optimizer_states(optimizer).items():
-        if isinstance(value, keras.Variable):
-            found.append((prefix + name, None, value))
-        elif len(value) == num_shards:
-            found += [
-                (prefix + name, index, variable)
-                for index, variable in enumerate(value)
-                if isinstance(variable, keras.Variable)
-            ]
-    return found
 
 
 def _check_names(tensors, network):

@@ -1,0 +1,50 @@
+"""How items of which many are alike are put into few calls of even fewer functions."""
+
+from collections.abc import Hashable, Sequence
+
+
+def alike_calls(keys: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Return calls, lists of the items' positions; many of them have the same list of keys.
+
+    Items that are alike are dealt out to as many equal calls as make the fewest different
+    items in all: those of a block, where blocks are alike. What is left over comes last.
+
+    Args:
+        keys: of the items, equal where they are alike.
+        sizes: of the items.
+        most: size of a call, but for its last item's.
+
+    Example:
+
+    >>> alike_calls(["kernel", "bias", "kernel", "bias", "head"], [8, 1, 8, 1, 8], 20)
+    [[0, 1], [2, 3], [4]]
+    """
+    alike = {}
+    for position, key in enumerate(keys):
+        alike.setdefault(key, []).append(position)
+    counts = [len(positions) for positions in alike.values()]
+    number = min(
+        range(1, max(counts, default=0) + 1),
+        key=lambda number: sum(count // number + count % number for count in counts),
+        default=0,
+    )
+    equal, left = [[] for _ in range(number)], []
+    for positions in alike.values():
+        share = len(positions) // number
+        for i, call in enumerate(equal):
+            call += positions[i * share : (i + 1) * share]
+        left += positions[number * share :]
+    return [part for call in [*equal, left] for part in _parts(call, sizes, most)]
+
+
+def _parts(call, sizes, most):
+    """Yield the parts of a call, each of which ends as soon as it has more than the most."""
+    part, size = [], 0
+    for position in call:
+        if size > most:
+            yield part
+            part, size = [], 0
+        part.append(position)
+        size += sizes[position]
+    if part:
+        yield part

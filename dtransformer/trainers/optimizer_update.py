@@ -1,0 +1,161 @@
+"""The optimizer's update of its units, as functions: what is alike is traced and compiled once."""
+
+import functools
+import math
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.zero.held_parameter import HeldParameter
+from dtransformer.trainers.alike_calls import alike_calls
+from dtransformer.trainers.optimizer_states import optimizer_states
+
+# Elements of the weights that a function updates, but for the last weight's: it has the old and
+# the new values of all of them in memory.
+_ELEMENTS_AT_ONCE = 2**22
+
+
+def optimizer_update(optimizer, units, devices, jit_compile):
+    """Return a function that lets an optimizer update its units.
+
+    Args:
+        optimizer: a Keras optimizer, built.
+        units: list of what it updates: variables and `HeldParameter`s.
+        devices: for each unit the name of its device.
+        jit_compile: whether the update is compiled with XLA, where that can be done.
+
+    Returns:
+        A function of gradients and of the values of the `HeldParameter`s, lists of tensors,
+        that returns the new values of the latter.
+    """
+    at_once = functools.partial(_update_at_once, optimizer, units)
+    states = states_of_units(optimizer, len(units))
+    if states is None:
+        return at_once
+    in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
+    return lambda *given: at_once(*given) if tf.executing_eagerly() else in_calls(*given)
+
+
+def _update_at_once(optimizer, units, gradients, values):
+    held = [unit for unit in units if isinstance(unit, HeldParameter)]
+    for unit, value in zip(held, values, strict=True):
+        unit.hold(value)
+    optimizer.apply(gradients, units)
+    return [unit.release() for unit in held]
+
+
+def states_of_units(optimizer, num_units):
+    """Return for each unit the list of (name, variable) that the optimizer keeps for it alone.
+
+    None where it keeps something else that changes, but for the number of the step.
+    """
+    states, others = [[] for _ in range(num_units)], []
+    for name, index, variable in optimizer_states(optimizer, num_units):
+        others.append(variable) if index is None else states[index].append((name, variable))
+    known = [optimizer.iterations, optimizer.learning_rate]
+    is_known = all(any(one is k for k in known) for one in others)
+    number = sum(map(len, states)) + len(others)
+    if optimizer.use_ema or optimizer.gradient_accumulation_steps or not is_known:
+        return None
+    return states if number == len(optimizer.variables) else None
+
+
+class _UpdateInCalls:
+    """The update as calls of functions, of a few units each.
+
+    A function is traced, and compiled, once for all calls whose units are alike: it is given
+    values and returns new ones.
+    """
+
+    def __init__(self, optimizer, units, states, devices, jit_compile):
+        self._optimizer, self._jit_compile = optimizer, jit_compile
+        self._scalars = [optimizer.iterations, optimizer.learning_rate]
+        self._scalars = [scalar for scalar in self._scalars if isinstance(scalar, keras.Variable)]
+        self._units = [_held(unit) for unit in units]
+        self._variables = [None if unit is held else unit for unit, held in zip(units, self._units)]
+        self._states = [[variable for _, variable in own] for own in states]
+        self._keys = [self._key(i, unit, states[i]) for i, unit in enumerate(units)]
+        self._calls = []  # (device, list of calls, each a list of numbers of units)
+        for device in dict.fromkeys(devices):
+            numbers = [i for i, own in enumerate(devices) if own == device]
+            keys = [self._keys[i] for i in numbers]
+            sizes = [math.prod(units[i].shape) for i in numbers]
+            calls = alike_calls(keys, sizes, _ELEMENTS_AT_ONCE)
+            self._calls.append((device, [[numbers[i] for i in call] for call in calls]))
+        self._functions = {}  # keys of the units of a call -> function
+
+    def _key(self, number, unit, states):
+        """Return what the optimizer treats units by: those of equal keys alike."""
+        if not type(self._optimizer).__module__.startswith("keras."):
+            return number  # nobody knows what it asks of a weight
+        kept = tuple((name, tuple(variable.shape), variable.dtype) for name, variable in states)
+        decays = _compat.uses_weight_decay(self._optimizer, getattr(unit, "value", unit))
+        overwrites = self._units[number].overwrite_with_gradient
+        return (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
+
+    def __call__(self, gradients, held_values):
+        held = iter(held_values)
+        values = [next(held) if own is None else own.value for own in self._variables]
+        scalars = [tf.identity(scalar.value) for scalar in self._scalars]
+        new = {}
+        for device, calls in self._calls:
+            done = []  # what the next call waits for
+            for numbers in calls:
+                states = [[tf.identity(s.value) for s in self._states[i]] for i in numbers]
+                given = (
+                    [gradients[i] for i in numbers],
+                    [tf.identity(values[i]) for i in numbers],
+                    states,
+                    scalars,
+                )
+                function = self._function(numbers, given)
+                with tf.device(device), tf.control_dependencies(done):
+                    results, new_states = function(*given)
+                done = results[:1]
+                new.update(zip(numbers, results))
+                for i, own in zip(numbers, new_states):
+                    for variable, value in zip(self._states[i], own, strict=True):
+                        variable.assign(value)
+        for i, variable in enumerate(self._variables):
+            if variable is not None:
+                variable.assign(new[i])
+        self._optimizer.iterations.assign_add(1)
+        return [new[i] for i, variable in enumerate(self._variables) if variable is None]
+
+    def _function(self, numbers, given):
+        """Return the function of the call of some units, of what it is given."""
+        key = tuple(self._keys[i] for i in numbers)
+        if key not in self._functions:
+            units = [self._units[i] for i in numbers]
+            states = [[(state, _held(state)) for state in self._states[i]] for i in numbers]
+            function = tf.function(
+                functools.partial(self._update, units, states),
+                jit_compile=self._jit_compile,
+                autograph=False,
+                experimental_attributes={"_noinline": True},  # Grappler, too, sees it once
+            )
+            specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
+            with tf.init_scope():  # no device: it runs on that of each call
+                self._functions[key] = function.get_concrete_function(*specs)
+        return self._functions[key]
+
+    def _update(self, units, states, gradients, values, state_values, scalars):
+        """Return the new values of units, and of what the optimizer keeps for each."""
+        scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
+        for unit, value, own, own_values in zip(units, values, states, state_values):
+            unit.hold(value)
+            for (state, held), state_value in zip(own, own_values):
+                held.hold(state_value)
+                scope.add_update((state, held))
+        with scope:
+            self._optimizer.apply(gradients, units)
+        new_states = [[held.release() for _, held in own] for own in states]
+        return [unit.release() for unit in units], new_states
+
+
+def _held(variable):
+    """Return a `HeldParameter` of a variable, or the one that it is."""
+    if isinstance(variable, HeldParameter):
+        return variable
+    return HeldParameter(variable, variable.shape, variable.constraint)

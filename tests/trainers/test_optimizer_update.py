@@ -1,0 +1,107 @@
+"""Promise: weights that are alike are updated by one function, with the numbers of Keras' own."""
+
+import keras
+import numpy as np
+import pytest
+
+from dtransformer.trainers import Trainer, optimizer_update
+from dtransformer.trainers.alike_calls import alike_calls
+
+X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+Y = X[:, :2] - X[:, 2:4]
+
+
+class Halving(keras.optimizers.SGD):
+    """One of a user's own, which asks for the names of weights."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = gradient * (0.5 if "bias" in variable.name else 1.0)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def without_biases(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+OPTIMIZERS = {
+    "AdamW": lambda: without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3)),
+    "all gradients clipped": lambda: keras.optimizers.SGD(0.1, 0.9, global_clipnorm=0.1),
+    "each gradient clipped": lambda: keras.optimizers.Lion(0.001, clipnorm=0.1),
+    "a schedule": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), epsilon=1e-3, amsgrad=True
+    ),
+    "states of other shapes": lambda: keras.optimizers.Adafactor(0.01),
+    "two kinds of updates": lambda: keras.optimizers.Muon(
+        0.01, exclude_layers=["second"], adam_weight_decay=0.1
+    ),
+    "a scalar for all": lambda: keras.optimizers.Nadam(0.01, epsilon=1e-3),
+    "averages": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, use_ema=True),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, clipnorm=0.1),
+    "one of a user's own": lambda: Halving(0.1),
+}
+
+
+def trained(optimizer, wrap, depth=4, **options):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    names = ["first", "second", *(f"dense_{i}" for i in range(2, depth))]
+    projected = {"kernel_constraint": keras.constraints.MaxNorm(1.0)}
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            *(
+                keras.layers.Dense(8, "tanh", name=name, **(projected if name == "first" else {}))
+                for name in names
+            ),
+            keras.layers.Dense(2),
+        ]
+    )
+    trainer = Trainer(model) if wrap else model
+    trainer.compile(optimizer, "mse", **options)
+    trainer.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return trainer, model.get_weights()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
+    monkeypatch.setattr(optimizer_update, "_ELEMENTS_AT_ONCE", 80)
+    _, expected = trained(OPTIMIZERS[name](), wrap=False, jit_compile=False)
+    _, found = trained(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_are_as_few_whatever_the_depth(monkeypatch):
+    monkeypatch.setattr(optimizer_update, "_ELEMENTS_AT_ONCE", 80)
+    made = []
+    get = optimizer_update._UpdateInCalls._function
+    monkeypatch.setattr(
+        optimizer_update._UpdateInCalls,
+        "_function",
+        lambda self, *args: made.append(self._functions) or get(self, *args),
+    )
+    number = {}
+    for depth in (4, 8):
+        trained(keras.optimizers.Adam(), wrap=True, depth=depth)
+        number[depth] = len(made[-1])
+    assert number[4] == number[8]
+
+
+@pytest.mark.parametrize(
+    "keys, most, expected",
+    [
+        ("", 9, []),
+        ("abc", 9, [[0, 1, 2]]),
+        ("abc", 1, [[0, 1], [2]]),
+        ("ababab", 9, [[0, 1], [2, 3], [4, 5]]),
+        ("eabcabcabcg", 9, [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 10]]),
+        ("aabaabg", 9, [[0, 1, 2], [3, 4, 5], [6]]),
+        ("aaaaa", 9, [[0], [1], [2], [3], [4]]),
+    ],
+)
+def test_calls(keys, most, expected):
+    calls = alike_calls(keys, [1] * len(keys), most)
+    assert calls == expected
+    assert sorted(i for call in calls for i in call) == list(range(len(keys)))
