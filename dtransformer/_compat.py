@@ -13,50 +13,19 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.common.name_scope import current_path
+from keras.src.backend.common.name_scope import current_path as current_path
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.utils.naming import to_snake_case
+from keras.src.trainers.data_adapters.array_slicing import (
+    train_validation_split as train_validation_split,
+)
+from keras.src.utils.naming import to_snake_case as to_snake_case
 from tensorflow.dtensor.python import api
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework.func_graph import FuncGraph
-
-__all__ = [
-    "SUBCLASS_HOOKS",
-    "CompileLoss",
-    "adds_losses",
-    "autocast",
-    "constants_are_copied",
-    "current_path",
-    "drop_value",
-    "dropped_value",
-    "exclude_parts_from_weight_decay",
-    "expect_many_traces",
-    "flat_layers",
-    "forget_context",
-    "forget_dtensor_device",
-    "function_def",
-    "function_names",
-    "graph_of_function",
-    "in_symbolic_scope",
-    "is_on_a_tape",
-    "known_as",
-    "mask_of",
-    "optimizer_states",
-    "own_variables",
-    "stateless_value",
-    "take_weights",
-    "to_snake_case",
-    "train_validation_split",
-    "variable_key",
-    "with_cardinality",
-    "with_mask",
-    "without_autocast",
-]
 
 # What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
 # own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
