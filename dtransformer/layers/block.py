@@ -12,6 +12,7 @@ from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.settings import as_config
+from dtransformer.parallel.alike_blocks import AlikeBlocks
 from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
@@ -38,12 +39,14 @@ class TransformerBlock(Layer):
     Attributes:
         comm_fusion: the bucket that the block's gradients are reduced in, or None.
         recompute_config: what the backward pass computes again, from `recompute`.
+        alike: the `AlikeBlocks` of its stack; None where it is in none.
     """
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True  # a mask of Keras' that comes with inputs goes on
         self.comm_fusion = None
+        self.alike = None
         self.recompute_config = TransformerRecomputeConfig()
 
     def set_comm_fusion(self, bucket: int) -> None:
@@ -63,20 +66,38 @@ class TransformerBlock(Layer):
             names = [name for name, kind in _SUBLAYERS.items() if isinstance(layer, kind)]
             layer.recomputes = not config.recompute and any(n in config.select for n in names)
 
-    def run_block(self, function: Callable, inputs: list[tf.Tensor], training: bool) -> tf.Tensor:
-        """Return function(*inputs), as a block computes it.
+    def run_block(
+        self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
+    ) -> tf.Tensor:
+        """Return function(*inputs, *masks), as a block computes it.
 
         Weights are unsharded one block ahead, and the backward pass computes it again where
-        that was chosen.
+        that was chosen. Of blocks of a stack that are alike one is traced.
+
+        Args:
+            function: a function of tensors that reads the block's weights.
+            inputs: list of tensors.
+            masks: list of tensors, or None.
+            training: whether dropout applies.
         """
         check_floating("inputs", inputs[0])
-        with unsharding_ahead(inputs) as output:
+
+        def compute(*tensors):
+            own, given = tensors[: len(inputs)], tensors[len(inputs) :]
             if not training:
-                return function(*inputs)
+                return function(*own, *given)
             if self.recomputes:
+                of_inputs = lambda *own: function(*own, *given)
                 config = self.recompute_config
-                return output(recomputed(function, inputs, self.variables, config, self.add_loss))
-            return output(function(*sum_gradients_first(inputs)))
+                return recomputed(of_inputs, own, self.variables, config, self.add_loss)
+            return function(*sum_gradients_first(own), *given)
+
+        with unsharding_ahead(inputs) as output:
+            if self.alike is None:
+                result = compute(*inputs, *masks)
+            else:
+                result = self.alike(self, compute, [*inputs, *masks], training)
+            return output(result) if training else result
 
 
 class BlockStack(Layer):
@@ -134,7 +155,9 @@ class BlockStack(Layer):
             )
             for number in range(num_layers)
         ]
+        alike = AlikeBlocks()
         for block in self.blocks:
+            block.alike = alike
             block.recompute(get_parallel_config().recompute)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         self.final_norm = None

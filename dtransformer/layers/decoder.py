@@ -9,6 +9,7 @@ from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.zero.gather import unsharding_ahead
 
 
 @register
@@ -64,13 +65,18 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             decoder_mask = _compat.mask_of(inputs)
         if cache is None and memory_mask is None:
             memory_mask = _compat.mask_of(encoder_output)
-        compute = lambda x, memory: self._compute(
-            x, decoder_mask, memory, memory_mask, cache, training
+        if cache is not None:
+            with unsharding_ahead([inputs]):
+                return self._compute(
+                    inputs, decoder_mask, encoder_output, memory_mask, cache, False
+                )
+        compute = lambda x, memory, own_mask, mask_of_memory: self._compute(
+            x, own_mask, memory, mask_of_memory, None, training
         )
         x = as_sequences("inputs", inputs, decoder_mask, memory_mask)
         memory = as_sequences("encoder_output", encoder_output, memory_mask, decoder_mask)
-        outputs = self.run_block(compute, [x, memory], training and cache is None)
-        return in_form_of(outputs, inputs) if cache is None else outputs
+        outputs = self.run_block(compute, [x, memory], [decoder_mask, memory_mask], training)
+        return in_form_of(outputs, inputs)
 
     def _compute(self, inputs, decoder_mask, encoder_output, memory_mask, cache, training):
         new_cache = {}

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dropout_seed import current_dropout_seed
+from dtransformer.parallel.dropout_seed import layer_seed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -38,11 +38,15 @@ class Dropout(Layer):
         self.supports_masking = True
         self.rate = check_rate("rate", rate)
 
+    @property
+    def number(self) -> int:
+        """What tells the layer's masks from those of others: a number made of its path."""
+        return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
+
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training or self.rate == 0:
             return inputs
-        number = zlib.crc32(self.path.encode()) & 0x7FFFFFFF
-        seed = tf.bitwise.bitwise_xor(current_dropout_seed(), [number, 0])
+        seed = layer_seed(self)
 
         @custom_gradient
         def drop(x):

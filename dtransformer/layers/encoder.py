@@ -120,9 +120,9 @@ class TransformerEncoderLayer(TransformerBlock):
     ) -> tf.Tensor:
         if attention_mask is None:
             attention_mask = _compat.mask_of(inputs)
-        compute = lambda x: self._compute(x, attention_mask, training)
+        compute = lambda x, mask: self._compute(x, mask, training)
         x = as_sequences("inputs", inputs, attention_mask)
-        return in_form_of(self.run_block(compute, [x], training), inputs)
+        return in_form_of(self.run_block(compute, [x], [attention_mask], training), inputs)
 
     def _compute(self, inputs, attention_mask, training):
         x = self.residual(

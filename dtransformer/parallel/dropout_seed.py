@@ -1,6 +1,7 @@
 """The seed that dropout masks are derived from, so that they can be drawn again."""
 
 import contextlib
+import types
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -29,3 +30,24 @@ def current_dropout_seed() -> tf.Tensor:
     if seed is not None:
         return seed
     return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
+
+
+@contextlib.contextmanager
+def dropout_numbers(numbers: dict[int, tf.Tensor]) -> Iterator[None]:
+    """Let layers inside the `with` block draw their masks by other numbers than their own.
+
+    Args:
+        numbers: dict of the id of a layer and its number, an int32 scalar.
+    """
+    with trace.scope(dropout_numbers=types.MappingProxyType(numbers)):
+        yield
+
+
+def layer_seed(layer) -> tf.Tensor:
+    """Return the seed of a dropout layer's mask: the current one, and the layer's number.
+
+    Args:
+        layer: it has an int `number`.
+    """
+    number = trace.current().dropout_numbers.get(id(layer), layer.number)
+    return tf.bitwise.bitwise_xor(current_dropout_seed(), [number, 0])

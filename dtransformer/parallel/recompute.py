@@ -16,7 +16,7 @@ from dtransformer.parallel import trace
 from dtransformer.parallel.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.config import TransformerRecomputeConfig
 from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_seed
+from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_numbers, dropout_seed
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
 from dtransformer.parallel.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import RecomputedUnsharding
@@ -59,6 +59,7 @@ def recomputed(
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
     seed, num_inputs = current_dropout_seed(), len(inputs)
+    numbers = trace.current().dropout_numbers
 
     def run(args, seed, sums, dy=None):
         """Compute for the first time; or again, once the gradient dy of the result is known.
@@ -69,6 +70,7 @@ def recomputed(
         own, shards = args[num_inputs:num_tensors], args[num_tensors:]
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
+            stack.enter_context(dropout_numbers(numbers))
             scope = keras.StatelessScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))

@@ -26,6 +26,8 @@ class TraceContext:
             whether they are taken from there; None where they are not kept.
         dropout_seed: int32 tensor [2], from which dropout masks are derived; None for
             TensorFlow's global generator.
+        dropout_numbers: dict of the id of a dropout layer and the number, a scalar, that its masks
+            are drawn by in place of its own.
         collective: name of the collective whose gradient is being made; None outside of one.
         names_are_global: whether collectives have the names that they are given, whatever the
             scopes around. TensorFlow numbers those of branches by what else a function
@@ -41,6 +43,9 @@ class TraceContext:
     unsharding: object = None
     kept_sums: object = None
     dropout_seed: object = None
+    dropout_numbers: types.MappingProxyType = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({})
+    )
     collective: str | None = None
     names_are_global: bool = False
 

@@ -65,7 +65,7 @@ class _UpdateInCalls:
     """The update as calls of functions, of a few units each.
 
     A function is traced, and compiled, once for all calls whose units are alike: it is given
-    values and returns new ones.
+    their variables.
     """
 
     def __init__(self, optimizer, units, states, devices, jit_compile):
@@ -102,24 +102,17 @@ class _UpdateInCalls:
         for device, calls in self._calls:
             done = []  # what the next call waits for
             for numbers in calls:
-                states = [[tf.identity(s.value) for s in self._states[i]] for i in numbers]
                 given = (
                     [gradients[i] for i in numbers],
-                    [tf.identity(values[i]) for i in numbers],
-                    states,
+                    [values[i] for i in numbers],
+                    [[state.value for state in self._states[i]] for i in numbers],
                     scalars,
                 )
                 function = self._function(numbers, given)
                 with tf.device(device), tf.control_dependencies(done):
-                    results, new_states = function(*given)
-                done = results[:1]
-                new.update(zip(numbers, results))
-                for i, own in zip(numbers, new_states):
-                    for variable, value in zip(self._states[i], own, strict=True):
-                        variable.assign(value)
-        for i, variable in enumerate(self._variables):
-            if variable is not None:
-                variable.assign(new[i])
+                    results, done = function(*given)
+                new.update(zip([i for i in numbers if self._variables[i] is None], results))
+                done = [done]
         self._optimizer.iterations.assign_add(1)
         return [new[i] for i, variable in enumerate(self._variables) if variable is None]
 
@@ -127,31 +120,42 @@ class _UpdateInCalls:
         """Return the function of the call of some units, of what it is given."""
         key = tuple(self._keys[i] for i in numbers)
         if key not in self._functions:
-            units = [self._units[i] for i in numbers]
-            states = [[(state, _held(state)) for state in self._states[i]] for i in numbers]
             function = tf.function(
-                functools.partial(self._update, units, states),
+                functools.partial(self._update, numbers),
                 jit_compile=self._jit_compile,
                 autograph=False,
                 experimental_attributes={"_noinline": True},  # Grappler, too, sees it once
             )
-            specs = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
+            specs = tf.nest.map_structure(
+                lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, given
+            )
             with tf.init_scope():  # no device: it runs on that of each call
                 self._functions[key] = function.get_concrete_function(*specs)
         return self._functions[key]
 
-    def _update(self, units, states, gradients, values, state_values, scalars):
-        """Return the new values of units, and of what the optimizer keeps for each."""
+    def _update(self, numbers, gradients, values, states, scalars):
+        """Update variables that stand for units; return the new values of `HeldParameter`s.
+
+        Args:
+            numbers: of the units that were traced.
+            gradients: list of tensors.
+            values: for each unit a variable, or the tensor that a `HeldParameter` has.
+            states: for each unit the list of the variables that the optimizer keeps for it.
+            scalars: list of the values of `self._scalars`.
+
+        Returns:
+            The new values; and a scalar, which comes last.
+        """
+        units = [self._units[i] for i in numbers]
         scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
-        for unit, value, own, own_values in zip(units, values, states, state_values):
+        for i, unit, value, own in zip(numbers, units, values, states):
             unit.hold(value)
-            for (state, held), state_value in zip(own, own_values):
-                held.hold(state_value)
-                scope.add_update((state, held))
+            for state, variable in zip(self._states[i], own):
+                scope.add_update((state, variable))
         with scope:
             self._optimizer.apply(gradients, units)
-        new_states = [[held.release() for _, held in own] for own in states]
-        return [unit.release() for unit in units], new_states
+        new = [unit.release() for unit in units]
+        return [value for value in new if not isinstance(value, tf.Variable)], tf.zeros([])
 
 
 def _held(variable):

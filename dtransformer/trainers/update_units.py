@@ -89,9 +89,10 @@ class UpdateUnits:
     def gradients(self, gradients):
         """Return the units' gradients, tensors of their shapes, of those of all shards."""
         full = self._unsharded(gradients, "gradients_over_the_mesh")
+        own = [full.get(unit, gradients[unit.positions[0]]) for unit in self.units]
         return [
-            tf.reshape(full.get(unit, gradients[unit.positions[0]]), unit.parameter.shape)
-            for unit in self.units
+            x if x.shape == unit.parameter.shape else tf.reshape(x, unit.parameter.shape)
+            for x, unit in zip(own, self.units)
         ]
 
     def held_values(self):
@@ -116,8 +117,8 @@ class UpdateUnits:
     def new_values(self, held):
         """Return this rank's parts of the shards' new values, flat, by the shards' positions.
 
-        Of shards that other ranks update it has nothing, tensors [0]; those that are in no
-        `replicated` variable have changed already.
+        Of shards that other ranks update it has nothing, tensors [0]. What is in no `replicated`
+        variable and in no `HeldParameter` has changed already, and is left out.
 
         Args:
             held: new values of the `HeldParameter`s, as `held_values` returns the old ones.
@@ -127,12 +128,15 @@ class UpdateUnits:
             value = next(held) if unit.is_held else unit.parameter.value
             for i in unit.positions:
                 one = self._shards[i]
+                if one.replicated is None and not unit.is_held:
+                    continue
                 own = value
                 if unit in self._of_mesh:
                     own = _padded(value, one.weight.shape)[_index(one.bounds)]
                 new[i] = tf.reshape(own, [-1])
         for i, one in enumerate(self._shards):
-            new.setdefault(i, tf.zeros([0], one.shard.value.dtype))
+            if one.replicated is not None:
+                new.setdefault(i, tf.zeros([0], one.shard.value.dtype))
         return new
 
     def _unsharded(self, tensors, name):

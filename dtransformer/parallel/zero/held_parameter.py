@@ -22,7 +22,8 @@ class HeldParameter:
 
     Between `hold` and `release` the optimizer reads and assigns a tensor; so an update is
     a function, and no second copy of the weight is kept. Its states are ordinary variables
-    of the tensor's shape. Names are the owner's, by which weight decay is excluded.
+    of the tensor's shape. Names are the owner's, by which weight decay is excluded. It can
+    hold a variable, too, which is assigned then.
 
     Args:
         owner: the Keras variable that it is made of.
@@ -39,17 +40,21 @@ class HeldParameter:
         self.overwrite_with_gradient = getattr(owner, "overwrite_with_gradient", False)
         self._value = None
 
-    def hold(self, value: tf.Tensor):
-        """Take a value, a tensor of `shape`."""
+    def hold(self, value: tf.Tensor | tf.Variable):
+        """Take a value, a tensor or a variable of `shape`."""
         self._value = value
 
-    def release(self) -> tf.Tensor:
-        """Give the value back that it has now."""
+    def release(self) -> tf.Tensor | tf.Variable:
+        """Give the value back that it has now, or the variable."""
         value, self._value = self._value, None
         return value
 
     def assign(self, value):
-        self._value = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        value = tf.reshape(tf.cast(value, self.dtype), self.shape)
+        if isinstance(self._value, tf.Variable):
+            self._value.assign(value)
+        else:
+            self._value = value
 
     def assign_add(self, value):
         self.assign(self._value + tf.cast(value, self.dtype))

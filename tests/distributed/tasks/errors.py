@@ -176,4 +176,24 @@ def data_shards():
     )
 
 
-TASKS = {task.__name__: task for task in (starts, batches, data_shards, checkpoints)}
+def sharded_weights():
+    """Ask for what needs full weights."""
+    x = np.zeros((8, 32), "float32")
+
+    def fit(optimizer):
+        trainer = Trainer(keras.Sequential([keras.Input((32,)), keras.layers.Dense(32)]))
+        trainer.compile(optimizer, "mse")
+        trainer.fit(x, x, verbose=0)
+
+    def averages():
+        fit(keras.optimizers.Adam(use_ema=True))
+
+    def full_weights():
+        fit(keras.optimizers.Lamb())
+
+    return messages_of(averages, full_weights)
+
+
+TASKS = {
+    task.__name__: task for task in (starts, batches, data_shards, sharded_weights, checkpoints)
+}

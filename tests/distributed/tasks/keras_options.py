@@ -48,20 +48,20 @@ class Smallest(keras.metrics.Metric):
         return keras.ops.copy(self.value)  # as of now: validation goes on with the state
 
 
-def classifier(**of_the_head):
-    """A model of Keras' layers and ours, which is cloned once."""
+def classifier(**of_a_layer):
+    """A model of Keras' layers and ours, which is cloned once; layouts shard its weights."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH, 3))
-    x = TransformerEncoder(2, 8, 2, 16, **NO_DROPOUT)(keras.layers.Dense(8)(inputs))
-    x = keras.layers.GlobalAveragePooling1D()(x)
-    model = keras.Model(inputs, keras.layers.Dense(CLASSES, **of_the_head)(x))
+    x = TransformerEncoder(2, 16, 2, 32, **NO_DROPOUT)(keras.layers.Dense(16)(inputs))
+    x = keras.layers.Dense(32, "tanh", **of_a_layer)(keras.layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     return Trainer(clone) if job.size() > 1 or job.mesh() is not None else clone
 
 
-def compiled(optimizer, **of_the_head):
-    model = classifier(**of_the_head)
+def compiled(optimizer, **of_a_layer):
+    model = classifier(**of_a_layer)
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
         optimizer, classes, metrics=["accuracy", Smallest()], weighted_metrics=["accuracy"]
@@ -95,10 +95,10 @@ def data():
     return {"history": {}, "evaluation": {}, **outputs}
 
 
-def trained(optimizer, x=X, callbacks=(), **of_the_head):
+def trained(optimizer, x=X, callbacks=(), **of_a_layer):
     """Train three epochs; return their number, and the outputs."""
     keras.backend.clear_session()
-    model = compiled(optimizer, **of_the_head)
+    model = compiled(optimizer, **of_a_layer)
     fitted = model.fit(
         x, CLASS, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=list(callbacks)
     )
