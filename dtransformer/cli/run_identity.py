@@ -17,8 +17,15 @@ import pathlib
 import re
 import secrets
 from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
 
 from dtransformer.errors import InputError
+from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.files import MEBIBYTE, read_bytes
+from dtransformer.inputs.json_file import parse_json, typed
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.folders import saved_steps
 from dtransformer.trainers.checkpoint.seal import RUN, check_seal, sha256_of
@@ -33,9 +40,41 @@ TENSORBOARD = "tensorboard"
 PARTS = frozenset({RUN, CONFIG, TOKENIZER, WEIGHTS, METRICS, CHECKPOINTS, TENSORBOARD})
 
 _VERSION = 1
-_MAX_BYTES = 2**20
-_FILE = re.compile(rf"{CONFIG}|{TOKENIZER}/[a-z0-9_.]+")
-_DIGEST = re.compile("[0-9a-f]{64}")
+_MAX_BYTES = MEBIBYTE
+_File = Annotated[str, Field(pattern=rf"^({re.escape(CONFIG)}|{TOKENIZER}/[a-z0-9_.]+)$")]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Data(pydantic.BaseModel):
+    """The sentence pairs that a run has."""
+
+    model_config = {**STRICT, "extra": "forbid"}
+    train: _Digest | None
+    dev: _Digest | None
+
+
+class _Body(pydantic.BaseModel):
+    """What belongs to a run."""
+
+    model_config = STRICT
+    version: Literal[_VERSION]
+    files: dict[_File, _Digest]
+    data: _Data
+
+    @pydantic.field_validator("files")
+    @classmethod
+    def _has_a_config(cls, files):
+        if CONFIG not in files:
+            raise ValueError(f"expected {CONFIG} among them")
+        return files
+
+
+class _Document(pydantic.BaseModel):
+    """What `run.json` holds."""
+
+    model_config = STRICT
+    run: _Body
+    sha256: _Digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +114,15 @@ class RunIdentity:
                 "another run, or train it anew"
             )
         try:
-            with open(path, "rb") as file:
-                text = file.read(_MAX_BYTES).decode()
-            return _parsed(text)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            data = read_bytes(path, _MAX_BYTES)
+            document = typed(parse_json(data, path, _MAX_BYTES), _Document, path)
+            if document["sha256"] != _digest_of(document["run"]):
+                raise InputError(f"{path} is damaged: its checksum is another")
+        except InputError as error:
             raise InputError(
-                f"{path}: is damaged ({type(error).__name__}): put the run's own back, such as the "
-                "copy in its checkpoints"
+                f"{error}; put the run's own back, such as the copy in its checkpoints"
             ) from None
+        return cls(data.decode(), document["run"]["files"], document["run"]["data"])
 
     @property
     def key(self) -> str:
@@ -145,22 +185,6 @@ def digest_of(pairs: Sequence[Sequence[str]] | None) -> str | None:
         for sentence in sentences:
             digest.update(sentence.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _parsed(text):
-    """Return a RunIdentity; raise a ValueError, KeyError or TypeError where it is none."""
-    document = json.loads(text)
-    body = document["run"]
-    if document["sha256"] != _digest_of(body) or body["version"] != _VERSION:
-        raise ValueError("another checksum, or another version")
-    files, data = dict(body["files"]), dict(body["data"])
-    if CONFIG not in files or not all(_FILE.fullmatch(name) for name in files):
-        raise ValueError("names of other files")
-    if not all(_DIGEST.fullmatch(digest) for digest in files.values()):
-        raise ValueError("no checksums")
-    if set(data) != {"train", "dev"}:
-        raise ValueError("other data")
-    return RunIdentity(text, files, data)
 
 
 def _digest_of(body):

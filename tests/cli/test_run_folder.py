@@ -116,9 +116,9 @@ SWAPS = {
     "a flipped head": (lambda run, other: flip(run / WEIGHTS, 0), "weights are damaged"),
     "a flipped end": (lambda run, other: flip(run / WEIGHTS, 0.9999), "weights are damaged"),
     "a cut file": (lambda run, other: os.truncate(run / WEIGHTS, 9999), "weights are damaged"),
-    "a damaged run.json": (lambda run, other: flip(run / "run.json"), "run.json: is damaged"),
+    "a damaged run.json": (lambda run, other: flip(run / "run.json"), "run.json is damaged"),
     "a run.json that is no text": (
-        lambda run, other: (run / "run.json").write_bytes(b"[" * 10**5), "run.json: is damaged"),
+        lambda run, other: (run / "run.json").write_bytes(b"[" * 10**5), "run.json is damaged"),
     "no run.json": (foreign, "has no run.json"),
 }  # fmt: skip
 
@@ -150,7 +150,7 @@ REFUSED = [
     (foreign, ["--overwrite"], "no run folder"),
     (foreign, ["--resume"], "no run folder"),
     (add("notes.txt"), ["--overwrite"], "also holds notes.txt"),
-    (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json: is damaged"),
+    (SWAPS["a damaged run.json"][0], ["--overwrite"], "run.json is damaged"),
     (nothing, ["--overwrite", "data.source=missing.en"], "missing.en"),
     (nothing, ["--overwrite", "data.dev_source=missing.en"], "data.dev_target is not given"),
     (nothing, ["--overwrite", "training.optimizer=fast"], "training.optimizer"),
