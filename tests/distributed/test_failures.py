@@ -15,7 +15,7 @@ FAILURES = {
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
     ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
 }
-LONG = [("kill", "data"), ("kill", "stage")]
+LONG = [("kill", "model"), ("kill", "data"), ("kill", "stage")]
 
 
 @needs_horovod

@@ -17,7 +17,6 @@ QUICK = """
     tied.used/mp2@2x1+rows+sp       sgd/mp4@2x2+rows          sgd/dp2mp2@2x2+sp
 
     adamw/dp2@2x1+shard1            adamw/dp2@2x1+shard2      tied.used/dp2@2x1+shard3
-    adamw/dp4@4x1+shard3
 
     lamb/dp2@2x1+whole2             muon/dp2@2x1+whole1
 
@@ -27,7 +26,7 @@ QUICK = """
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
     tied/mp2@1x2  tied/mp4@1x4+sp  sgd/dp4@1x4  untied/mp2@2x1  tied/mp4@2x2+rows  untied/dp2mp2@2x2+sp
-    tied/dp4@4x1  untied/dp2mp2@4x1+rows  tied/dp2mp2@4x1+rows+sp
+    tied/dp4@4x1  adamw/dp4@4x1+shard3  untied/dp2mp2@4x1+rows  tied/dp2mp2@4x1+rows+sp
     sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
     sgd/dp2mp2@2x2+shard3  adamw/dp2@2x1+shard3  deep_tied.used/mp2pp2m2-1f1b@2x2
     deep_dropout/pp4m4-1f1b@4x1  deep/mp2pp2m2-1f1b@4x1+rows+sp
