@@ -89,7 +89,7 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
             same = overwrite or not os.path.lexists(target)
             if not same and not filecmp.cmp(fresh / target.name, target, shallow=False):
                 raise InputError(
-                    f"{target} is there with other content: give another folder, or overwrite it"
+                    f"{target} is there with other content: give another folder, or --overwrite it"
                 )
         for name in names:
             os.replace(fresh / name, folder / name)
