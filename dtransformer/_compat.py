@@ -114,6 +114,14 @@ def exclude_parts_from_weight_decay(optimizer, parts: list[tuple[keras.Variable,
             excluded.add(optimizer._var_key(part))
 
 
+def learning_rate_of(optimizer: keras.optimizers.Optimizer):
+    """Return an optimizer's learning rate: a variable, a schedule or a function.
+
+    Its property calls the latter two. Unnecessary if Keras told which it is.
+    """
+    return optimizer._learning_rate
+
+
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
     return bool(optimizer._use_weight_decay(variable))

@@ -109,7 +109,9 @@ def _prepare(arguments):
     else:
         from dtransformer.datasets import wmt14
 
-        source = wmt14.download(out, overwrite) if arguments.download else arguments.source
+        source = (
+            wmt14.download(out, overwrite=overwrite) if arguments.download else arguments.source
+        )
         paths = wmt14.prepare(source, out, overwrite)
     for path in paths:
         print(path)

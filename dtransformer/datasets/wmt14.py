@@ -115,7 +115,7 @@ def _check_sum(place, name, data):
 
 
 def download(
-    destination: FilePath, overwrite: bool = False, url: str = ARCHIVE_URL, timeout: float = 30
+    destination: FilePath, url: str = ARCHIVE_URL, timeout: float = 30, overwrite: bool = False
 ) -> pathlib.Path:
     """Download WMT14's test sets and keep the two files that the sample uses.
 
@@ -123,9 +123,9 @@ def download(
 
     Args:
         destination: the folder to write the two files to.
-        overwrite: whether files that are there with other content are replaced.
         url: where the archive is.
         timeout: seconds without an answer before it gives up.
+        overwrite: whether files that are there with other content are replaced.
 
     Returns:
         The folder.

@@ -23,6 +23,11 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
     Raises:
         ValueError: it cannot; says what to change.
     """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ValueError(
+            "MultiOptimizer has several optimizers, and the trainer updates weights with one: use "
+            "one that treats weights differently by itself, such as Muon"
+        )
     options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
     asked = [name for name, value in options.items() if value]
     if job.stage()[1] > 1:

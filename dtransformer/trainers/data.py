@@ -83,6 +83,9 @@ def peek(data):
         return (first[0] if first else None), again
     if not (hasattr(data, "shape") or tf.nest.is_nested(data)):
         return None, data
+    arrays = [x for x in tf.nest.flatten(data) if x is not None]
+    if not all(hasattr(x, "__getitem__") for x in arrays):  # sparse ones have no rows to take
+        return None, data
     return (tf.nest.map_structure(lambda x: None if x is None else x[:64], data),), data
 
 

@@ -191,7 +191,7 @@ def clip_shards(optimizer, gradients: list, squares: list, owners: list, norm: t
         gradients: list of tensors, scaled as the optimizer scales the loss.
         squares: of each gradient, from `square_norms`.
         owners: for each gradient the number of the weight that it belongs to.
-        norm: of all gradients of the network.
+        norm: of all gradients of the network, not scaled.
 
     Returns:
         A list of tensors.
@@ -204,8 +204,8 @@ def clip_shards(optimizer, gradients: list, squares: list, owners: list, norm: t
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     if not limit:
         return gradients
-    limit *= loss_scale
     if optimizer.clipnorm:
+        limit *= loss_scale
         norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, owners, max(owners) + 1))
         factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(owners) + 1)
     else:

@@ -25,6 +25,26 @@ def check_clipping(optimizer):
         )
 
 
+def is_overwritten(weight):
+    """Return whether the gradient of a Keras variable is its new value."""
+    return getattr(weight, "overwrite_with_gradient", False)
+
+
+def check_overwritten(weights):
+    """Check that gradients which are new values, such as float8 scales', are not added up.
+
+    Raises:
+        ValueError: they would be, over ranks or micro-batches.
+    """
+    named = [weight.path for weight in weights if is_overwritten(weight)]
+    if named and (job.data_shard()[1] > 1 or get_parallel_config().micro_batch_num > 1):
+        raise ValueError(
+            f"{named[0]} is overwritten with its gradient (overwrite_with_gradient=True), and data "
+            "shards and micro-batches add gradients up: train it on one data shard, with "
+            "micro_batch_num=1"
+        )
+
+
 @contextlib.contextmanager
 def without_clipping(optimizer):
     """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""

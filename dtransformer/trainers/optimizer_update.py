@@ -30,6 +30,8 @@ def optimizer_update(optimizer, units, devices, jit_compile):
         that returns the new values of the latter.
     """
     at_once = functools.partial(_update_at_once, optimizer, units)
+    if not type(optimizer).__module__.startswith("keras."):
+        return at_once  # nobody knows what it asks of a weight, and how it changes its states
     states = states_of_units(optimizer, len(units))
     if states is None:
         return at_once
@@ -70,8 +72,7 @@ class _UpdateInCalls:
 
     def __init__(self, optimizer, units, states, devices, jit_compile):
         self._optimizer, self._jit_compile = optimizer, jit_compile
-        self._scalars = [optimizer.iterations, optimizer.learning_rate]
-        self._scalars = [scalar for scalar in self._scalars if isinstance(scalar, keras.Variable)]
+        self._settings = self._learning_rate = self._scalars = None
         self._units = [_held(unit) for unit in units]
         self._variables = [None if unit is held else unit for unit, held in zip(units, self._units)]
         self._states = [[variable for _, variable in own] for own in states]
@@ -87,14 +88,24 @@ class _UpdateInCalls:
 
     def _key(self, number, unit, states):
         """Return what the optimizer treats units by: those of equal keys alike."""
-        if not type(self._optimizer).__module__.startswith("keras."):
-            return number  # nobody knows what it asks of a weight
         kept = tuple((name, tuple(variable.shape), variable.dtype) for name, variable in states)
-        decays = _compat.uses_weight_decay(self._optimizer, getattr(unit, "value", unit))
+        is_held = isinstance(unit, HeldParameter)
+        decays = _compat.uses_weight_decay(self._optimizer, unit if is_held else unit.value)
         overwrites = self._units[number].overwrite_with_gradient
-        return (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
+        alike = (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
+        return is_held, *alike
+
+    def _forget_old_settings(self):
+        """Trace anew what was traced for other settings, such as another schedule."""
+        settings = _settings(self._optimizer)
+        rate = _compat.learning_rate_of(self._optimizer)
+        if settings != self._settings or rate is not self._learning_rate:
+            self._settings, self._learning_rate, self._functions = settings, rate, {}
+            scalars = [self._optimizer.iterations, rate]
+            self._scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
 
     def __call__(self, gradients, held_values):
+        self._forget_old_settings()
         held = iter(held_values)
         values = [next(held) if own is None else own.value for own in self._variables]
         scalars = [tf.identity(scalar.value) for scalar in self._scalars]
@@ -156,6 +167,12 @@ class _UpdateInCalls:
             self._optimizer.apply(gradients, units)
         new = [unit.release() for unit in units]
         return [value for value in new if not isinstance(value, tf.Variable)], tf.zeros([])
+
+
+def _settings(optimizer):
+    """Return the numbers and names that a user may change between two traces, to compare."""
+    simple = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}
 
 
 def _held(variable):

@@ -4,6 +4,7 @@ It knows nothing of layers: gradients come in, weights have changed when it is d
 """
 
 import contextlib
+import itertools
 import math
 
 import tensorflow as tf
@@ -20,7 +21,9 @@ from dtransformer.trainers.optimizer_checks import (
     check_clipping,
     check_constraints,
     check_elementwise,
+    check_overwritten,
     check_shards,
+    is_overwritten,
     without_clipping,
 )
 from dtransformer.trainers.optimizer_update import optimizer_update
@@ -69,6 +72,8 @@ class ShardedOptimizer:
             and config.micro_batch_num > 1
             and config.optimizer_shard >= 2
         )
+        self._overwritten = [is_overwritten(one.weight) for one in self.shards]
+        check_overwritten(weights)
         check_constraints(weights)
         if self.is_sharded:
             check_elementwise(self._optimizer)
@@ -117,7 +122,7 @@ class ShardedOptimizer:
         if not tf.executing_eagerly():
             self.graph = tf.compat.v1.get_default_graph()
         if factor is not None:
-            gradients = grads.scale(gradients, factor)
+            gradients = self._of_others(lambda some: grads.scale(some, factor), gradients)
         with trace.scope(names_are_global=True):
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
@@ -149,21 +154,34 @@ class ShardedOptimizer:
         """Update the weights with reduced gradients; return the norm of all of them."""
         norm_shares = [one.norm_share for one in self.shards]
         squares = grads.square_norms(gradients, self._is_sharded, norm_shares)
-        counted = [square for square, one in zip(squares, self.shards) if one.counts]
+        counts = [one.counts for one in self.shards]
+        counted = list(itertools.compress(self._others(squares), self._others(counts)))
         norm = tf.sqrt(grads.sum_over_stages(tf.add_n([tf.zeros([]), *counted])))
         scale = self.loss_scale.value()
         norm /= scale
         if self.loss_scale.is_used:
-            gradients = grads.scale(gradients, 1 / scale)
+            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
             squares = [square / scale**2 for square in squares]
         if self._clips:
-            numbers = [one.number for one in self.shards]
-            gradients = grads.clip_shards(self._optimizer, gradients, squares, numbers, norm)
+            own = self._others(squares), self._others([one.number for one in self.shards])
+            gradients = self._of_others(
+                lambda some: grads.clip_shards(self._optimizer, some, *own, norm), gradients
+            )
         # Weight decay needs no gradient: at the end of the data, where the step fails for want
         # of a batch, it would go on without one.
         with tf.control_dependencies([norm]):
             self.loss_scale.run(norm, lambda: self._update_and_all_gather(gradients))
         return norm
+
+    def _others(self, values):
+        """Return those of a list with one for each shard that are not of overwritten weights."""
+        return [value for value, is_value in zip(values, self._overwritten) if not is_value]
+
+    def _of_others(self, function, gradients):
+        """Return gradients, of which a function has changed those that are no weights' values."""
+        changed = iter(function(self._others(gradients)))
+        pairs = zip(gradients, self._overwritten)
+        return [gradient if is_value else next(changed) for gradient, is_value in pairs]
 
     def _update_and_all_gather(self, gradients):
         gradients, held = self._update_units.gradients(gradients), self._update_units.held_values()

@@ -20,7 +20,7 @@ if bool(args.source) == args.download:
     parser.error("give either --source or --download")
 
 try:
-    source = wmt14.download(args.out, args.overwrite) if args.download else args.source
+    source = wmt14.download(args.out, overwrite=args.overwrite) if args.download else args.source
     for path in wmt14.prepare(source, args.out, args.overwrite):
         print(path)
 except InputError as error:

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtransformer.trainers import Trainer, optimizer_update
 from dtransformer.trainers.alike_calls import alike_calls
@@ -17,6 +18,40 @@ class Halving(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         gradient = gradient * (0.5 if "bias" in variable.name else 1.0)
         super().update_step(gradient, variable, learning_rate)
+
+
+class Momentum(keras.optimizers.Optimizer):
+    """One of a user's own, whose states are assigned as variables are."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.means = [self.add_variable_from_reference(v, name="mean") for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        mean = self.means[self._get_variable_index(variable)]
+        mean.assign(0.9 * mean + gradient)
+        self.assign_sub(variable, learning_rate * mean)
+
+
+class Overwritten(keras.layers.Dense):
+    """A layer with a weight whose gradient is its new value."""
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        self.scale.overwrite_with_gradient = True
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def remembered(x, scale):
+            return x * 1.0, lambda dy: (dy, 10.0 + tf.reduce_max(tf.abs(x)))
+
+        return remembered(super().call(inputs), tf.convert_to_tensor(self.scale))
+
+
+def projected(weight):
+    """A constraint of a user's own."""
+    return weight.value * 0.99 if weight.ndim == 2 else weight
 
 
 def without_biases(optimizer):
@@ -39,6 +74,13 @@ OPTIMIZERS = {
     "averages": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, use_ema=True),
     "accumulated": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, clipnorm=0.1),
     "one of a user's own": lambda: Halving(0.1),
+    "states that are assigned": lambda: Momentum(0.1),
+    "a scaled loss, all gradients clipped": lambda: keras.optimizers.SGD(
+        0.1, global_clipnorm=0.1, loss_scale_factor=1024.0
+    ),
+    "a scaled loss, each gradient clipped": lambda: keras.optimizers.SGD(
+        0.1, clipnorm=0.1, loss_scale_factor=1024.0
+    ),
 }
 
 
@@ -46,12 +88,12 @@ def trained(optimizer, wrap, depth=4, **options):
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     names = ["first", "second", *(f"dense_{i}" for i in range(2, depth))]
-    projected = {"kernel_constraint": keras.constraints.MaxNorm(1.0)}
+    constraints = {"first": keras.constraints.MaxNorm(1.0), "second": projected}
     model = keras.Sequential(
         [
             keras.Input((8,)),
             *(
-                keras.layers.Dense(8, "tanh", name=name, **(projected if name == "first" else {}))
+                keras.layers.Dense(8, "tanh", name=name, kernel_constraint=constraints.get(name))
                 for name in names
             ),
             keras.layers.Dense(2),
@@ -105,3 +147,55 @@ def test_calls(keys, most, expected):
     calls = alike_calls(keys, [1] * len(keys), most)
     assert calls == expected
     assert sorted(i for call in calls for i in call) == list(range(len(keys)))
+
+
+CLIPS = {"clipnorm": 0.1, "global_clipnorm": 0.1, "clipvalue": 0.01}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_weight_that_its_gradient_overwrites_is_not_clipped(clip):
+    def weights(wrap):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), Overwritten(2)])
+        trainer = Trainer(model) if wrap else model
+        trainer.compile(keras.optimizers.SGD(0.1, **{clip: CLIPS[clip]}), "mse")
+        trainer.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for own, other in zip(weights(True), weights(False), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_change_between_fits_hold():
+    def weights(wrap):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+        trainer = Trainer(model) if wrap else model
+        trainer.compile(keras.optimizers.AdamW(0.01, epsilon=1e-3), "mse")
+        trainer.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        decay = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+        trainer.optimizer.learning_rate = decay
+        trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0)  # a shape that is traced anew
+        trainer.optimizer.weight_decay = 0.9
+        trainer.make_train_function(force=True)
+        trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for own, other in zip(weights(True), weights(False), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_several_optimizers_are_refused():
+    trainer = Trainer(keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]))
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD()))
+    with pytest.raises(ValueError, match="MultiOptimizer has several optimizers"):
+        trainer.compile(several, "mse")
+
+
+def test_sparse_inputs_are_trained_with():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,), sparse=True), keras.layers.Dense(2)])
+    trainer = Trainer(model)
+    trainer.compile("sgd", "mse")
+    logs = trainer.fit(tf.sparse.from_dense(X), Y, batch_size=4, verbose=0).history
+    assert np.isfinite(logs["loss"]).all()

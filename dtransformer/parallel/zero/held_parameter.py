@@ -40,6 +40,16 @@ class HeldParameter:
         self.overwrite_with_gradient = getattr(owner, "overwrite_with_gradient", False)
         self._value = None
 
+    @property
+    def value(self) -> tf.Tensor:
+        """The tensor, or that of the variable."""
+        return tf.convert_to_tensor(self)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.shape.rank
+
     def hold(self, value: tf.Tensor | tf.Variable):
         """Take a value, a tensor or a variable of `shape`."""
         self._value = value

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.division import Division
@@ -79,7 +80,8 @@ class MasterShardedVariable(FlatShardedVariable):
 
     @property
     def trained_value(self) -> tf.Tensor:
-        return self.copy
+        given = _compat.stateless_value(self)
+        return self.copy if given is None else given
 
     def _read(self):
         return self._maybe_autocast(tf.convert_to_tensor(self.copy))
