@@ -15,9 +15,11 @@ from dtransformer.layers.base import (
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
-from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
+from dtransformer.parallel.tensor_parallel.heads import project_to_heads
+from dtransformer.parallel.tensor_parallel.linear import row_parallel
 
 _CACHE_AXES = ("batch", "heads", "memory_length", "head_dim")
 
@@ -186,7 +188,7 @@ class MultiHeadAttention(Layer):
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
         context = tf.transpose(context, [0, 2, 1, 3])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
-        output = self.hidden_dropout(output + self.output_bias, training=training)
+        output = self.hidden_dropout(add_bias(output, self.output_bias), training=training)
         output = in_form_of(output, given)
         return output if cache is None else (output, cache)
 
@@ -224,7 +226,7 @@ class MultiHeadAttention(Layer):
     def _project(self, inputs):
         """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.
 
-        Those with the same input share one reduction of its gradient.
+        Those of the same input are one product, and share one reduction of its gradient.
         """
         names_of = {}
         for name, x in inputs.items():
@@ -232,10 +234,8 @@ class MultiHeadAttention(Layer):
         heads = {}
         for names in names_of.values():
             kernels = [getattr(self, f"{name}_kernel") for name in names]
-            products = column_parallel(inputs[names[0]], kernels, ("heads", "head_dim"))
-            for name, product in zip(names, products):
-                product += tf.cast(getattr(self, f"{name}_bias"), product.dtype)
-                heads[name] = tf.transpose(product, [0, 2, 1, 3])
+            biases = [getattr(self, f"{name}_bias") for name in names]
+            heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
     def _attend(self, q, k, v, mask, training):

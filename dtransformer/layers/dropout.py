@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.dropout_mask import kept_elements
 from dtransformer.parallel.dropout_seed import layer_seed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -50,8 +51,7 @@ class Dropout(Layer):
 
         @custom_gradient
         def drop(x):
-            shape = static_or_dynamic_shape(x)
-            is_kept = tf.random.stateless_uniform(shape, seed, alg="philox") >= self.rate
+            is_kept = kept_elements(static_or_dynamic_shape(x), self.rate, seed)
             scale = tf.cast(1 / (1 - self.rate), x.dtype)
 
             def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number

@@ -15,6 +15,7 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.settings import as_config
+from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
@@ -120,10 +121,10 @@ class FeedForward(Layer):
     def _compute(self, inputs, training):
         # [batch, length, embed] -> [batch, length, mlp]
         (x,) = column_parallel(inputs, [self.mapping_kernel], ("mlp",))
-        x = self.activation(x + self.mapping_bias)
+        x = self.activation(add_bias(x, self.mapping_bias))
         # [batch, length, mlp] -> [batch, length, embed]
         x = row_parallel(x, self.projection_kernel, ("mlp",))
-        return self.dropout(x + self.projection_bias, training=training)
+        return self.dropout(add_bias(x, self.projection_bias), training=training)
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape

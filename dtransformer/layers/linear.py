@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 _KINDS = ("column", "row", None)
@@ -78,7 +79,7 @@ class Linear(Layer):
             y = row_parallel(inputs, self.kernel, (self.inputs_axis,))
         else:
             (y,) = column_parallel(inputs, [self.kernel], (self.units_axis,))
-        return y + self.bias if self.use_bias else y
+        return add_bias(y, self.bias) if self.use_bias else y
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape[:-1], self.units)

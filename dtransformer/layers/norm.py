@@ -1,11 +1,10 @@
 """Layer normalization and root-mean-square normalization, computed in float32."""
 
-import string
-
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.features import mean_of_features, sum_to_features
 from dtransformer.parallel.recompute import recomputed
 
 
@@ -76,13 +75,13 @@ class LayerNorm(_Norm):
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def layer_norm(x, gamma, beta):
-            centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+            centered = x - mean_of_features(x)
             unit, inverse = _divide_by_rms(centered, self.epsilon)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit, gamma)
-                dx = (dx - _features_mean(dy, gamma)) * inverse
-                return dx, dgamma, _sum_to_features(dy)
+                dx = (dx - mean_of_features(dy, gamma)) * inverse
+                return dx, dgamma, sum_to_features(dy)
 
             return unit * gamma + beta, gradient
 
@@ -130,7 +129,7 @@ class RMSNorm(_Norm):
 
 def _divide_by_rms(x, epsilon):
     """Return x over its root mean square, and the reciprocal of that [..., 1]."""
-    mean_square = tf.reduce_mean(tf.square(x), axis=-1, keepdims=True)
+    mean_square = mean_of_features(tf.square(x))
     inverse = tf.math.rsqrt(mean_square + epsilon)
     return x * inverse, inverse
 
@@ -138,17 +137,5 @@ def _divide_by_rms(x, epsilon):
 def _rms_gradient(dy, unit, gamma):
     """Return the gradient of x, times its root mean square, and that of gamma."""
     product = dy * unit
-    dx = dy * gamma - unit * _features_mean(product, gamma)
-    return dx, _sum_to_features(product)
-
-
-def _features_mean(x, gamma):
-    """Return the mean of x · gamma over the features, [..., 1]."""
-    names = string.ascii_lowercase[: len(x.shape)]
-    kernel = tf.reshape(gamma / gamma.shape[0], [-1, 1])
-    return tf.einsum(f"{names},{names[-1]}z->{names[:-1]}z", x, kernel)
-
-
-def _sum_to_features(x):
-    """[..., h] -> [h]"""
-    return tf.reduce_sum(x, axis=list(range(len(x.shape) - 1)))
+    dx = dy * gamma - unit * mean_of_features(product, gamma)
+    return dx, sum_to_features(product)

@@ -1,0 +1,200 @@
+"""Training speed of one process beside PyTorch and KerasHub, in turn; prints JSON.
+
+    python benchmarks/against_peers.py [--workloads translation,wide,language_model]
+        [--rounds 6] [--steps 4] [--environments FOLDER] [--picture FILE.png]
+
+Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
+trains a few steps while the others wait, round after round: a machine whose speed drifts is
+the same for all. One of them computes the products of a step alone, which is the limit.
+The first round of each is not counted.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import venv
+
+PEERS = pathlib.Path(__file__).parent / "peers"
+PYTORCH, KERAS_HUB = (
+    ["torch==2.13.0", "numpy"],
+    ["tensorflow==2.21.0", "keras==3.15.1", "keras-hub"],
+)
+# Name -> packages of its environment (None for this one), script, arguments.
+CONTESTANTS = {
+    "dtransformer": (None, "ours.py", []),
+    "pytorch": (PYTORCH, "pytorch.py", ["eager"]),
+    "pytorch_compiled": (PYTORCH, "pytorch.py", ["compiled"]),
+    "keras_hub": (KERAS_HUB, "keras_hub_layers.py", ["tensorflow"]),
+    "keras_hub_xla": (KERAS_HUB, "keras_hub_layers.py", ["xla"]),
+    "products": (None, "products.py", []),
+}
+OURS, LIMIT = "dtransformer", "products"
+WORKLOADS = "translation", "wide", "language_model"
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names, with commas")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, with commas")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4, help="of a round")
+    parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("build/peers"))
+    parser.add_argument("--before", type=pathlib.Path, help="another checkout, to compare with")
+    parser.add_argument("--picture", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def python_of(packages, folder):
+    """Return the Python of an environment with these packages, which is made if it is missing."""
+    if packages is None:
+        return sys.executable
+    home = folder.absolute() / packages[0].partition("=")[0]
+    python = home / "bin" / "python"
+    if not (home / "complete").exists():
+        print(f"making the environment {home}", file=sys.stderr)
+        venv.create(home, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        (home / "complete").touch()
+    return python
+
+
+class Contestant:
+    """A process that trains when it is asked to."""
+
+    def __init__(self, python, script, arguments, root):
+        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
+        self._process = subprocess.Popen(
+            [python, PEERS / script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.started = self._answer()
+
+    def run(self, steps):
+        """Return the seconds of each of so many steps."""
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self):
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a contestant ended: exit code {self._process.wait()}")
+        return json.loads(line)
+
+
+def measured(workload, args):
+    """Return the medians of every round, {contestant: list of seconds}, and how each started."""
+    root = pathlib.Path(__file__).parents[1]
+    chosen = {name: CONTESTANTS[name] for name in args.contestants.split(",")}
+    contestants, seconds = {}, {}
+    roots = dict.fromkeys(chosen, root)
+    if args.before:
+        chosen["before"], roots["before"] = CONTESTANTS[OURS], args.before.absolute()
+    try:
+        for name, (packages, script, arguments) in chosen.items():
+            python = python_of(packages, args.environments)
+            contestants[name] = Contestant(python, script, [workload, *arguments], roots[name])
+            print(f"{workload}: {name} started", file=sys.stderr)
+        for number in range(args.rounds + 1):
+            for name, contestant in contestants.items():
+                median = statistics.median(contestant.run(args.steps))
+                if number:
+                    seconds.setdefault(name, []).append(median)
+    finally:
+        for contestant in contestants.values():
+            contestant.close()
+    return seconds, {name: contestant.started for name, contestant in contestants.items()}
+
+
+def report_of(workload, seconds, started):
+    """Return what is printed of a workload."""
+    sys.path.insert(0, str(PEERS))
+    from workloads import WORKLOADS
+
+    work = WORKLOADS[workload]
+    ours, limit = seconds.get(OURS), seconds.get(LIMIT)
+    peers = {name: values for name, values in seconds.items() if name not in (OURS, LIMIT)}
+    report = {
+        "step_ms": {name: rounded(values, 1e3, 1) for name, values in seconds.items()},
+        "tokens_per_second": {
+            name: round(work.tokens / statistics.median(values))
+            for name, values in seconds.items()
+            if name != LIMIT
+        },
+        "first_step_s": {
+            name: round(start["first_step_s"], 1)
+            for name, start in started.items()
+            if name != LIMIT
+        },
+    }
+    if ours and peers:
+        ratios = {name: ratios_of(values, ours) for name, values in peers.items()}
+        report["times_as_fast_as"] = {name: rounded(values) for name, values in ratios.items()}
+        rivals = [values for name, values in peers.items() if name != "before"]
+        if rivals:
+            best = ratios_of([min(values) for values in zip(*rivals)], ours)
+            report["times_as_fast_as_the_best_peer"] = rounded(best)
+            report["median_against_the_best_peer"] = round(statistics.median(best), 3)
+    if limit:
+        report["share_of_the_products_limit"] = {
+            name: round(statistics.median(ratios_of(limit, values)), 3)
+            for name, values in seconds.items()
+            if name != LIMIT
+        }
+        report["products_gflops_per_second"] = round(
+            work.flops() / statistics.median(limit) / 1e9, 1
+        )
+    return report
+
+
+def ratios_of(values, others):
+    return [value / other for value, other in zip(values, others)]
+
+
+def rounded(values, factor=1.0, digits=3):
+    return [round(value * factor, digits) for value in values]
+
+
+def main():
+    args = parse_arguments()
+    report = {"machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
+    report.update(rounds=args.rounds, steps_of_a_round=args.steps, workloads={})
+    for workload in args.workloads.split(","):
+        report["workloads"][workload] = report_of(workload, *measured(workload, args))
+    print(json.dumps(report, indent=2))
+    if args.picture:
+        draw(report["workloads"], args.picture)
+
+
+def draw(workloads, path):
+    """Draw the tokens per second of every contestant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(workloads), figsize=(4 * len(workloads), 3.2))
+    for axis, (name, report) in zip([axes] if len(workloads) == 1 else axes, workloads.items()):
+        speeds = report["tokens_per_second"]
+        axis.barh(list(speeds), list(speeds.values()))
+        axis.invert_yaxis()
+        axis.set_title(name.replace("_", " "))
+        axis.set_xlabel("tokens per second")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

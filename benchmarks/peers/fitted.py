@@ -1,0 +1,36 @@
+"""Steps of a Keras model by `fit`, and how long each takes."""
+
+import itertools
+import time
+
+import keras
+import tensorflow as tf
+
+
+class _Stopwatch(keras.callbacks.Callback):
+    """Keeps when each step ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.perf_counter())
+
+
+def fitted(model, inputs, labels):
+    """Return a function of n that fits n steps on one batch; seconds are those between ends.
+
+    The first step's are from the start of `fit`, which is called once.
+    """
+    data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
+
+    def run(number):
+        stopwatch, start = _Stopwatch(), time.perf_counter()
+        # One more than is counted: until the first one's end `fit` prepares.
+        extra = 0 if number == 1 else 1
+        model.fit(data, steps_per_epoch=number + extra, verbose=0, callbacks=[stopwatch])
+        ends = stopwatch.ends if extra else [start, *stopwatch.ends]
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    return run

@@ -1,0 +1,44 @@
+"""The contestant: dtransformer's models and trainer, by `fit`."""
+
+import keras
+import tensorflow as tf
+from fitted import fitted
+from workloads import serve
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM, TranslationTransformer
+from dtransformer.trainers import Trainer
+
+
+def make_run(workload):
+    sizes = {
+        "hidden_size": workload.hidden_size,
+        "ffn_hidden_size": workload.ffn_hidden_size,
+        "num_heads": workload.num_heads,
+        "positions": "learned",
+        "hidden_act": "relu",
+    }
+    source, target, labels = (
+        None if ids is None else tf.constant(ids, "int32") for ids in workload.batch()
+    )
+    if source is None:
+        sizes["max_length"] = workload.length
+        network = CausalLM(workload.vocab_size, num_layers=workload.decoder_layers, **sizes)
+        inputs = target
+    else:
+        network = TranslationTransformer(
+            workload.vocab_size,
+            encoder_layers=workload.encoder_layers,
+            decoder_layers=workload.decoder_layers,
+            max_source_length=workload.length,
+            max_target_length=workload.length,
+            **sizes,
+        )
+        inputs = {"source": source, "target": target}
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss())
+    return fitted(trainer, inputs, labels)
+
+
+if __name__ == "__main__":
+    serve(make_run)

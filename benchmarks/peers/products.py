@@ -1,0 +1,58 @@
+"""The limit: the products of a step alone, forward and both gradients, by TensorFlow."""
+
+import time
+
+import tensorflow as tf
+from workloads import serve
+
+
+def make_run(workload):
+    functions = []
+    for (batch, rows, inner, columns), number in workload.products().items():
+        shape = [] if batch == 1 else [batch]
+        x = tf.random.normal([*shape, rows, inner])
+        w = tf.random.normal([*shape, inner, columns])
+        y = tf.random.normal([*shape, rows, columns])
+        for arguments, options in (
+            ((x, w), {}),
+            ((y, w), {"transpose_b": True}),
+            ((x, y), {"transpose_a": True}),
+        ):
+            functions.append((_products(number, **options), arguments))
+
+    def run(steps):
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            for function, arguments in functions:
+                function(*arguments)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    return run
+
+
+def _products(number, **options):
+    """Return a function that computes a product so many times, one after the other."""
+
+    @tf.function(autograph=False)
+    def run(a, b):
+        def again(i, before):
+            with tf.control_dependencies([before]):
+                return i + 1, tf.matmul(a, b, **options)
+
+        # In a loop, which computes each anew.
+        start = tf.matmul(a, b, **options)
+        return tf.while_loop(
+            lambda i, _: i < number,
+            again,
+            (1, start),
+            parallel_iterations=1,
+            maximum_iterations=number,
+        )[1]
+
+    return run
+
+
+if __name__ == "__main__":
+    serve(make_run)

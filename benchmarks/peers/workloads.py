@@ -1,0 +1,109 @@
+"""The models that all contestants train, and one batch of full sentences for each.
+
+Read by environments that have NumPy alone in common.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A pre-norm Transformer with ReLU, learned positions and dropout 0.1, in float32.
+
+    Trained with AdamW (learning rate 1e-4) on the mean cross entropy of all tokens.
+
+    Args:
+        encoder_layers: number of blocks of the encoder; 0 for a language model.
+        decoder_layers: number of blocks that predict.
+        hidden_size, ffn_hidden_size, num_heads, vocab_size: as the layers'.
+        batch_size: number of sentences.
+        length: number of tokens of a sentence, on each side.
+    """
+
+    encoder_layers: int = 4
+    decoder_layers: int = 4
+    hidden_size: int = 256
+    ffn_hidden_size: int = 1024
+    num_heads: int = 8
+    vocab_size: int = 8000
+    batch_size: int = 32
+    length: int = 32
+
+    @property
+    def tokens(self):
+        """Number of tokens of a step, of both sides."""
+        return self.batch_size * self.length * (2 if self.encoder_layers else 1)
+
+    def batch(self):
+        """Return (source or None, target, labels), int arrays [batch_size, length]."""
+        shape = (3, self.batch_size, self.length)
+        source, target, labels = np.random.default_rng(0).integers(4, self.vocab_size, shape)
+        return source if self.encoder_layers else None, target, labels
+
+    def products(self):
+        """Return the products of the forward pass: {(batch, rows, inner, columns): number}.
+
+        One for the projections of each input, as wide as it can be: three of self attention
+        are one, and so are keys and values of a memory.
+        """
+        h, f, head = self.hidden_size, self.ffn_hidden_size, self.hidden_size // self.num_heads
+        rows, heads = self.batch_size * self.length, self.batch_size * self.num_heads
+        blocks = self.encoder_layers + self.decoder_layers
+        crosses = self.decoder_layers if self.encoder_layers else 0
+        found = {
+            (1, rows, h, 3 * h): blocks,
+            (1, rows, h, 2 * h): crosses,
+            (1, rows, h, h): blocks + 2 * crosses,
+            (1, rows, h, f): blocks,
+            (1, rows, f, h): blocks,
+            (1, rows, h, self.vocab_size): 1,
+            (heads, self.length, head, self.length): blocks + crosses,
+            (heads, self.length, self.length, head): blocks + crosses,
+        }
+        return {shape: number for shape, number in found.items() if number}
+
+    def flops(self):
+        """Return the floating-point operations of a step's products, both gradients included."""
+        return sum(6.0 * np.prod(shape) * number for shape, number in self.products().items())
+
+
+WORKLOADS = {
+    "translation": Workload(),
+    "wide": Workload(6, 6, hidden_size=512, ffn_hidden_size=2048),
+    "language_model": Workload(0, 12, batch_size=8, length=256),
+}
+
+
+def serve(make_run):
+    """Take turns: for each number n on standard input, run n steps and print their seconds.
+
+    Args:
+        make_run: a function of the `Workload` and the other arguments of the command line, which
+            returns a function of n that trains n steps and returns a list of seconds of each.
+    """
+    workload, *options = sys.argv[1:]
+    start = time.perf_counter()
+    run = make_run(WORKLOADS[workload], *options)
+    first = run(1)[0]
+    print(json.dumps({"start_s": time.perf_counter() - start, "first_step_s": first}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(int(line))), flush=True)
+
+
+def one_by_one(step):
+    """Return a function of n that runs n steps and returns the seconds of each."""
+
+    def run(number):
+        seconds = []
+        for _ in range(number):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    return run

@@ -1,0 +1,35 @@
+"""Projections into attention heads: one product for all of the same input."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import trace
+from dtransformer.parallel.features import add_bias
+from dtransformer.parallel.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
+
+Weight = tf.Tensor | keras.Variable
+
+
+def project_to_heads(x: tf.Tensor, kernels: list[Weight], biases: list[Weight]) -> list[tf.Tensor]:
+    """Return x · kernel + bias of each kernel, by heads.
+
+    On one device the kernels are multiplied as one: a product is faster the wider it is.
+
+    Args:
+        x: tensor [b, s, h].
+        kernels: list of m tensors or variables [h, n, d].
+        biases: list of m tensors or variables [n, d].
+
+    Returns:
+        A list of m tensors [b, n, s, d].
+    """
+    if trace.is_on_mesh() or any(is_unsharded_for_use(kernel) for kernel in kernels):
+        products = column_parallel(x, kernels, ("heads", "head_dim"))
+        pairs = zip(products, biases)
+        return [tf.transpose(add_bias(y, bias), [0, 2, 1, 3]) for y, bias in pairs]
+    kernel = tf.stack([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1)
+    bias = tf.stack([tf.cast(bias, x.dtype) for bias in biases])
+    # [b, s, m, n, d] -> [m, b, n, s, d]
+    heads = tf.transpose(add_bias(matmul(x, kernel), bias), [2, 0, 3, 1, 4])
+    return tf.unstack(heads)

@@ -1,0 +1,37 @@
+"""Promise: what dropout keeps is a function of the seed, with exactly the probability asked for."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.parallel.dropout_mask import kept_elements
+
+
+def kept(shape, rate, seed=0, function=kept_elements):
+    return function(shape, rate, tf.constant([seed, 7])).numpy()
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.25, 0.5, 0.9, 0.998, 0.999])
+def test_the_share_that_is_kept(rate):
+    """Within four standard deviations of 2 million draws: 8 bits alone would be beyond them."""
+    mean = np.mean([kept([500, 400], rate, seed).mean() for seed in range(10)])
+    assert abs(mean - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / 2e6)
+
+
+@pytest.mark.parametrize("shape", [[], [1], [3], [5, 7], [2, 3, 4, 5]])
+def test_any_shape_known_or_not(shape):
+    assert kept(shape, 0.3).shape == tuple(shape)
+    unknown = tf.function(
+        lambda size, seed: kept_elements([size, *shape], 0.3, seed), autograph=False
+    )
+    found = unknown(tf.constant(6), tf.constant([0, 7])).numpy()
+    np.testing.assert_array_equal(found, kept([6, *shape], 0.3))
+
+
+def test_no_two_rows_and_no_two_seeds_are_alike():
+    mask = kept([64, 64], 0.5)
+    assert len(np.unique(mask, axis=0)) == len(np.unique(mask, axis=1)) == 64
+    assert 0.45 < (mask == kept([64, 64], 0.5, seed=1)).mean() < 0.55
+    # The columns' own thresholds leave the rows independent of one another.
+    columns = np.mean([kept([400, 50], 0.1, seed) for seed in range(20)], axis=(0, 1))
+    assert np.abs(columns - 0.9).max() < 5 * np.sqrt(0.09 / 8000)
