@@ -5,8 +5,9 @@
 
 A case is a schedule and a number of micro-batches of equal size. The blocks of a language model
 with a small vocabulary make the stages equal. `bubble` is the median over the rounds' last steps,
-from `trainer.timeline()`; `theory` is (p - 1) / (v * m + p - 1), for stages that take equally long
-and sends that take no time; `instant_sends` is the schedule with the measured durations.
+from `trainer.timeline()`; `theory` is the schedule's own, for stages that take equally long, backward
+passes that take twice as long as forward passes, and sends that take no time; `instant_sends` is the
+schedule with the measured durations.
 `live_bytes` is the peak of TensorFlow's allocator in a step above what stays, on the first stage.
 """
 
@@ -19,17 +20,16 @@ import time
 import paths  # noqa: F401
 
 from dtransformer.parallel.pipeline import schedules
-from dtransformer.parallel.pipeline.instruction import BACKWARD, FORWARD
-from dtransformer.parallel.pipeline.simulator import ideal_of
+from dtransformer.parallel.pipeline.instruction import COMPUTATIONS
+from dtransformer.parallel.pipeline.simulator import ideal_of, simulate
 from harness.measure import passing_bytes
 from harness.printed import report_of
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cases", default="1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8", help="with commas"
-    )
+    cases = "1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8,zb_h1:8,zb_v:8"
+    parser.add_argument("--cases", default=cases, help="with commas")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8, help="steps that are measured")
     parser.add_argument("--layers", type=int, default=8)
@@ -52,7 +52,7 @@ def work(args):
     from dtransformer.trainers import Trainer
 
     schedule, number = args.worker.split(":")
-    number, chunks = int(number), 2 if schedule == "interleaved" else 1
+    number, chunks = int(number), max(1, schedules.SCHEDULES[schedule].min_chunks)
     config = dtransformer.TransformerOpParallelConfig(
         pipeline_stage=args.stages,
         micro_batch_num=number,
@@ -85,15 +85,17 @@ def work(args):
 
     def median_ms(stage, kind):
         events = [e for e in timeline.of_stage(stage) if e.instruction.kind == kind]
-        return 1e3 * statistics.median(e.end - e.start for e in events)
+        return 1e3 * statistics.median([e.end - e.start for e in events] or [0.0])
 
     result = {
         "bubble": statistics.median(bubbles),
-        "theory": (args.stages - 1) / (chunks * number + args.stages - 1),
+        "theory": simulate(all_instructions, config.placement).bubble,
         "instant_sends": statistics.median(ideals),
         "bubbles": bubbles,
-        "forward_ms": [median_ms(stage, FORWARD) for stage in range(args.stages)],
-        "backward_ms": [median_ms(stage, BACKWARD) for stage in range(args.stages)],
+        **{
+            f"{kind}_ms": [median_ms(stage, kind) for stage in range(args.stages)]
+            for kind in COMPUTATIONS
+        },
         "live_bytes": live_bytes,
         "tokens_per_second": ids[:, 1:].size / statistics.median(seconds),
     }

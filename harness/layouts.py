@@ -78,7 +78,7 @@ _PARTITIONS = {"flat": "shard", "whole": "whole"}
 ALONE = Layout()
 _NAME = re.compile(
     r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
-    r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|[a-z_]+)(?P<chunks>\d+)?)?"
+    r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
 )
@@ -117,7 +117,7 @@ SHARDED = tuple(
 
 # stages, micro-batches
 _PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
-_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 # With the other ways to divide the work: ranks, devices of each, and what else there is.
 _PIPELINES_OF_MORE = (
     (2, 2, {"model": 2}),

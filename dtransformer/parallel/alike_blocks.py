@@ -63,13 +63,14 @@ def _can_be_shared(block, layers):
     """Return whether the block's result is a function of its inputs and weights alone.
 
     Its layers have to be this package's, which change no state, and to send nothing: what ranks
-    send each other has a name for each block.
+    send each other has a name for each block. It gives nothing else than its result, either.
     """
     return (
         block.built
         and not tf.executing_eagerly()
         and not _compat.in_symbolic_scope()
         and not trace.is_on_mesh()
+        and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
         and not any(is_unsharded_for_use(weight) for weight in block.variables)
     )

@@ -127,10 +127,12 @@ class TransformerOpParallelConfig(validators.Checked):
         model_parallel: number of shards of each operation's weights.
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
-            micro-batches as there are stages; `"gpipe"`, which keeps all; or
-            `"interleaved"`: 1F1B with several model chunks on each stage.
-        pipeline_chunks: number of model chunks of each stage, with `"interleaved"`: with
-            more of them, stages wait less and send more.
+            micro-batches as there are stages; `"gpipe"`, which keeps all;
+            `"interleaved"`: 1F1B with several model chunks on each stage; `"zb_h1"`: 1F1B
+            whose gradients of weights fill the time in which stages would wait; or
+            `"zb_v"`, the same with two chunks a stage, there and back.
+        pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
+            `"zb_v"` 2: with more of them, stages wait less and send more.
         context_parallel: number of shards of the sequence in attention.
         expert_parallel: number of shards of the set of experts.
         micro_batch_num: number of micro-batches that a batch is split into.

@@ -95,7 +95,7 @@ def init(
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     topology = Topology.from_config(config, size, local_devices)
-    validators.check_supported(config)
+    validators.check_supported(config, local_devices)
     if not _job.is_joined:  # before the first operation
         local_size = hvd.local_size() if hvd else 1
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)

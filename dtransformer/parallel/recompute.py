@@ -71,6 +71,7 @@ def recomputed(
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
             stack.enter_context(dropout_numbers(numbers))
+            stack.enter_context(trace.scope(deferred=None))  # all of it is computed again at once
             scope = keras.StatelessScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))

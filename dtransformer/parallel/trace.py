@@ -28,6 +28,8 @@ class TraceContext:
             TensorFlow's global generator.
         dropout_numbers: dict of the id of a dropout layer and the number, a scalar, that its masks
             are drawn by in place of its own.
+        deferred: dict of what kernels are multiplied with whose gradients are left for later; None
+            where they are computed at once. See `deferred_gradients`.
         collective: name of the collective whose gradient is being made; None outside of one.
         names_are_global: whether collectives have the names that they are given, whatever the
             scopes around. TensorFlow numbers those of branches by what else a function
@@ -46,6 +48,7 @@ class TraceContext:
     dropout_numbers: types.MappingProxyType = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
+    deferred: dict | None = None
     collective: str | None = None
     names_are_global: bool = False
 

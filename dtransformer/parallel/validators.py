@@ -167,8 +167,12 @@ _NOT_WITH_A_PIPELINE = {
 }
 
 
-def check_supported(config) -> None:
+def check_supported(config, local_devices: int = 1) -> None:
     """Refuse a config that this version cannot carry out, instead of ignoring it.
+
+    Args:
+        config: a `TransformerOpParallelConfig`.
+        local_devices: number of devices that each rank drives.
 
     Raises:
         NotImplementedError: names the field.
@@ -203,6 +207,14 @@ def check_supported(config) -> None:
             config.micro_batch_num,
             config.pipeline_chunks,
         )
+        divides = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
+        if divides and (config.model_parallel > 1 or local_devices > 1):
+            raise ValueError(
+                f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
+                "a mesh the gradients of weights are not computed apart; got "
+                f"model_parallel={config.model_parallel} and local_devices={local_devices}: set "
+                "pipeline_schedule='1f1b' or 'interleaved'"
+            )
     elif config.pipeline_chunks > 1:
         raise ValueError(
             f"pipeline_chunks={config.pipeline_chunks} needs a pipeline: set pipeline_stage=2 or "

@@ -22,6 +22,7 @@ QUICK = """
 
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
+    deep_dropout/pp2m4-zb_h1@2x1
 """.split()
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
@@ -29,7 +30,9 @@ LONG = """
     tied/dp4@4x1  adamw/dp4@4x1+shard3  untied/dp2mp2@4x1+rows  tied/dp2mp2@4x1+rows+sp
     sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
     sgd/dp2mp2@2x2+shard3  adamw/dp2@2x1+shard3  deep_tied.used/mp2pp2m2-1f1b@2x2
-    deep_dropout/pp4m4-1f1b@4x1  deep/mp2pp2m2-1f1b@4x1+rows+sp
+    deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
+    deep_tied.used/pp2m4-zb_v2@2x1  deep/pp4m8-zb_v2@4x1  deep/dp2pp2m4-zb_h1@4x1+shard2
+    deep/mp2pp2m2-1f1b@4x1+rows+sp
     lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole1  adafactor/dp2@2x1+whole2
     muon/dp2@2x1+whole2  adamw/dp2@2x1+whole2  lamb/dp2mp2@2x2+rows+whole1
     lamb/dp4@4x1+whole1  adafactor/dp4@4x1+whole2  muon/dp4@4x1+whole2

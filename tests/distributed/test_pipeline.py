@@ -79,7 +79,9 @@ def test_keras_metrics_are_those_of_one_process(ranks_of):
             assert rank[name] == pytest.approx(values, rel=TRAINING), name
 
 
-LOSSES = stages("losses", "1f1b"), stages("losses", "gpipe"), stages("losses", "interleaved2")
+LOSSES = tuple(
+    stages("losses", schedule) for schedule in ("1f1b", "gpipe", "interleaved2", "zb_h1", "zb_v2")
+)
 LOSSES_ALONE = one_process("losses", "alone@1x1")
 
 

@@ -14,9 +14,7 @@ def values(*shape):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "features"), [((2, 3, 4), (4,)), ((5, 3), (3,)), ((2, 3, 4, 5), (4, 5))]
-)
+@pytest.mark.parametrize(("shape", "rank"), [((2, 3, 4), 1), ((5, 3), 1), ((2, 3, 4, 5), 2)])
 def test_a_bias_and_its_gradient(shape, rank, compiled):
     def gradients(add, x, bias, dy):
         with tf.GradientTape() as tape:

@@ -7,16 +7,17 @@ import dataclasses
 
 from dtransformer.parallel.pipeline.placement import Placement
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, WEIGHT_GRADIENTS = "forward", "backward", "weight_gradients"
 SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS = "send_activations", "receive_activations"
 SEND_GRADIENTS, RECEIVE_GRADIENTS = "send_gradients", "receive_gradients"
-COMPUTATIONS = (FORWARD, BACKWARD)
+COMPUTATIONS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS)
 SENDS = (SEND_ACTIVATIONS, SEND_GRADIENTS)
 RECEIVES = (RECEIVE_ACTIVATIONS, RECEIVE_GRADIENTS)
 
 _LETTERS = {
     FORWARD: "F",
     BACKWARD: "B",
+    WEIGHT_GRADIENTS: "W",
     SEND_ACTIVATIONS: "a>",
     RECEIVE_ACTIVATIONS: "a<",
     SEND_GRADIENTS: "g>",
@@ -27,6 +28,9 @@ _LETTERS = {
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One thing that a stage does for one micro-batch.
+
+    A backward pass is one computation, or, where the schedule divides it, two: `BACKWARD` is then
+    that for inputs, and `WEIGHT_GRADIENTS` what it leaves.
 
     Sends go on by themselves. A receive says that something may come from now on: the
     computation that needs it waits for it.
@@ -66,9 +70,12 @@ def input_of(computation: Instruction, placement: Placement) -> Instruction | No
     """Return the instruction of the same stage that gives a computation what it computes with.
 
     That is a receive, or the computation of a chunk before or after that is on the same stage:
-    for the backward pass of the last chunk its own forward pass. None for the network's inputs.
+    for the backward pass of the last chunk its own forward pass, for the gradients of weights
+    the backward pass. None for the network's inputs.
     """
     k, chunk = computation.micro_batch, computation.chunk
+    if computation.kind == WEIGHT_GRADIENTS:
+        return Instruction(BACKWARD, k, chunk)
     if computation.kind == FORWARD:
         kind, receive, neighbour = FORWARD, RECEIVE_ACTIVATIONS, chunk - 1
         peer = placement.stage_before(chunk)
@@ -87,6 +94,8 @@ def input_of(computation: Instruction, placement: Placement) -> Instruction | No
 def send_of(computation: Instruction, placement: Placement) -> list[Instruction]:
     """Return the send of what a computation gives to another stage: a list of at most one."""
     k, chunk = computation.micro_batch, computation.chunk
+    if computation.kind == WEIGHT_GRADIENTS:
+        return []
     if computation.kind == FORWARD:
         kind, peer = SEND_ACTIVATIONS, placement.stage_after(chunk)
     else:

@@ -4,7 +4,7 @@ A schedule is a function that gives the order of a stage's computations, and a r
 
 References: GPipe, Huang et al., 2018, arXiv 1811.06965; 1F1B, Narayanan et al., 2019,
 "PipeDream", and Narayanan et al., 2020, arXiv 2006.09503; interleaved 1F1B, Narayanan et
-al., 2021, arXiv 2104.04473, §2.2.
+al., 2021, arXiv 2104.04473, §2.2. Those with a backward pass in two parts are in `zero_bubble`.
 """
 
 import collections.abc
@@ -17,6 +17,7 @@ from dtransformer.parallel.pipeline.instruction import (
     with_transfers,
 )
 from dtransformer.parallel.pipeline.placement import Placement
+from dtransformer.parallel.pipeline.zero_bubble import zb_h1, zb_v
 
 
 def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
@@ -105,6 +106,7 @@ class Schedule:
             `Placement`.
         min_chunks, max_chunks: how many chunks a stage may have; None for as many as one likes.
         full_turns: whether the number of micro-batches has to be a multiple of the stages'.
+        divides_backward: whether gradients of weights are computed apart from those of inputs.
     """
 
     order: collections.abc.Callable
@@ -112,6 +114,7 @@ class Schedule:
     min_chunks: int = 1
     max_chunks: int | None = 1
     full_turns: bool = False
+    divides_backward: bool = False
 
     def allows(self, chunks_per_stage: int) -> bool:
         """Return whether stages may have so many chunks."""
@@ -124,6 +127,8 @@ SCHEDULES = {
     "1f1b": Schedule(one_forward_one_backward),
     "gpipe": Schedule(gpipe),
     "interleaved": Schedule(interleaved, min_chunks=2, max_chunks=None, full_turns=True),
+    "zb_h1": Schedule(zb_h1, divides_backward=True),
+    "zb_v": Schedule(zb_v, Placement.v_shaped, min_chunks=2, max_chunks=2, divides_backward=True),
 }
 
 

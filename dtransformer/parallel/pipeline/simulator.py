@@ -4,23 +4,26 @@ import statistics
 
 from dtransformer.parallel.pipeline.instruction import (
     BACKWARD,
+    COMPUTATIONS,
     FORWARD,
     RECEIVES,
     SENDS,
+    WEIGHT_GRADIENTS,
     Instruction,
     input_of,
     receive_of,
 )
 from dtransformer.parallel.pipeline.placement import Placement
-from dtransformer.parallel.pipeline.timeline import Event, Timeline
+from dtransformer.parallel.pipeline.timeline import Event, Timeline, divides_backward
 
 
 def simulate(
     all_instructions: list[list[Instruction]],
     placement: Placement,
     forward=1.0,
-    backward=2.0,
+    backward=None,
     transfer: float = 0.0,
+    weight_gradients=1.0,
 ) -> Timeline:
     """Run the instructions of all stages for given durations.
 
@@ -32,8 +35,10 @@ def simulate(
             `schedules.instructions`.
         placement: the `Placement` that they are for.
         forward, backward: the durations of a chunk's passes; functions of (stage, chunk)
-            or the same number for all.
+            or the same number for all. A backward pass takes 2 by default, and 1 where the
+            gradients of weights are apart.
         transfer: how long a send travels.
+        weight_gradients: as `forward`, of the gradients of weights where they are apart.
 
     Returns:
         A `Timeline`.
@@ -49,9 +54,12 @@ def simulate(
     >>> simulate(instructions("gpipe", placement, 3), placement).bubble
     0.25
     """
+    if backward is None:
+        backward = 1.0 if divides_backward(all_instructions[0]) else 2.0
+    given = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
     lengths = {
         kind: value if callable(value) else lambda stage, chunk, value=value: value
-        for kind, value in ((FORWARD, forward), (BACKWARD, backward))
+        for kind, value in given.items()
     }
     position, clock = [0] * placement.num_stages, [0.0] * placement.num_stages
     sent, ready = {}, {}  # a receive -> when the sender and the receiver came to it
@@ -119,5 +127,5 @@ def ideal_of(timeline: Timeline, all_instructions: list[list[Instruction]]) -> T
 
         return of
 
-    durations = median(FORWARD), median(BACKWARD)
-    return simulate(all_instructions, timeline.placement, *durations)
+    durations = {kind: median(kind) for kind in COMPUTATIONS}
+    return simulate(all_instructions, timeline.placement, **durations)

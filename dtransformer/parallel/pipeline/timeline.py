@@ -5,11 +5,21 @@ import json
 import pathlib
 
 from dtransformer.files import replacing
-from dtransformer.parallel.pipeline.instruction import BACKWARD, COMPUTATIONS, FORWARD, Instruction
+from dtransformer.parallel.pipeline.instruction import (
+    BACKWARD,
+    COMPUTATIONS,
+    FORWARD,
+    WEIGHT_GRADIENTS,
+    Instruction,
+)
 from dtransformer.parallel.pipeline.placement import Placement
 
 # Of a stage's first chunk, and of the others.
-_COLORS = {FORWARD: ("#4c78a8", "#7aa6d1"), BACKWARD: ("#f58518", "#f9b06a")}
+_COLORS = {
+    FORWARD: ("#4c78a8", "#7aa6d1"),
+    BACKWARD: ("#f58518", "#f9b06a"),
+    WEIGHT_GRADIENTS: ("#b279a2", "#cfa7c3"),
+}
 _TRANSFER = "#54a24b"
 
 
@@ -77,15 +87,21 @@ class Timeline:
 
 
 def most_alive(instructions: list[Instruction]) -> int:
-    """Return the largest number of forward passes that wait for their backward pass.
+    """Return the largest number of forward passes whose backward pass is not done, all of it.
 
     That many micro-batches' activations, of one model chunk each, a stage keeps at once.
     """
+    last = WEIGHT_GRADIENTS if divides_backward(instructions) else BACKWARD
     alive = most = 0
     for instruction in instructions:
-        alive += {FORWARD: 1, BACKWARD: -1}.get(instruction.kind, 0)
+        alive += {FORWARD: 1, last: -1}.get(instruction.kind, 0)
         most = max(most, alive)
     return most
+
+
+def divides_backward(instructions: list[Instruction]) -> bool:
+    """Return whether a stage computes gradients of weights apart from those of inputs."""
+    return any(instruction.kind == WEIGHT_GRADIENTS for instruction in instructions)
 
 
 def write(timeline: Timeline, ideal: Timeline, path: str | pathlib.Path) -> None:
@@ -169,9 +185,11 @@ def plot(timeline: Timeline, ideal: Timeline):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     below.set_xlabel("milliseconds")
-    colors = {kind: color for kind, (color, _) in _COLORS.items()}
+    kinds = {event.instruction.kind for event in timeline.events}
+    shown = {kind.replace("_", " "): own for kind, own in _COLORS.items() if kind in kinds}
+    colors = {kind: color for kind, (color, _) in shown.items()}
     if timeline.placement.num_chunks > timeline.num_stages:
-        colors.update({f"{kind}, later chunk": color for kind, (_, color) in _COLORS.items()})
+        colors.update({f"{kind}, later chunk": color for kind, (_, color) in shown.items()})
     colors["sent to the stage"] = _TRANSFER
     patches = [Patch(color=color, label=kind) for kind, color in colors.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(colors), frameon=False)

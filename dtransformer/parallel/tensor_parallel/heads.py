@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.parallel import trace
+from dtransformer.parallel.deferred_gradients import is_deferred
 from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
@@ -24,7 +25,8 @@ def project_to_heads(x: tf.Tensor, kernels: list[Weight], biases: list[Weight]) 
     Returns:
         A list of m tensors [b, n, s, d].
     """
-    if trace.is_on_mesh() or any(is_unsharded_for_use(kernel) for kernel in kernels):
+    one_by_one = (is_unsharded_for_use(kernel) or is_deferred(kernel) for kernel in kernels)
+    if trace.is_on_mesh() or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         pairs = zip(products, biases)
         return [tf.transpose(add_bias(y, bias), [0, 2, 1, 3]) for y, bias in pairs]

@@ -25,9 +25,11 @@ from dtransformer.parallel.axis_rules import (
     mesh_axis,
 )
 from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.deferred_gradients import is_deferred, product
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
 from dtransformer.parallel.recompute import keep_for_recompute
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
     length_axis_of,
@@ -53,6 +55,10 @@ def matmul(
     Returns:
         A tensor [..., *outputs].
     """
+    if is_deferred(kernel) and not transpose_kernel and not is_unsharded_for_use(kernel):
+        batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
+        rows = tf.reshape(x, [-1, math.prod(kernel.shape[:num_inputs])])
+        return tf.reshape(product(rows, kernel, num_inputs), [*batch, *kernel.shape[num_inputs:]])
     return apply_unsharded(
         lambda x, kernel: _matmul(x, kernel, num_inputs, transpose_kernel), x, kernel
     )

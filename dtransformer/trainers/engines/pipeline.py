@@ -1,5 +1,6 @@
 """The engine of a pipeline: carries the schedule's instructions out on this rank."""
 
+import contextlib
 import functools
 
 import tensorflow as tf
@@ -7,6 +8,7 @@ import tensorflow as tf
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.deferred_gradients import deferring, kernel_gradients
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.dtensor.batch import num_rows
@@ -48,6 +50,7 @@ class PipelineEngine:
         self.placement, self.stage = job.placement(), job.stage()[0]
         config = get_parallel_config()
         self._num_micro_batches = config.micro_batch_num
+        self._divides_backward = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
         self._instructions = schedules.instructions(
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
@@ -61,6 +64,9 @@ class PipelineEngine:
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
+        )
+        self.kernel_gradients = tf.function(
+            kernel_gradients, autograph=False, reduce_retracing=True
         )
         self._shared = self._example = None
         self._names_of_sums = {}  # kind of computation -> list
@@ -113,9 +119,13 @@ class PipelineEngine:
         return self._functions.of(chunk, dataflow)
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
-        """Return a chunk's share of the loss, its sums, and of the last one outputs if wanted."""
+        """Return a chunk's share of the loss, its sums, outputs if wanted, and what `deferring` does.
+
+        Outputs are the last chunk's.
+        """
         devices, step = self.devices, self._step
-        with dropout_seed(devices.numbers(seed, [2])):
+        defers = deferring() if self._divides_backward else contextlib.nullcontext({})
+        with dropout_seed(devices.numbers(seed, [2])), defers as deferred:
             outputs = self.network(inputs, training=True)
         sums = {}
         if chunk == self.placement.last_chunk:
@@ -126,7 +136,7 @@ class PipelineEngine:
         losses = losses_of(self.network, chunk, self.placement)
         sums["added"] = step.added(losses, training=True)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
-        return devices.replicate((loss, sums, outputs))
+        return devices.replicate((loss, sums, outputs, deferred))
 
     def _check(self, batch):
         self.devices.check(batch)

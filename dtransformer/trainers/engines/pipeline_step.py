@@ -46,6 +46,7 @@ class PipelineStep:
         self._last_chunk = self.dataflow.placement.last_chunk
         self._weights = {}  # chunk -> what gradients are taken of
         self._tapes = {}  # (chunk, micro-batch) -> what its backward pass needs
+        self._left = {}  # (chunk, micro-batch) -> list of (kernel, input, gradient of the output)
         self._arriving = {}  # name of a receive -> future
         self._leaving = []
         self._handed = {}  # name of what passes a border -> tensors, until they are taken
@@ -138,14 +139,14 @@ class PipelineStep:
         names = [tensor.name for tensor in self.dataflow.received_by(chunk)]
         with tf.GradientTape() as tape:
             tape.watch([*weights, *received])
-            sent, (loss, sums, outputs) = function(
+            sent, (loss, sums, outputs, deferred) = function(
                 weights,
                 dict(zip(names, received, strict=True)),
                 *self._batches[k],
                 *(self._counts, self._loss_scale, seed),
             )
         sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
-        self._tapes[chunk, k] = tape, sent, loss, received
+        self._tapes[chunk, k] = tape, sent, loss, received, deferred
         if chunk != self._last_chunk:
             self._handed[_activations(k, chunk)] = sent
         for name, x in sums.items():
@@ -159,7 +160,7 @@ class PipelineStep:
         upstream = []
         if chunk != self._last_chunk:
             upstream = self._take(chunk, _gradients(k, chunk))
-        tape, sent, loss, received = self._tapes.pop((chunk, k))
+        tape, sent, loss, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
         found = tape.gradient(
             [*sent, loss], [*weights, *received], [*upstream, self._devices.put_one()]
@@ -171,12 +172,27 @@ class PipelineStep:
                 tf.zeros_like(x) if gradient is None else gradient
                 for x, gradient in zip(received, passed, strict=True)
             ]
-        self._add_up(self._engine.function(chunk, self.dataflow).trained, gradients)
+        trained = self._engine.function(chunk, self.dataflow).trained
+        left = [
+            (weight, deferred[weight.path], dy)
+            for weight, dy in zip(trained, gradients)
+            if weight.path in deferred and dy is not None
+        ]
+        self._left[chunk, k] = left
+        now = [(w, x) for w, x in zip(trained, gradients) if w.path not in deferred]
+        self._add_up(now)
 
-    def _add_up(self, weights, gradients):
+    def _weight_gradients(self, one):
+        left = self._left.pop((one.chunk, one.micro_batch))
+        gradients = self._engine.kernel_gradients([(x, dy) for _, x, dy in left])
+        self._devices.wait(gradients)
+        self._add_up([(w, tf.reshape(x, w.shape)) for (w, _, _), x in zip(left, gradients)])
+
+    def _add_up(self, gradients):
+        """Add a list of (weight, gradient or None) to what other micro-batches gave."""
         new = {
             id(weight): self._devices.gradient_shards(weight, gradient)
-            for weight, gradient in zip(weights, gradients)
+            for weight, gradient in gradients
             if gradient is not None
         }
         known = [key for key in new if key in self._gradients]

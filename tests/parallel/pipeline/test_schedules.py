@@ -27,6 +27,10 @@ ALL = [
     *((name, p, m, 1) for name in ("gpipe", "1f1b") for p in STAGES for m in range(p, 4 * p + 1)),
     *(("interleaved", p, p * n, v) for p in STAGES for n in (1, 2, 3, 4) for v in (2, 3, 4)),
 ]
+DIVIDED = [
+    *(("zb_h1", p, m, 1) for p in STAGES for m in range(p, 4 * p + 1)),
+    *(("zb_v", p, m, 2) for p in STAGES for m in (p, p + 1, 2 * p, 4 * p)),
+]
 V_SHAPED = [("v", p, m, 2) for p in STAGES for m in (p, 2 * p + 1)]
 
 
@@ -79,6 +83,20 @@ BY_HAND = {
         "F0 F1 F0.2 F1.2 F2 B0.2 F3 B1.2 F2.2 B0 F3.2 B1 B2.2 B3.2 B2 B3",
         "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 F2.1 B0.1 F3.1 B1.1 F2.3 B2.3 F3.3 B3.3 B2.1 B3.1",
     ],
+    ("zb_h1", 2, 3, 1): [
+        "F0 F1 B0 W0 F2 B1 W1 B2 W2",
+        "F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1",
+    ],
+    # Figure 3 of the paper.
+    ("zb_h1", 4, 8, 1): [
+        "F0 F1 F2 F3 B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 B5 W5 B6 W6 B7 W7",
+        "F0.1 F1.1 F2.1 B0.1 F3.1 B1.1 W0.1 F4.1 B2.1 W1.1 F5.1 B3.1 W2.1 F6.1 B4.1 W3.1 "
+        "F7.1 B5.1 W4.1 B6.1 W5.1 B7.1 W6.1 W7.1",
+        "F0.2 F1.2 B0.2 F2.2 B1.2 F3.2 B2.2 W0.2 F4.2 B3.2 W1.2 F5.2 B4.2 W2.2 F6.2 B5.2 W3.2 "
+        "F7.2 B6.2 W4.2 B7.2 W5.2 W6.2 W7.2",
+        "F0.3 B0.3 F1.3 B1.3 F2.3 B2.3 F3.3 B3.3 W0.3 F4.3 B4.3 W1.3 F5.3 B5.3 W2.3 F6.3 B6.3 "
+        "W3.3 F7.3 B7.3 W4.3 W5.3 W6.3 W7.3",
+    ],
     ("v", 2, 2, 2): [
         "F0 F1 F0.3 F1.3 B0.3 B1.3 B0 B1",
         "F0.1 F1.1 F0.2 F1.2 B0.2 B1.2 B0.1 B1.1",
@@ -128,7 +146,7 @@ def test_one_forward_one_backward_follows_a_rule(case):
         assert [(one.kind, one.micro_batch) for one in computations(own)] == order
 
 
-@pytest.mark.parametrize("case", [*ALL, *V_SHAPED], ids=str)
+@pytest.mark.parametrize("case", [*ALL, *DIVIDED, *V_SHAPED], ids=str)
 def test_every_pass_once_and_every_send_is_received(case):
     _, p, m, v = case
     everything, placement = plan(*case)
@@ -136,7 +154,8 @@ def test_every_pass_once_and_every_send_is_received(case):
     sent, received = [], []
     for stage, own in enumerate(everything):
         passes = [(one.kind, one.micro_batch, one.chunk) for one in computations(own)]
-        expected = set(itertools.product(COMPUTATIONS, range(m), placement.chunks_of(stage)))
+        kinds = COMPUTATIONS if case in DIVIDED else (FORWARD, BACKWARD)
+        expected = set(itertools.product(kinds, range(m), placement.chunks_of(stage)))
         assert len(passes) == len(expected) and set(passes) == expected
         for one in own:
             if one.kind.startswith("send"):
@@ -156,6 +175,31 @@ def test_the_bubble_is_that_of_the_theory(case):
     assert timeline.span == pytest.approx(3 * (v * m + p - 1))
 
 
+@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_h1"], ids=str)
+def test_the_bubble_is_a_third_where_weights_gradients_fill_it(case):
+    _, p, m, _ = case
+    timeline = simulate(*plan(*case))
+    assert timeline.span == pytest.approx(3 * m + p - 1)
+    assert timeline.bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+    assert timeline.bubble < 0.5 * simulate(*plan("1f1b", p, m, 1)).bubble
+
+
+@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_v"], ids=str)
+def test_a_v_idles_still_less_with_the_memory_of_1f1b(case):
+    _, p, m, _ = case
+    everything, placement = plan(*case)
+    timeline = simulate(everything, placement)
+    assert timeline.span <= 6 * m + 2 * (p - 1)
+    assert timeline.bubble < simulate(*plan("zb_h1", p, m, 1)).bubble or m == p
+    assert max(map(most_alive, everything)) <= 2 * p
+
+
+@pytest.mark.parametrize("case", [case for case in DIVIDED if case[0] == "zb_h1"], ids=str)
+def test_no_more_than_the_first_stage_of_1f1b_are_alive(case):
+    _, p, m, _ = case
+    assert [most_alive(own) for own in plan(*case)[0]] == p * [min(p, m)]
+
+
 @pytest.mark.parametrize("case", [case for case in ALL if case[3] == 1], ids=str)
 def test_so_many_micro_batches_are_alive(case):
     name, p, m, _ = case
@@ -163,7 +207,9 @@ def test_so_many_micro_batches_are_alive(case):
         assert most_alive(own) == (m if name == "gpipe" else min(p - rank, m))
 
 
-@pytest.mark.parametrize("case", [*random.Random(0).sample(ALL, 40), *V_SHAPED], ids=str)
+@pytest.mark.parametrize(
+    "case", [*random.Random(0).sample([*ALL, *DIVIDED], 60), *V_SHAPED], ids=str
+)
 def test_every_schedule_ends_whatever_the_delays(case):
     generator = random.Random(1)
     lengths = {}
@@ -241,11 +287,16 @@ def test_the_config_takes_every_schedule_of_the_table():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("zigzag", 2, 2, 1), "must be one of 1f1b, gpipe, interleaved, v; got 'zigzag'"),
+        (
+            ("zigzag", 2, 2, 1),
+            "must be one of 1f1b, gpipe, interleaved, zb_h1, zb_v, v; got 'zigzag'",
+        ),
         (("1f1b", 4, 3, 1), "micro_batch_num=3 is less than pipeline_stage=4"),
         (("1f1b", 2, 4, 3), "pipeline_chunks=3 needs pipeline_schedule='interleaved', got '1f1b'"),
-        (("1f1b", 2, 4, 2), "pipeline_chunks=2 needs pipeline_schedule='interleaved' or 'v'"),
+        (("1f1b", 2, 4, 2), "pipeline_chunks=2 needs pipeline_schedule='interleaved' or 'zb_v'"),
         (("v", 2, 4, 3), "pipeline_chunks=3 needs pipeline_schedule='interleaved', got 'v'"),
+        (("zb_h1", 2, 4, 2), "pipeline_chunks=2 needs pipeline_schedule='interleaved'"),
+        (("zb_v", 2, 4, 1), "pipeline_schedule='zb_v' needs pipeline_chunks of 2 or more, got 1"),
         (("interleaved", 2, 4, 1), "needs pipeline_chunks of 2 or more, got 1"),
         (("interleaved", 2, 3, 2), "a multiple of pipeline_stage=2 as micro_batch_num, got 3"),
     ],
