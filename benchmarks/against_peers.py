@@ -1,12 +1,13 @@
-"""Training speed of one process beside PyTorch and KerasHub, in turn; prints JSON.
+"""Speed of one process beside PyTorch, KerasHub and `transformers`, in turn; prints JSON.
 
-    python benchmarks/against_peers.py [--workloads translation,wide,language_model]
+    python benchmarks/against_peers.py [--workloads translation,wide,language_model,greedy,beam_search]
         [--rounds 6] [--steps 4] [--environments FOLDER] [--picture FILE.png]
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
-trains a few steps while the others wait, round after round: a machine whose speed drifts is
-the same for all. One of them computes the products of a step alone, which is the limit.
-The first round of each is not counted.
+trains a few steps, or generates, while the others wait, round after round: a machine whose speed
+drifts is the same for all. One of them computes the products of a step alone, which is the limit.
+The first round of each is not counted. Those that generate have the same weights: `same_ids` is
+the share of the tokens that are ours.
 """
 
 import argparse
@@ -20,12 +21,10 @@ import sys
 import venv
 
 PEERS = pathlib.Path(__file__).parent / "peers"
-PYTORCH, KERAS_HUB = (
-    ["torch==2.13.0", "numpy"],
-    ["tensorflow==2.21.0", "keras==3.15.1", "keras-hub"],
-)
+PYTORCH = ["torch==2.13.0", "numpy", "transformers==5.23.0"]
+KERAS_HUB = ["tensorflow==2.21.0", "keras==3.15.1", "keras-hub"]
 # Name -> packages of its environment (None for this one), script, arguments.
-CONTESTANTS = {
+TRAINING = {
     "dtransformer": (None, "ours.py", []),
     "pytorch": (PYTORCH, "pytorch.py", ["eager"]),
     "pytorch_compiled": (PYTORCH, "pytorch.py", ["compiled"]),
@@ -33,14 +32,22 @@ CONTESTANTS = {
     "keras_hub_xla": (KERAS_HUB, "keras_hub_layers.py", ["xla"]),
     "products": (None, "products.py", []),
 }
+GENERATING = {
+    "dtransformer": (None, "ours_generating.py", []),
+    "transformers": (PYTORCH, "transformers_generating.py", []),
+}
 OURS, LIMIT = "dtransformer", "products"
-WORKLOADS = "translation", "wide", "language_model"
+GENERATES = "greedy", "beam_search"
+CONTESTANTS = {
+    **dict.fromkeys(("translation", "wide", "language_model"), TRAINING),
+    **dict.fromkeys(GENERATES, GENERATING),
+}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="names, with commas")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="names, with commas")
+    parser.add_argument("--workloads", default=",".join(CONTESTANTS), help="names, with commas")
+    parser.add_argument("--contestants", help="names, with commas; all by default")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("build/peers"))
@@ -97,11 +104,13 @@ class Contestant:
 def measured(workload, args):
     """Return the medians of every round, {contestant: list of seconds}, and how each started."""
     root = pathlib.Path(__file__).parents[1]
-    chosen = {name: CONTESTANTS[name] for name in args.contestants.split(",")}
+    known = CONTESTANTS[workload]
+    names = args.contestants.split(",") if args.contestants else known
+    chosen = {name: known[name] for name in names if name in known}
     contestants, seconds = {}, {}
     roots = dict.fromkeys(chosen, root)
     if args.before:
-        chosen["before"], roots["before"] = CONTESTANTS[OURS], args.before.absolute()
+        chosen["before"], roots["before"] = known[OURS], args.before.absolute()
     try:
         for name, (packages, script, arguments) in chosen.items():
             python = python_of(packages, args.environments)
@@ -121,9 +130,9 @@ def measured(workload, args):
 def report_of(workload, seconds, started):
     """Return what is printed of a workload."""
     sys.path.insert(0, str(PEERS))
-    from workloads import WORKLOADS
+    from workloads import workload_of
 
-    work = WORKLOADS[workload]
+    work = workload_of(workload)
     ours, limit = seconds.get(OURS), seconds.get(LIMIT)
     peers = {name: values for name, values in seconds.items() if name not in (OURS, LIMIT)}
     report = {
@@ -147,6 +156,11 @@ def report_of(workload, seconds, started):
             best = ratios_of([min(values) for values in zip(*rivals)], ours)
             report["times_as_fast_as_the_best_peer"] = rounded(best)
             report["median_against_the_best_peer"] = round(statistics.median(best), 3)
+    results = {name: start["result"] for name, start in started.items()}
+    if workload in GENERATES:
+        report["same_ids"] = {
+            name: round(same_ids(results[OURS], ids), 4) for name, ids in results.items()
+        }
     if limit:
         report["share_of_the_products_limit"] = {
             name: round(statistics.median(ratios_of(limit, values)), 3)
@@ -157,6 +171,12 @@ def report_of(workload, seconds, started):
             work.flops() / statistics.median(limit) / 1e9, 1
         )
     return report
+
+
+def same_ids(ours, ids):
+    """Return the share of the tokens of translations that are ours."""
+    pairs = [pair for rows in zip(ours, ids, strict=True) for pair in zip(*rows, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
 
 
 def ratios_of(values, others):

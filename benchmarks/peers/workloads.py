@@ -79,6 +79,14 @@ WORKLOADS = {
 }
 
 
+def workload_of(name):
+    """Return the workload of a name."""
+    from generation import Generation
+
+    generating = {"greedy": Generation(), "beam_search": Generation(num_beams=4)}
+    return {**WORKLOADS, **generating}[name]
+
+
 def serve(make_run):
     """Take turns: for each number n on standard input, run n steps and print their seconds.
 
@@ -88,21 +96,25 @@ def serve(make_run):
     """
     workload, *options = sys.argv[1:]
     start = time.perf_counter()
-    run = make_run(WORKLOADS[workload], *options)
+    run = make_run(workload_of(workload), *options)
     first = run(1)[0]
-    print(json.dumps({"start_s": time.perf_counter() - start, "first_step_s": first}), flush=True)
+    started = {"start_s": time.perf_counter() - start, "first_step_s": first}
+    print(json.dumps({**started, "result": getattr(run, "result", None)}), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(int(line))), flush=True)
 
 
 def one_by_one(step):
-    """Return a function of n that runs n steps and returns the seconds of each."""
+    """Return a function of n that runs n steps and returns the seconds of each.
+
+    What the last step returned is the function's `result`.
+    """
 
     def run(number):
         seconds = []
         for _ in range(number):
             start = time.perf_counter()
-            step()
+            run.result = step()
             seconds.append(time.perf_counter() - start)
         return seconds
 

@@ -14,14 +14,13 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
+from dtransformer.parallel import cache as kv_cache
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
-
-_CACHE_AXES = ("batch", "heads", "memory_length", "head_dim")
 
 
 @register
@@ -83,7 +82,7 @@ class MultiHeadAttention(Layer):
             sequence to itself: the keys and values of the s new positions are put
             in at `cache["index"]`, and queries attend to positions up to their own.
             From `project_memory`, for attention to a memory: `key` and `value` are
-            not read and may be None.
+            not read and may be None; the query may have k rows for each of the memory's.
         training: whether dropout applies.
 
     Output shape:
@@ -180,13 +179,18 @@ class MultiHeadAttention(Layer):
             (q,) = self._project({"query": query})
             k, v = cache["key"], cache["value"]
         q = q * tf.cast(self.head_dim**-0.5, q.dtype)
+        if cache is not None:
+            q = kv_cache.side_by_side(q, static_or_dynamic_shape(k)[0])
         attend = lambda q, k, v: self._attend(q, k, v, attention_mask, training)
         if self.recomputes and training and cache is None:
             context = recomputed(attend, [q, k, v], [])
         else:
             context = attend(q, k, v)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
-        context = tf.transpose(context, [0, 2, 1, 3])
+        if cache is None:
+            context = tf.transpose(context, [0, 2, 1, 3])
+        else:
+            context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
         output = self.hidden_dropout(add_bias(output, self.output_bias), training=training)
         output = in_form_of(output, given)
@@ -263,40 +267,35 @@ class MultiHeadAttention(Layer):
             return mask[:, None, None, :]
         return mask[:, None, :, :] if len(mask.shape) == 3 else mask
 
-    def _extend(self, cache, k, v, mask):
+    def _extend(self, given, k, v, mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
-        index, capacity = cache["index"], static_or_dynamic_shape(cache["key"])[2]
-        new = static_or_dynamic_shape(k)[2]
-        positions = tf.range(capacity)
-        if new != 1:  # a shift by a gather, as every device and compiler has it
-            source = tf.clip_by_value(positions - index, 0, new - 1)
-            k, v = tf.gather(k, source, axis=2), tf.gather(v, source, axis=2)
-        is_new = ((positions >= index) & (positions < index + new))[None, None, :, None]
-        cache = {
-            "key": constrain(tf.where(is_new, k, cache["key"]), _CACHE_AXES),
-            "value": constrain(tf.where(is_new, v, cache["value"]), _CACHE_AXES),
-            "index": index + new,
-        }
-        seen = positions[None, :] <= (index + tf.range(new))[:, None]
-        seen = seen[None, None, :, :]
-        return cache, seen if mask is None else seen & self._expand(mask)
+        num_sources, _, num_entries, _ = static_or_dynamic_shape(given["key"])
+        rows, _, num_new, _ = static_or_dynamic_shape(k)
+        num_hypotheses, index = rows // num_sources, given["index"]
+        k, v = kv_cache.put([given["key"], given["value"]], [k, v], index)
+        extended = {"key": k, "value": v, "index": index + num_new}
+        seen = kv_cache.seen(num_entries, index, num_new, num_hypotheses)
+        return extended, seen if mask is None else seen & self._expand(mask)
 
     def init_cache(
-        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor
+        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
     ) -> dict[str, tf.Tensor]:
         """Return an empty cache for attention of a sequence to itself.
 
         Args:
-            batch_size: number b of sequences.
+            batch_size: number b of sources.
             max_length: number of positions the cache can hold.
+            num_hypotheses: number k of sequences of each source, which follow each other in the
+                queries [b·k, s, h]. Each attends to those entries of its source that the mask
+                [b, s·k, max_length·k] allows: entry p·k + c is position p of the sequence c.
 
         Returns:
-            A dict of `"key"` and `"value"` [b, n, max_length, d] and `"index"`, the
+            A dict of `"key"` and `"value"` [b, n, max_length·k, d] and `"index"`, the
             number of positions filled (int32 scalar).
         """
-        shape = [batch_size, self.num_heads, max_length, self.head_dim]
-        empty = constrain(tf.zeros(shape, self.compute_dtype), _CACHE_AXES)
-        return {"key": empty, "value": empty, "index": tf.constant(0)}
+        shape = [batch_size, self.num_heads, max_length * num_hypotheses, self.head_dim]
+        key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
+        return {"key": key, "value": value, "index": tf.constant(0)}
 
     def project_memory(self, memory: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return the cache for attention to a memory that stays the same.

@@ -112,18 +112,20 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             return outputs
         return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
 
-    def init_cache(self, encoder_output: tf.Tensor, max_length: int | tf.Tensor) -> dict:
+    def init_cache(
+        self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> dict:
         """Return the cache for decoding up to `max_length` positions of a memory.
 
         Where another stage of a pipeline has the block, it is empty.
         """
-        arguments = (encoder_output, max_length)
+        arguments = (encoder_output, max_length, num_hypotheses)
         return call_at_its_place(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
 
-    def _init_cache(self, encoder_output, max_length):
+    def _init_cache(self, encoder_output, max_length, num_hypotheses):
         batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]
         return {
-            "self": self.self_attention.init_cache(batch_size, max_length),
+            "self": self.self_attention.init_cache(batch_size, max_length, num_hypotheses),
             "memory": self.cross_attention.project_memory(encoder_output),
         }
 
@@ -174,14 +176,19 @@ class TransformerDecoder(BlockStack):
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
 
-    def init_cache(self, encoder_output: tf.Tensor, max_length: int | tf.Tensor) -> list[dict]:
+    def init_cache(
+        self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[dict]:
         """Return the cache for decoding one position after the other.
 
         Args:
             encoder_output: the memory, tensor [b, s, h].
             max_length: number of positions that the cache can hold.
+            num_hypotheses: number k of sequences of each memory; see
+                `MultiHeadAttention.init_cache`.
 
         Returns:
             A list with the cache of every block.
         """
-        return [block.init_cache(encoder_output, max_length) for block in self.blocks]
+        arguments = (encoder_output, max_length, num_hypotheses)
+        return [block.init_cache(*arguments) for block in self.blocks]

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.models.search import NEVER
 from dtransformer.parallel.decoding import Search
+from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
 class Generation:
@@ -17,24 +18,51 @@ class Generation:
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
-    def encode(self, source: tf.Tensor) -> list[dict]:
-        """Return the decoder's cache of source ids [b, s], for all hypotheses."""
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
+        """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
         memory, _ = self._model.encode(source)
-        return self._model.init_cache(self.search.for_beams(memory), self.search.max_length)
+        if capacity is None:
+            capacity = self.search.max_length
+        blocks = self._model.init_cache(memory, capacity, self.search.num_beams)
+        batch_size = static_or_dynamic_shape(source)[0]
+        return {"blocks": blocks, "entries": self.search.start_entries(batch_size, capacity)}
+
+    def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
+        """Return the cache of some of the sources, by their numbers, with room for more tokens."""
+        k = self.search.num_beams
+
+        def grown(x, axis, number):
+            paddings = [[0, number if i == axis else 0] for i in range(x.shape.rank)]
+            return tf.pad(tf.gather(x, sources), paddings)
+
+        own = lambda block: {
+            **{name: grown(block[name], 2, more * k) for name in ("key", "value")},
+            "index": block["index"],
+        }
+        memory = lambda block: {name: tf.gather(x, sources) for name, x in block.items()}
+        blocks = [
+            {"self": own(block["self"]), "memory": memory(block["memory"])}
+            for block in cache["blocks"]
+        ]
+        entries = tf.nest.map_structure(lambda x: grown(x, 2, more), cache["entries"])
+        return {"blocks": blocks, "entries": entries}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what hypotheses may attend to of source ids [b, s]: bool [r, s]."""
-        return self.search.for_beams(source != self._model.pad_id)
+        """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""
+        return source != self._model.pad_id
 
     def next_logits(
-        self, state: dict, cache: list[dict], memory_mask: tf.Tensor
-    ) -> tuple[tf.Tensor, list[dict]]:
+        self, state: dict, cache: dict, memory_mask: tf.Tensor
+    ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the cache for the ones after.
 
         Padding and start tokens are never next.
         """
-        model, cache = self._model, self.search.pick(cache, state["beams"])
-        logits, cache = model.decode_step(state["last"], state["position"], cache, memory_mask)
-        entries = tf.range(model.vocab_size)
-        is_never = (entries == model.pad_id) | (entries == model.start_id)
-        return tf.where(is_never, NEVER, logits), cache
+        model, search = self._model, self.search
+        entries, mask = search.next_entries(cache["entries"], state)
+        logits, blocks = model.decode_step(
+            state["last"], state["position"], cache["blocks"], memory_mask, mask
+        )
+        vocabulary = tf.range(model.vocab_size)
+        is_never = (vocabulary == model.pad_id) | (vocabulary == model.start_id)
+        return tf.where(is_never, NEVER, logits), {"blocks": blocks, "entries": entries}

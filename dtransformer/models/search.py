@@ -5,6 +5,7 @@ Each is a `parallel.decoding.Search`; their states are dicts of tensors.
 
 import tensorflow as tf
 
+from dtransformer.parallel import trace
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 NEVER = -1e9  # the logit, or log-probability, of what is not chosen
@@ -89,24 +90,32 @@ class Sampling:
             "beams": tf.range(batch_size),
             "ids": tf.fill([batch_size, self.max_length], self._model.pad_id),
             "finished": tf.zeros([batch_size], "bool"),
+            "sources": tf.range(batch_size),
+            "num_sources": tf.convert_to_tensor(batch_size),
         }
 
-    def for_beams(self, x: tf.Tensor) -> tf.Tensor:
-        """Return the rows of a tensor, each as often as there are hypotheses of a sentence."""
-        return x
+    def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tuple:
+        """Return what tells whose entries of the cache are whose: here there is one of each."""
+        return ()
 
-    def goes_on(self, state: dict) -> tf.Tensor:
-        """Return whether another token is wanted, a bool scalar."""
-        return (state["position"] < self.max_length) & ~tf.reduce_all(state["finished"])
+    def ended(self, state: dict) -> tf.Tensor:
+        """Return which sentences want no other token, bool [b]."""
+        return state["finished"]
 
-    def pick(self, cache: list[dict], beams: tf.Tensor) -> list[dict]:
-        """Return the cache of the hypotheses that live on."""
-        return cache
+    def take(self, state: dict, sources: tf.Tensor) -> dict:
+        """Return the state of some of the sources only, by their numbers, int32 [m]."""
+        names = ("last", "ids", "finished", "sources")
+        taken = {name: tf.gather(state[name], sources) for name in names}
+        return {**state, **taken, "beams": tf.range(tf.size(sources))}
+
+    def next_entries(self, entries: tuple, state: dict) -> tuple[tuple, None]:
+        """As `BeamSearch.next_entries`."""
+        return entries, None
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state, from the logits [b, V] of the tokens after `state["last"]`."""
         position, finished = state["position"], state["finished"]
-        tokens = tf.where(finished, self._model.pad_id, self._choose(logits, position))
+        tokens = tf.where(finished, self._model.pad_id, self._choose(logits, state))
         at = tf.range(self.max_length) == position
         return {
             "position": position + 1,
@@ -114,13 +123,14 @@ class Sampling:
             "beams": state["beams"],
             "ids": tf.where(at, tokens[:, None], state["ids"]),
             "finished": finished | (tokens == self._model.end_id),
+            **{name: state[name] for name in ("sources", "num_sources")},
         }
 
     def result(self, state: dict) -> tf.Tensor:
         """Return an int32 tensor [b, max_length], padded after the end tokens."""
         return state["ids"]
 
-    def _choose(self, logits, position):
+    def _choose(self, logits, state):
         if self._temperature == 0:
             return tf.argmax(logits, axis=-1, output_type="int32")
         logits /= self._temperature
@@ -128,15 +138,46 @@ class Sampling:
             smallest = tf.math.top_k(logits, self._top_k).values[:, -1:]
             logits = tf.where(logits < smallest, NEVER, logits)
         # The largest of logits plus Gumbel noise is a draw from their softmax.
-        draw = tf.random.stateless_uniform(
-            tf.shape(logits), tf.bitwise.bitwise_xor(self._seed, [0, position]), minval=1e-20
-        )
+        # All sources draw, also those that are left out: the others' tokens are the same then.
+        seed = tf.bitwise.bitwise_xor(self._seed, [0, state["position"]])
+        shape = [state["num_sources"], logits.shape[1]]
+        draw = tf.gather(tf.random.stateless_uniform(shape, seed, minval=1e-20), state["sources"])
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")
 
 
 def length_penalty_of(length: int | tf.Tensor, alpha: float) -> tf.Tensor:
     """Return ((5 + length) / 6)^α, which a hypothesis' log-probability is divided by."""
     return tf.pow((5.0 + tf.cast(length, "float32")) / 6.0, alpha)
+
+
+def largest(x: tf.Tensor, number: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the largest numbers of each row, and where they are, as `tf.math.top_k`; faster.
+
+    They are in the groups of columns whose maxima are the largest, and maxima are found fast.
+
+    Args:
+        x: tensor [r, V].
+        number: int, at most V.
+
+    Returns:
+        A pair of tensors [r, number], the second int32.
+    """
+    size, num_columns = 64, x.shape[1]
+    num_groups = num_columns // size
+    if trace.is_on_mesh() or num_groups < 4 * number:
+        return tf.math.top_k(x, number)
+    # [r, V] -> [r, g, size], and what is left over of the columns
+    whole = num_groups * size
+    groups = tf.reshape(x[:, :whole] if whole < num_columns else x, [-1, num_groups, size])
+    best = tf.sort(tf.math.top_k(tf.reduce_max(groups, 2), number).indices)
+    columns = tf.reshape(best[:, :, None] * size + tf.range(size), [-1, number * size])
+    found = tf.reshape(tf.gather(groups, best, batch_dims=1), [-1, number * size])
+    if whole < num_columns:
+        rest = tf.range(whole, num_columns)
+        rest = tf.broadcast_to(rest, [tf.shape(x)[0], num_columns - whole])
+        columns, found = tf.concat([columns, rest], 1), tf.concat([found, x[:, whole:]], 1)
+    values, index = tf.math.top_k(found, number)
+    return values, tf.gather(columns, index, batch_dims=1)
 
 
 class BeamSearch:
@@ -174,36 +215,55 @@ class BeamSearch:
             "ended_score": tf.fill([batch_size, k], NEVER),
         }
 
-    def for_beams(self, x: tf.Tensor) -> tf.Tensor:
-        """Return the rows of a tensor, each as often as there are hypotheses of a sentence."""
-        return tf.repeat(x, self.num_beams, 0)
+    def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tf.Tensor:
+        """Return which hypothesis made each position of each: int32 [b, k, capacity]."""
+        return tf.zeros([batch_size, self.num_beams, capacity], "int32")
 
-    def goes_on(self, state: dict) -> tf.Tensor:
-        """Return whether another token is wanted, a bool scalar."""
+    def ended(self, state: dict) -> tf.Tensor:
+        """Return which sentences want no other token, bool [b]."""
         # Log-probabilities only fall, and no penalty divides by more than the longest's.
         best = state["alive_log_p"][:, 0] / self._at_most
-        hopeless = tf.reduce_min(state["ended_score"], 1) >= best
-        return (state["position"] < self.max_length) & ~tf.reduce_all(hopeless)
+        return tf.reduce_min(state["ended_score"], 1) >= best
 
-    def pick(self, cache: list[dict], beams: tf.Tensor) -> list[dict]:
-        """Return the cache of the hypotheses that live on."""
-        take = lambda name, x: tf.gather(x, beams) if name in ("key", "value") else x
-        return [  # the memory's keys are the same for every beam
-            {**block, "self": {name: take(name, x) for name, x in block["self"].items()}}
-            if block
-            else block
-            for block in cache
-        ]
+    def take(self, state: dict, sources: tf.Tensor) -> dict:
+        """Return the state of some of the sources only, by their numbers, int32 [m]."""
+        k = self.num_beams
+        names = ("alive", "alive_log_p", "ended", "ended_score")
+        taken = {name: tf.gather(state[name], sources) for name in names}
+        last = tf.gather(tf.reshape(state["last"], [-1, k]), sources)
+        beams = tf.gather(tf.reshape(state["beams"], [-1, k]), sources) % k
+        taken["last"] = tf.reshape(last, [-1])
+        taken["beams"] = tf.reshape(tf.range(tf.size(sources))[:, None] * k + beams, [-1])
+        return {**state, **taken}
+
+    def next_entries(self, entries: tf.Tensor, state: dict) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the entries of the hypotheses that live on, and what these attend to.
+
+        Args:
+            entries: int32 tensor [b, k, capacity], from `start_entries` or the step before.
+            state: the search's.
+
+        Returns:
+            The entries, and a mask, bool [b, k, capacity·k].
+        """
+        k, shape = self.num_beams, static_or_dynamic_shape(entries)
+        entries = tf.reshape(tf.gather(tf.reshape(entries, [-1, shape[2]]), state["beams"]), shape)
+        own = tf.range(k)
+        is_new = tf.range(shape[2]) == state["position"]
+        entries = tf.where(is_new, own[:, None], entries)
+        return entries, tf.reshape(entries[..., None] == own, [*shape[:2], shape[2] * k])
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state, from the logits [b·k, V] of the tokens after `state["last"]`."""
         position, k, vocab_size = state["position"], self.num_beams, self._model.vocab_size
         batch_size = static_or_dynamic_shape(state["alive"])[0]
-        log_p = tf.reshape(tf.nn.log_softmax(logits), [batch_size, k, vocab_size])
-        log_p = tf.reshape(log_p + state["alive_log_p"][:, :, None], [batch_size, -1])
         # Twice as many as beams: at most half of them end here.
-        log_p, index = tf.math.top_k(log_p, self._num_candidates)
-        beams, tokens = index // vocab_size, index % vocab_size
+        log_p, tokens = largest(tf.nn.log_softmax(logits), min(2 * k, vocab_size))
+        log_p = tf.reshape(log_p, [batch_size, k, -1]) + state["alive_log_p"][:, :, None]
+        num_each = tokens.shape[1]
+        log_p, index = tf.math.top_k(tf.reshape(log_p, [batch_size, -1]), self._num_candidates)
+        beams = index // num_each
+        tokens = tf.gather(tf.reshape(tokens, [batch_size, -1]), index, batch_dims=1)
         ids = tf.gather(state["alive"], beams, batch_dims=1)
         ids = tf.where(tf.range(self.max_length) == position, tokens[:, :, None], ids)
         ends = tokens == self._model.end_id

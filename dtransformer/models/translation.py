@@ -203,26 +203,35 @@ class TranslationTransformer(TokenModel):
         layers = self.target_embedding, self.target_positions, self.target_dropout
         return self._embed_ids(target, *layers, start=start, training=training)
 
-    def init_cache(self, memory: tf.Tensor, max_length: int | tf.Tensor) -> list[dict]:
+    def init_cache(
+        self, memory: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[dict]:
         """Return the decoder's cache for translations of up to `max_length` tokens."""
-        return self.transformer.decoder.init_cache(memory, max_length)
+        return self.transformer.decoder.init_cache(memory, max_length, num_hypotheses)
 
     def decode_step(
-        self, tokens: tf.Tensor, position: tf.Tensor, cache: list[dict], memory_mask: tf.Tensor
+        self,
+        tokens: tf.Tensor,
+        position: tf.Tensor,
+        cache: list[dict],
+        memory_mask: tf.Tensor,
+        entries_mask: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, list[dict]]:
         """Give the logits of the token after `tokens`.
 
         Args:
-            tokens: int tensor [b], the translations' last tokens.
+            tokens: int tensor [b·k], the last tokens of k translations of each source.
             position: int scalar, their position.
             cache: from `init_cache`, or from the step before.
             memory_mask: bool tensor [b, s].
+            entries_mask: what each translation may attend to of the cache: bool [b, k,
+                max_length·k]; see `MultiHeadAttention.init_cache`. None where k is 1.
 
         Returns:
-            Logits [b, V] in float32, and the cache for the next step.
+            Logits [b·k, V] in float32, and the cache for the next step.
         """
         x, table = self._embed_target(tokens[:, None], position)
-        x, cache = self.transformer.decoder(x, None, None, memory_mask, cache=cache)
+        x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
         logits = constrain(self.head(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
         return tf.cast(logits, "float32"), cache
 

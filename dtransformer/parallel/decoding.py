@@ -16,6 +16,7 @@ from dtransformer.parallel.axis_rules import override_rules
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.loop_constants import around_loop
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
 from dtransformer.parallel.pipeline.own_stage import has_outputs
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -31,15 +32,20 @@ class Search(typing.Protocol):
 
     Attributes:
         num_beams: number k of hypotheses of each source.
+        max_length: most tokens of a result, an int or an int scalar.
     """
 
     num_beams: int
+    max_length: int | tf.Tensor
 
     def start(self, batch_size) -> dict:
         """Return the state at first, of b sources."""
 
-    def goes_on(self, state: dict) -> tf.Tensor:
-        """Return whether another token is wanted, a bool scalar."""
+    def ended(self, state: dict) -> tf.Tensor:
+        """Return which sources want no other token, bool [b]."""
+
+    def take(self, state: dict, sources: tf.Tensor) -> dict:
+        """Return the state of some of the sources only, by their numbers, int32 [m]."""
 
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state, from the logits [r, V] of the tokens after the last ones."""
@@ -53,11 +59,19 @@ class Decoding(typing.Protocol):
 
     search: Search
 
-    def encode(self, source: tf.Tensor):
-        """Return the cache of source ids [b, s], nested tensors."""
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None):
+        """Return the cache of source ids [b, s], nested tensors.
+
+        Args:
+            source: int32 tensor [b, s].
+            capacity: number of tokens that there is room for; `search.max_length` by default.
+        """
+
+    def take(self, cache, sources: tf.Tensor, more: tf.Tensor):
+        """Return the cache of some of the sources, by their numbers, with room for more tokens."""
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
-        """Return what hypotheses may attend to of the source ids [b, s]: bool [r, s]."""
+        """Return what hypotheses may attend to of the source ids [b, s]: bool [b, s]."""
 
     def next_logits(self, state: dict, cache, memory_mask: tf.Tensor) -> tuple:
         """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
@@ -81,8 +95,77 @@ def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
 
     cache = decoding.encode(source)
     state = search.start(static_or_dynamic_shape(source)[0])
-    state, _ = tf.while_loop(lambda state, _: search.goes_on(state), step, (state, cache))
+    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
     return search.result(state)
+
+
+def goes_on(search: Search, state: dict) -> tf.Tensor:
+    """Return whether another token is wanted, a bool scalar."""
+    return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
+
+
+# Room for so many tokens is made at once: products with a cache that is mostly empty are slow.
+_MORE_TOKENS = 16
+# Sources that want no other token are left out as soon as there are so many of them.
+_SHARE_THAT_ENDED = 0.25
+
+
+def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
+    """Decode as `decode`, for shapes that may change: batch and cache are as large as is needed.
+
+    Sources that have ended are left out from time to time, and the cache grows with the position.
+    """
+    search, max_length = decoding.search, decoding.search.max_length
+    batch_size = tf.shape(source)[0]
+
+    def tokens(numbers, state, cache, memory_mask, ids):
+        """Decode until there is no room, or enough sources have ended."""
+        room, number = state["position"] + _MORE_TOKENS, tf.size(numbers)
+
+        def enough(state, _):
+            ended = tf.math.count_nonzero(search.ended(state), dtype="int32")
+            many = tf.cast(ended, "float32") >= _SHARE_THAT_ENDED * tf.cast(number, "float32")
+            return (state["position"] < tf.minimum(room, max_length)) & ~many
+
+        def step(state, cache):
+            logits, cache = decoding.next_logits(state, cache, memory_mask)
+            return search.update(state, logits), cache
+
+        cache = decoding.take(cache, tf.range(number), _MORE_TOKENS)
+        state, cache = tf.while_loop(enough, step, (state, cache))
+        # Of those that go on there is more to come.
+        ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
+        left = tf.reshape(tf.where(~search.ended(state)), [-1])
+        left = tf.cast(left, "int32")
+        cache = decoding.take(cache, left, 0)
+        return (
+            tf.gather(numbers, left),
+            search.take(state, left),
+            cache,
+            tf.gather(memory_mask, left),
+            ids,
+        )
+
+    variables = (
+        tf.range(batch_size),
+        search.start(batch_size),
+        decoding.encode(source, capacity=0),
+        decoding.memory_mask(source),
+        tf.zeros([batch_size, max_length], "int32"),
+    )
+    *_, ids = tf.while_loop(
+        lambda numbers, state, *_: (tf.size(numbers) > 0) & (state["position"] < max_length),
+        tokens,
+        variables,
+        shape_invariants=tf.nest.map_structure(_any_batch_and_length, variables),
+    )
+    return ids
+
+
+def _any_batch_and_length(x):
+    """Return a shape whose number of sources, and of entries of a cache, may change."""
+    sizes = x.shape.as_list()
+    return tf.TensorShape([None if i in (0, 2) else size for i, size in enumerate(sizes)])
 
 
 def compiled(network: keras.Model, make: Callable[..., Decoding]) -> Callable:
@@ -108,9 +191,10 @@ def _on_one_device(network, make):
     def run(source, max_length, seed):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            return decode(make(max_length, seed), source)
+            with around_loop(network.variables):
+                return decode_what_is_left(make(max_length, seed), source)
 
-    function = tf.function(run).get_concrete_function(
+    function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
         tf.TensorSpec([], "int32"),
         tf.TensorSpec([2], "int32"),
@@ -187,14 +271,14 @@ class _StagedDecoding:
         search = self._make(seed).search
         state, source = search.start(self._shape[0]), put(source)
         _, caches = self._encode(source)
-        goes_on = True
-        while goes_on:
+        more = True
+        while more:
             inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
             logits, caches = self._step({"source": source, **inputs}, caches)
             if has_outputs():
                 state = self._update(state, logits, seed)
-            numbers = [state["position"], tf.cast(search.goes_on(state), "int32")]
+            numbers = [state["position"], tf.cast(goes_on(search, state), "int32")]
             chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
-            state["position"], goes_on = chosen[-2], bool(chosen[-1])
+            state["position"], more = chosen[-2], bool(chosen[-1])
         return from_last(search.result(state), "ids")

@@ -1,0 +1,64 @@
+"""The translation model that contestants of generation have in common, its weights and sentences.
+
+Read by environments that have NumPy alone in common.
+"""
+
+import dataclasses
+
+import numpy as np
+from workloads import Workload
+
+PAD, START, END = 0, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation(Workload):
+    """A post-norm Transformer with ReLU, learned positions and one table for all.
+
+    Args:
+        num_beams: number of hypotheses; 1 is greedy search.
+        length: most tokens of a source; they have a quarter of it and more.
+        num_new_tokens: number of tokens of every translation: none ends before.
+    """
+
+    num_beams: int = 1
+    num_new_tokens: int = 64
+
+    @property
+    def tokens(self):
+        return self.batch_size * self.num_new_tokens
+
+    def sources(self):
+        """Return the ids of sentences of mixed lengths, int array [batch_size, length]."""
+        rng = np.random.default_rng(0)
+        ids = rng.integers(4, self.vocab_size, (self.batch_size, self.length), "int64")
+        lengths = rng.integers(self.length // 4, self.length + 1, self.batch_size)
+        lengths[0] = self.length
+        ids[np.arange(self.length) >= lengths[:, None]] = PAD
+        return ids
+
+    def weights(self):
+        """Return {name: array}; kernels are [inputs, outputs]."""
+        rng, h, f = np.random.default_rng(1), self.hidden_size, self.ffn_hidden_size
+        shapes = {"table": (self.vocab_size, h), "bias": (self.vocab_size,)}
+        numbers = {"encoder": self.encoder_layers, "decoder": self.decoder_layers}
+        for stack, number in numbers.items():
+            shapes[f"{stack}/positions"] = (self.num_new_tokens + 1, h)
+            attentions = ["self"] if stack == "encoder" else ["self", "memory"]
+            for block in (f"{stack}/{k}" for k in range(number)):
+                for name in attentions:
+                    for part in ("query", "key", "value", "output"):
+                        shapes[f"{block}/{name}/{part}/kernel"] = h, h
+                        shapes[f"{block}/{name}/{part}/bias"] = (h,)
+                shapes[f"{block}/inner/kernel"], shapes[f"{block}/inner/bias"] = (h, f), (f,)
+                shapes[f"{block}/outer/kernel"], shapes[f"{block}/outer/bias"] = (f, h), (h,)
+                for name in [*attentions, "outer"]:
+                    shapes[f"{block}/{name}/gamma"] = shapes[f"{block}/{name}/beta"] = (h,)
+        found = {}
+        for name, shape in shapes.items():
+            spread = 0.1 if len(shape) == 1 else (2 / sum(shape[-2:])) ** 0.5
+            spread = h**-0.5 if name == "table" else spread
+            found[name] = rng.normal(name.endswith("gamma"), spread, shape).astype("float32")
+        found["bias"][:] = 0.0
+        found["bias"][[PAD, START, END]] = -1e9  # nothing ends before all tokens are made
+        return found

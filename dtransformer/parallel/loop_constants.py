@@ -1,0 +1,36 @@
+"""What does not change in a loop is computed once, before it.
+
+TensorFlow computes all that is traced inside of a loop's body anew in each round.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import trace
+from dtransformer.parallel.sharded_variable import ShardedVariable
+
+
+@contextlib.contextmanager
+def around_loop(variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Trace loops inside of the `with` block whose rounds do not read variables again.
+
+    Args:
+        variables: those that the loops read. Ones that are sharded are left as they are.
+    """
+    plain = [v for v in variables if not isinstance(v, ShardedVariable)]
+    values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
+    graph = values[0][1].graph if values else tf.constant(0).graph
+    with trace.scope(around_loop=graph), keras.StatelessScope(state_mapping=values):
+        yield
+
+
+def computed_once(compute: Callable, *tensors: tf.Tensor) -> tf.Tensor:
+    """Return compute(*tensors), computed before the loop where the tensors are from before it."""
+    graph = trace.current().around_loop
+    if graph is None or any(getattr(x, "graph", None) is not graph for x in tensors):
+        return compute(*tensors)
+    with graph.as_default():
+        return compute(*tensors)
