@@ -90,6 +90,11 @@ def deep_dropout(epsilon, **options):
     return tied(epsilon, dropout_rate=0.1, **options)
 
 
+def deep_packed(epsilon, **options):
+    """As `tied`; each row has two sentence pairs, one after the other."""
+    return tied(epsilon, **options)
+
+
 def deep_causal(epsilon, encoder_layers, decoder_layers):
     """A language model, tied."""
     num_layers = encoder_layers + decoder_layers
@@ -112,6 +117,7 @@ DEEP_NETWORKS = {
     "deep": adamw,
     "deep_tied": tied,
     "deep_dropout": deep_dropout,
+    "deep_packed": deep_packed,
     "deep_causal": deep_causal,
     "deep_lamb": lamb,
 }

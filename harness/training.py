@@ -5,6 +5,7 @@ import pathlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel.sharded_variable import own_shards
@@ -104,7 +105,14 @@ def _data(network, num_batches, model, seed):
     """The networks for pipelines have batches that can be divided into micro-batches."""
     of_all = batches(num_batches, model.vocab_size, seed, same_rows=network in DEEP_NETWORKS)
     data = replica_share(of_all)
+    if network == "deep_packed":
+        return data.map(lambda x, y: (x | {f"{k}_segments": _halves(x[k]) for k in x}, y))
     return data.map(lambda x, y: (x["target"], y)) if network == "deep_causal" else data
+
+
+def _halves(ids):
+    """Return segments: 1 and 2 in the halves of each row, 0 where it is padded."""
+    return tf.where(ids == 0, 0, 1 + 2 * tf.range(tf.shape(ids)[1]) // tf.shape(ids)[1])
 
 
 def _read_weights(model, kind):

@@ -48,6 +48,7 @@ class DataOptions:
     batch_tokens: Count | None = 4096  # tokens of one side of a global batch, padding included
     batch_size: Count | None = None  # or sentences of a global batch
     num_buckets: Annotated[int, Field(ge=1, le=1000)] = 8
+    packed_length: Count | None = None  # tokens of rows that sentences are packed into, no buckets
     shuffle: bool = True
 
 

@@ -243,6 +243,7 @@ def _batches(config, tokenizer, pairs, training):
         batch_tokens=None if options.batch_size else options.batch_tokens,
         max_length=options.max_length,
         num_buckets=options.num_buckets,
+        packed_length=options.packed_length,
         pad_to_bucket=job.compiles_shapes(),
         pad_to_multiple_of=config.parallel.model_parallel,
         pad_rows_to_multiple_of=job.rows_multiple_of(),

@@ -7,6 +7,13 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
+from dtransformer.datasets.packing import (
+    END_OF_ROW,
+    PackedPlan,
+    PackedRows,
+    rows_per_batch,
+    with_ends_of_rows,
+)
 from dtransformer.datasets.padding import Padding
 from dtransformer.errors import InputError
 from dtransformer.inputs.autotuning import without_autotuning
@@ -45,6 +52,11 @@ class TranslationBatches:
             until their number is a multiple of this; a pipeline's micro-batches need it.
         pad_to_bucket: whether both sides are padded to the greatest length of their bucket,
             so that there are no more shapes than buckets, and those of the remainder.
+        packed_length: number of tokens of a row, on each side, which sentences are put in one
+            after the other; every batch then has one shape, next to nothing is padded, and its
+            inputs have "source_segments" and "target_segments", too: the number of the sentence
+            in its row, from 1, and 0 for padding. There are no buckets, and `batch_size` is the
+            number of rows.
         training: whether long pairs are left out, rather than cut off.
         pad_id, start_id, end_id: ids of the special tokens.
 
@@ -84,6 +96,7 @@ class TranslationBatches:
         pad_to_multiple_of: int = 1,
         pad_rows_to_multiple_of: int = 1,
         pad_to_bucket: bool = False,
+        packed_length: int | None = None,
         training: bool = True,
         pad_id: int = 0,
         start_id: int = 2,
@@ -108,30 +121,33 @@ class TranslationBatches:
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
-        self._plan = {
-            "batch_size": batch_size,
-            "batch_tokens": batch_tokens,
-            "buckets": num_buckets if buckets is None else buckets,
-            "min_rows": num_shards,
-            "shuffle": shuffle,
-            "drop_remainder": drop_remainder,
-            "seed": seed,
-        }
-        self._padding = Padding(
-            max_length,
-            bucket_bounds(self._lengths, self._plan["buckets"]) if pad_to_bucket else None,
-            pad_to_multiple_of,
-            pad_rows_to_multiple_of,
-            pad_id,
-            start_id,
-            end_id,
-        )
         self._shard = shard_index, num_shards
-        self._epoch, self._first_batch = 0, 0
-        first_epoch = plan_batches(self._lengths, **self._plan)
+        self._epoch, self._first_batch, self._seed = 0, 0, seed
+        special = {"pad_id": pad_id, "start_id": start_id, "end_id": end_id}
+        size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
+        common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
+        if packed_length is None:
+            bounds = num_buckets if buckets is None else buckets
+            options = {**size, **common, "buckets": bounds, "min_rows": num_shards}
+            self._plan = lambda epoch: plan_batches(self._lengths, epoch=epoch, **options)
+            self._layout = Padding(
+                max_length,
+                bucket_bounds(self._lengths, bounds) if pad_to_bucket else None,
+                pad_to_multiple_of,
+                pad_rows_to_multiple_of,
+                **special,
+            )
+        else:
+            rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
+            both = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
+            self._plan = PackedPlan(both, packed_length, rows, **common).batches
+            own = -(-rows // num_shards)
+            own += -own % pad_rows_to_multiple_of
+            self._layout = PackedRows(packed_length, max_length, own, **special)
+        first_epoch = self._plan(0)
         self._num_batches = len(first_epoch)
-        sizes = [len(batch) * int(self._lengths[batch].max()) for batch in first_epoch]
-        self.max_tokens = max(sizes, default=0)
+        longest = lambda batch: packed_length or int(self._lengths[batch].max())
+        self.max_tokens = max((len(batch) * longest(batch) for batch in first_epoch), default=0)
         if not self._num_batches:
             raise InputError(
                 f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "
@@ -176,8 +192,7 @@ class TranslationBatches:
         epoch, batch = self._epoch, self._first_batch + int(batches_done)
         if batch >= len(self):
             epoch, batch = epoch + batch // len(self), batch % len(self)
-        seed = self._plan["seed"]
-        return {"epoch": epoch, "batch": batch, "num_batches": len(self), "seed": seed}
+        return {"epoch": epoch, "batch": batch, "num_batches": len(self), "seed": self._seed}
 
     def restore(self, position: Mapping[str, int]) -> None:
         """Go to a position: the next iteration begins with its batch.
@@ -189,7 +204,7 @@ class TranslationBatches:
             InputError: the position is of other data or options, so that the batches that
                 remain would be others.
         """
-        for name, own in (("num_batches", len(self)), ("seed", self._plan["seed"])):
+        for name, own in (("num_batches", len(self)), ("seed", self._seed)):
             if position.get(name, own) != own:
                 raise InputError(
                     f"the saved position has {name}={position[name]}, this data has {own}: "
@@ -198,10 +213,15 @@ class TranslationBatches:
         self.set_epoch(position["epoch"], position["batch"])
 
     def plan(self) -> list[np.ndarray]:
-        """Return the epoch's remaining batches: the numbers of this rank's sentences in each."""
+        """Return the epoch's remaining batches: the numbers of this rank's sentences in each.
+
+        Where they are packed, a −1 follows those of each row.
+        """
         index, count = self._shard
-        batches = plan_batches(self._lengths, epoch=self._epoch, **self._plan)
-        return [self._pairs[batch[index::count]] for batch in batches[self._first_batch :]]
+        batches = [batch[index::count] for batch in self._plan(self._epoch)[self._first_batch :]]
+        if isinstance(self._layout, PackedRows):
+            return [with_ends_of_rows([self._pairs[row] for row in batch]) for batch in batches]
+        return [self._pairs[batch] for batch in batches]
 
     def as_dataset(self) -> tf.data.Dataset:
         """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
@@ -221,11 +241,17 @@ class TranslationBatches:
             numbers = tf.data.Dataset.range(tf.size(ends, tf.int64) - 1)
             return numbers.map(lambda i: rows[ends[i] : ends[i + 1]])
 
-        def padded_batch(rows):
-            return self._padding.batch(*(tf.gather(ids, rows) for ids in self._ids))
+        def batch_of(pairs):
+            sides = lambda pairs: [tf.gather(ids, pairs) for ids in self._ids]
+            if not isinstance(self._layout, PackedRows):
+                return self._layout.batch(*sides(pairs))
+            row_of = tf.cumsum(tf.cast(pairs == END_OF_ROW, tf.int32), exclusive=True)
+            is_pair = pairs != END_OF_ROW
+            pairs, row_of = tf.boolean_mask(pairs, is_pair), tf.boolean_mask(row_of, is_pair)
+            return self._layout.batch(row_of, *sides(pairs))
 
         dataset = tf.data.Dataset.range(1).flat_map(batches_of_rows)
-        dataset = dataset.map(padded_batch, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.prefetch(tf.data.AUTOTUNE)
         dataset = without_autotuning(dataset)
         return _compat.with_cardinality(dataset, len(self))

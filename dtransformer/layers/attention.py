@@ -23,16 +23,29 @@ from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
 
 
+def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+    """Return which keys are of the queries' segment: bool [b, s, t].
+
+    Args:
+        queries: tensor [b, s], the number of each position's segment, 0 for padding.
+        keys: tensor [b, t], as the queries.
+    """
+    if keys.dtype.is_bool:
+        return queries[:, :, None] & keys[:, None, :]
+    return (queries[:, :, None] == keys[:, None, :]) & (keys[:, None, :] != 0)
+
+
 @register
 class AttentionMask(Layer):
     """Turn an input mask into a causal attention mask.
 
     Call arguments:
-        input_mask: tensor [b, s] of 0 and 1; 1 where there is a token.
+        input_mask: tensor [b, s] of 0 and 1; 1 where there is a token. Or, where several
+            sequences are packed into one, the number of its sequence, from 1.
 
     Output shape:
         [b, s, s]: 1 where position i may attend to position j ≤ i and both are
-        tokens, that is the lower triangle of m·mᵀ.
+        tokens, of the same sequence; that is the lower triangle of m·mᵀ where there is one.
 
     Example:
 
@@ -41,8 +54,7 @@ class AttentionMask(Layer):
     """
 
     def call(self, input_mask: tf.Tensor) -> tf.Tensor:
-        mask = tf.cast(input_mask, self.compute_dtype)
-        mask = mask[:, :, None] * mask[:, None, :]
+        mask = tf.cast(same_segment(input_mask, input_mask), self.compute_dtype)
         length = static_or_dynamic_shape(mask)[1]
         positions = tf.range(length)
         return tf.where(positions[:, None] >= positions[None, :], mask, tf.zeros_like(mask))
@@ -269,12 +281,12 @@ class MultiHeadAttention(Layer):
 
     def _extend(self, given, k, v, mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
-        num_sources, _, num_entries, _ = static_or_dynamic_shape(given["key"])
+        num_sources, _, size, _ = static_or_dynamic_shape(given["key"])
         rows, _, num_new, _ = static_or_dynamic_shape(k)
         num_hypotheses, index = rows // num_sources, given["index"]
         k, v = kv_cache.put([given["key"], given["value"]], [k, v], index)
         extended = {"key": k, "value": v, "index": index + num_new}
-        seen = kv_cache.seen(num_entries, index, num_new, num_hypotheses)
+        seen = kv_cache.seen(size, index, num_new, num_hypotheses)
         return extended, seen if mask is None else seen & self._expand(mask)
 
     def init_cache(

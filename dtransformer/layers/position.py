@@ -7,6 +7,7 @@ import tensorflow as tf
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tensor_parallel.embedding import look_up
 
 
 @register
@@ -25,6 +26,8 @@ class PositionEmbedding(Layer):
     Call arguments:
         inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
         start: position of the first input.
+        segments: int tensor [b, s], where several sequences are packed into one: the number of
+            each position's sequence. Positions begin anew in each.
 
     Output shape:
         [b, s, h]
@@ -57,15 +60,25 @@ class PositionEmbedding(Layer):
             )
         self.built = True
 
-    def call(self, inputs: tf.Tensor, start: int | tf.Tensor = 0) -> tf.Tensor:
+    def call(
+        self,
+        inputs: tf.Tensor,
+        start: int | tf.Tensor = 0,
+        segments: tf.Tensor | None = None,
+    ) -> tf.Tensor:
         check_floating("inputs", inputs)
-        if self.kind == "learned" and (inputs.shape[1] or 0) > self.max_length:
+        too_long = (inputs.shape[1] or 0) > self.max_length and segments is None
+        if self.kind == "learned" and too_long:
             raise ValueError(
                 f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
                 f"max_length={self.max_length}"
             )
         positions = start + tf.range(static_or_dynamic_shape(inputs)[1])
-        if self.kind == "learned":
+        if segments is not None:
+            positions -= first_of_segment(segments)
+        if self.kind == "learned" and segments is not None:
+            rows = look_up(tf.convert_to_tensor(self.table), positions, "position")
+        elif self.kind == "learned":
             rows = tf.gather(tf.convert_to_tensor(self.table), positions)
         else:
             rows = sinusoidal_positions(positions, inputs.shape[-1])
@@ -83,18 +96,25 @@ class PositionEmbedding(Layer):
         }
 
 
+def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
+    """Return where the segment of each position begins: [b, s] -> int32 [b, s]."""
+    positions = tf.range(static_or_dynamic_shape(segments)[1])
+    same = segments[:, :, None] == segments[:, None, :]
+    return tf.reduce_min(tf.where(same, positions, positions.dtype.max), axis=-1)
+
+
 def sinusoidal_positions(positions: tf.Tensor, hidden_size: int) -> tf.Tensor:
     """Return sin and cos of positions at wavelengths from 2π to 10000·2π.
 
     Args:
-        positions: int tensor [s].
+        positions: int tensor [s] or [b, s].
         hidden_size: number h of features; the first half are sines, the second
             cosines.
 
     Returns:
-        A float32 tensor [s, h].
+        A float32 tensor [s, h] or [b, s, h].
     """
     half = (hidden_size + 1) // 2
     frequencies = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
-    angles = tf.cast(positions, "float32")[:, None] * frequencies.astype("float32")
-    return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[:, :hidden_size]
+    angles = tf.cast(positions, "float32")[..., None] * frequencies.astype("float32")
+    return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[..., :hidden_size]

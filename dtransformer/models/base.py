@@ -57,10 +57,12 @@ class TokenModel(KeepsSettings, keras.Model):
             "dtype": self.dtype_policy,
         }
 
-    def _embed_ids(self, ids, embedding, positions, dropout, start=0, training=False):
+    def _embed_ids(
+        self, ids, embedding, positions, dropout, start=0, segments=None, training=False
+    ):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
-        x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start)
+        x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start, segments=segments)
         return dropout(x, training=training), table
 
     def _build_layers(self, embeddings, others, example_inputs):

@@ -41,7 +41,9 @@ class CausalLM(TokenModel):
         lambda_func: places each block on a pipeline stage.
 
     Call arguments:
-        inputs: int tensor [b, s], padded at the end with `pad_id`.
+        inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
+            packed into a row, a dict of `"tokens"` and `"segments"`, int tensors [b, s]: the
+            number of each token's sequence, from 1, and 0 for padding.
         training: whether dropout applies.
 
     Output shape:
@@ -135,14 +137,14 @@ class CausalLM(TokenModel):
             others = [self.positions, self.dropout, self.blocks, self.head]
             self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
 
-    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
-        x, table = self._embed(inputs, training=training)
-        x = self.blocks(x, self.causal_mask(inputs != self.pad_id), training=training)
-        return self.head(x, table)
-
-    def _embed(self, ids, start=0, training=False):
+    def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+        ids, segments = tokens_of(inputs), None
+        if isinstance(inputs, dict):
+            segments = inputs["segments"]
         layers = self.embedding, self.positions, self.dropout
-        return self._embed_ids(ids, *layers, start=start, training=training)
+        x, table = self._embed_ids(ids, *layers, segments=segments, training=training)
+        mask = self.causal_mask(ids != self.pad_id if segments is None else segments)
+        return self.head(self.blocks(x, mask, training=training), table)
 
     def num_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the number of tokens, padding not counted.
@@ -153,7 +155,7 @@ class CausalLM(TokenModel):
         Returns:
             An int32 scalar tensor.
         """
-        return tf.math.count_nonzero(inputs != self.pad_id, dtype="int32")
+        return tf.math.count_nonzero(tokens_of(inputs) != self.pad_id, dtype="int32")
 
     def flops_per_step(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
@@ -170,7 +172,7 @@ class CausalLM(TokenModel):
         """
         options = self.arguments
         h, f = options["hidden_size"], options["ffn_hidden_size"]
-        b, s = tf.unstack(tf.cast(tf.shape(inputs), "float32"))
+        b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
         block = s * (4 * h * h + 2 * h * f) + 2 * h * s * s
         head = s * h * self.vocab_size
         return 6.0 * b * (options["num_layers"] * block + head)
@@ -184,4 +186,11 @@ class CausalLM(TokenModel):
         Returns:
             A dict of the stack's name and (b, s, h).
         """
+        if isinstance(input_shapes, dict):
+            input_shapes = input_shapes["tokens"]
         return {"blocks": (*input_shapes, self.arguments["hidden_size"])}
+
+
+def tokens_of(inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
+    """Return the ids of inputs that may be packed."""
+    return inputs["tokens"] if isinstance(inputs, dict) else inputs

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention import AttentionMask
+from dtransformer.layers.attention import AttentionMask, same_segment
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position import PositionEmbedding
@@ -47,7 +47,10 @@ class TranslationTransformer(TokenModel):
 
     Call arguments:
         inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the
-            translation so far, from the start token on; padded with `pad_id`.
+            translation so far, from the start token on; padded with `pad_id`. Where several pairs
+            are packed into a row (`TranslationBatches(packed_length=…)`), also
+            `"source_segments"` and `"target_segments"`, int tensors of the same shapes: the
+            number of each token's pair, from 1, and 0 for padding.
         training: whether dropout applies.
 
     Output shape:
@@ -177,18 +180,31 @@ class TranslationTransformer(TokenModel):
         self._build_layers(embeddings, others, {"source": ids, "target": ids})
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
-        memory, memory_mask = self.encode(inputs["source"], training=training)
+        source_segments, segments = (
+            inputs.get(f"{side}_segments") for side in ("source", "target")
+        )
+        if (source_segments is None) != (segments is None):
+            raise ValueError(
+                "packed inputs have 'source_segments' and 'target_segments'; got "
+                f"{', '.join(sorted(inputs))}"
+            )
+        memory, memory_mask = self.encode(inputs["source"], source_segments, training=training)
         target = inputs["target"]
-        x, table = self._embed_target(target, training=training)
-        decoder_mask = self.causal_mask(target != self.pad_id)
+        x, table = self._embed_target(target, segments=segments, training=training)
+        if segments is not None:
+            memory_mask = same_segment(segments, source_segments)
+        decoder_mask = self.causal_mask(target != self.pad_id if segments is None else segments)
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self.head(x, table)
 
-    def encode(self, source: tf.Tensor, training: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
+    def encode(
+        self, source: tf.Tensor, segments: tf.Tensor | None = None, training: bool = False
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what the decoder attends to.
 
         Args:
             source: int tensor [b, s], padded with `pad_id`.
+            segments: int tensor [b, s], where sentences are packed; see `call`.
             training: whether dropout applies.
 
         Returns:
@@ -196,12 +212,13 @@ class TranslationTransformer(TokenModel):
         """
         mask = source != self.pad_id
         layers = self.source_embedding, self.source_positions, self.source_dropout
-        x, _ = self._embed_ids(source, *layers, training=training)
-        return self.transformer.encoder(x, mask, training=training), mask
+        x, _ = self._embed_ids(source, *layers, segments=segments, training=training)
+        own = mask if segments is None else same_segment(segments, segments)
+        return self.transformer.encoder(x, own, training=training), mask
 
-    def _embed_target(self, target, start=0, training=False):
+    def _embed_target(self, target, **options):
         layers = self.target_embedding, self.target_positions, self.target_dropout
-        return self._embed_ids(target, *layers, start=start, training=training)
+        return self._embed_ids(target, *layers, **options)
 
     def init_cache(
         self, memory: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
@@ -230,7 +247,7 @@ class TranslationTransformer(TokenModel):
         Returns:
             Logits [b·k, V] in float32, and the cache for the next step.
         """
-        x, table = self._embed_target(tokens[:, None], position)
+        x, table = self._embed_target(tokens[:, None], start=position)
         x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
         logits = constrain(self.head(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
         return tf.cast(logits, "float32"), cache

@@ -76,15 +76,15 @@ def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.transpose(x, [0, 3, 2, 1, 4]), [-1, num_positions, n, d])
 
 
-def seen(num_entries: int | tf.Tensor, index: tf.Tensor, num_new, num_hypotheses) -> tf.Tensor:
+def seen(size: int | tf.Tensor, index: tf.Tensor, num_new, num_hypotheses) -> tf.Tensor:
     """Return which entries are of positions up to the queries' own: bool [1, 1, s·k, e].
 
     Args:
-        num_entries: number e of entries.
+        size: number e.
         index: int scalar, the position of the first query.
         num_new: number s of new positions.
         num_hypotheses: number k of queries at each.
     """
-    entries = tf.range(num_entries) // num_hypotheses
+    entries = tf.range(size) // num_hypotheses
     queries = index + tf.range(num_new * num_hypotheses) // num_hypotheses
     return (entries[None, :] <= queries[:, None])[None, None]

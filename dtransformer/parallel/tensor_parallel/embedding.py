@@ -21,19 +21,22 @@ from dtransformer.parallel.tensor_parallel.sequence import (
 from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
 
 
-def look_up(table: tf.Tensor | keras.Variable, ids: tf.Tensor) -> tf.Tensor:
+def look_up(
+    table: tf.Tensor | keras.Variable, ids: tf.Tensor, rows: str = "vocab_rows"
+) -> tf.Tensor:
     """Return rows of a table; `tf.gather` where there is no mesh.
 
     Args:
         table: tensor or variable [V, h].
         ids: int32 tensor [b, s].
+        rows: logical name of the table's first dimension.
 
     Returns:
         A tensor [b, s, h], sharded along s under sequence parallelism.
     """
     if not trace.is_on_mesh():
         return tf.gather(table, ids)
-    axis = mesh_axis("vocab_rows")
+    axis = mesh_axis(rows)
     return _look_up_replicated(table, ids) if axis is None else _look_up_sharded(table, ids, axis)
 
 

@@ -1,0 +1,154 @@
+"""Packing: every pair once an epoch, rows that are nearly full, and what a model makes of them."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.datasets import TranslationBatches
+from dtransformer.datasets.packing import PackedPlan, pack
+from dtransformer.models import CausalLM, TranslationTransformer
+from tests.datasets.refused import refused
+
+END = 3
+
+
+def some_lengths(count=2000, longest=40, seed=0):
+    """Two sides of about the same length."""
+    rng = np.random.default_rng(seed)
+    source = rng.integers(1, longest + 1, count)
+    return np.stack([source, np.clip(source + rng.integers(-4, 5, count), 1, longest)], axis=1)
+
+
+def ragged(lengths, seed=1):
+    row_splits = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.random.default_rng(seed).integers(4, 1000, row_splits[-1], np.int32)
+    return tf.RaggedTensor.from_row_splits(ids, row_splits)
+
+
+def some_batches(count=300, longest=20, **options):
+    lengths = some_lengths(count, longest)
+    sides = ragged(lengths[:, 0], 1), ragged(lengths[:, 1], 2)
+    options = {"packed_length": 64, "batch_size": 4, "seed": 7, **options}
+    return sides, TranslationBatches(*sides, **options)
+
+
+@pytest.mark.parametrize("capacity", [40, 100, 256])
+def test_rows_are_nearly_full_and_hold_what_is_in_them(capacity):
+    lengths = some_lengths()
+    lengths = lengths[np.argsort(-lengths.max(axis=1))]
+    rows = pack(lengths, capacity)
+    used = np.stack([np.bincount(rows, side) for side in lengths.T])
+    assert used.max() <= capacity
+    assert lengths.sum() / (2 * capacity * used.shape[1]) > (0.9 if capacity > 40 else 0.8)
+
+
+def test_every_pair_is_in_one_row_of_each_epoch_and_epochs_differ():
+    lengths = some_lengths()
+    plan = PackedPlan(lengths, capacity=64, batch_rows=5, seed=3)
+    epochs = [plan.batches(epoch) for epoch in range(3)]
+    for batches in epochs:
+        assert len(batches) == plan.num_batches
+        assert all(len(batch) == 5 for batch in batches[:-1])
+        rows = [row for batch in batches for row in batch]
+        assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
+        assert max(lengths[row].sum(axis=0).max() for row in rows) <= 64
+    flat = [[pair for batch in batches for row in batch for pair in row] for batches in epochs]
+    assert flat[0] != flat[1] != flat[2]
+    again = PackedPlan(lengths, capacity=64, batch_rows=5, seed=3).batches(1)
+    assert [[list(row) for row in b] for b in again] == [[list(r) for r in b] for b in epochs[1]]
+
+
+def unpacked(batch):
+    """Return the (source, target, labels) of all pairs of a batch, as tuples."""
+    inputs, labels = tf.nest.map_structure(lambda x: x.numpy(), batch)
+    pairs = []
+    for row in range(len(labels)):
+        own, others = inputs["source_segments"][row], inputs["target_segments"][row]
+        for number in range(1, own.max() + 1):
+            source, here = inputs["source"][row][own == number], others == number
+            pairs.append(
+                tuple(map(tuple, (source, inputs["target"][row][here], labels[row][here])))
+            )
+        assert (own == 0).tolist() == (inputs["source"][row] == 0).tolist()
+        assert (others == 0).tolist() == (labels[row] == 0).tolist()
+    return pairs
+
+
+def test_batches_have_one_shape_and_hold_the_pairs():
+    (source, target), batches = some_batches()
+    found = []
+    for batch in batches.as_dataset():
+        assert {x.shape.as_list() == [4, 64] for x in tf.nest.flatten(batch)} == {True}
+        found += unpacked(batch)
+    expected = [(tuple(s), (2, *t), (*t, END)) for s, t in zip(source.to_list(), target.to_list())]
+    assert sorted(found) == sorted(expected)
+    assert len(batches) == sum(1 for _ in batches.as_dataset())
+
+
+def test_ranks_share_the_rows_of_one_process():
+    _, alone = some_batches(batch_size=6, drop_remainder=True)
+    shares = [
+        some_batches(batch_size=6, drop_remainder=True, shard_index=k, num_shards=2)[1]
+        for k in range(2)
+    ]
+    for whole, *parts in zip(alone.as_dataset(), *(share.as_dataset() for share in shares)):
+        assert unpacked(whole) != unpacked(parts[0])
+        assert sorted(unpacked(whole)) == sorted([*unpacked(parts[0]), *unpacked(parts[1])])
+
+
+def test_an_epoch_goes_on_where_it_was_left():
+    _, batches = some_batches()
+    whole = [unpacked(batch) for batch in batches.as_dataset()]
+    batches.restore(batches.position(3))
+    assert [unpacked(batch) for batch in batches.as_dataset()] == whole[3:]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"packed_length": 20}, "packed_length=20 does not hold the longest sentence, 21 tokens"),
+        ({"batch_tokens": 128}, "give one of the two"),
+        ({"batch_size": 1, "num_shards": 2}, "1 rows of packed_length=64, for 2 data ranks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_packed_is_refused(options, words):
+    assert words in refused(some_batches, **options)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_sentences_of_a_row_do_not_see_each_other(positions):
+    model = TranslationTransformer(
+        1000, hidden_size=16, num_heads=2, encoder_layers=2, decoder_layers=2, positions=positions
+    )
+    _, batches = some_batches(count=20, longest=8, packed_length=32, batch_size=2, shuffle=False)
+    inputs, _ = next(iter(batches.as_dataset()))
+    logits = model(inputs)[0]
+    own, others = inputs["source_segments"][0], inputs["target_segments"][0]
+    assert own.numpy().max() > 2
+    for number in range(1, own.numpy().max() + 1):
+        alone = {
+            "source": inputs["source"][0][own == number][None],
+            "target": inputs["target"][0][others == number][None],
+        }
+        np.testing.assert_allclose(logits[others == number], model(alone)[0], atol=2e-5)
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    model = CausalLM(100, hidden_size=16, num_heads=2, num_layers=2, max_length=12)
+    tokens = tf.constant([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0]])
+    segments = tf.constant([[1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0]])
+    logits = model({"tokens": tokens, "segments": segments})
+    for number in (1, 2, 3):
+        alone = model(tokens[segments == number][None])
+        np.testing.assert_allclose(logits[segments == number], alone[0], atol=2e-5)
+    assert int(model.num_tokens({"tokens": tokens, "segments": segments})) == 11
+
+
+def test_one_side_alone_cannot_be_packed():
+    model = TranslationTransformer(
+        100, hidden_size=8, num_heads=2, encoder_layers=1, decoder_layers=1
+    )
+    ids = tf.ones((1, 4), "int32")
+    with pytest.raises(ValueError, match="'source_segments' and 'target_segments'"):
+        model({"source": ids, "target": ids, "source_segments": ids})
