@@ -90,8 +90,6 @@ class Sampling:
             "beams": tf.range(batch_size),
             "ids": tf.fill([batch_size, self.max_length], self._model.pad_id),
             "finished": tf.zeros([batch_size], "bool"),
-            "sources": tf.range(batch_size),
-            "num_sources": tf.convert_to_tensor(batch_size),
         }
 
     def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tuple:
@@ -100,11 +98,15 @@ class Sampling:
 
     def ended(self, state: dict) -> tf.Tensor:
         """Return which sentences want no other token, bool [b]."""
-        return state["finished"]
+        finished = state["finished"]
+        if self._temperature == 0:
+            return finished
+        # All draw until the last one ends: what one draws does not depend on who is left.
+        return tf.fill(tf.shape(finished), tf.reduce_all(finished))
 
     def take(self, state: dict, sources: tf.Tensor) -> dict:
         """Return the state of some of the sources only, by their numbers, int32 [m]."""
-        names = ("last", "ids", "finished", "sources")
+        names = ("last", "ids", "finished")
         taken = {name: tf.gather(state[name], sources) for name in names}
         return {**state, **taken, "beams": tf.range(tf.size(sources))}
 
@@ -115,7 +117,7 @@ class Sampling:
     def update(self, state: dict, logits: tf.Tensor) -> dict:
         """Return the next state, from the logits [b, V] of the tokens after `state["last"]`."""
         position, finished = state["position"], state["finished"]
-        tokens = tf.where(finished, self._model.pad_id, self._choose(logits, state))
+        tokens = tf.where(finished, self._model.pad_id, self._choose(logits, position))
         at = tf.range(self.max_length) == position
         return {
             "position": position + 1,
@@ -123,14 +125,13 @@ class Sampling:
             "beams": state["beams"],
             "ids": tf.where(at, tokens[:, None], state["ids"]),
             "finished": finished | (tokens == self._model.end_id),
-            **{name: state[name] for name in ("sources", "num_sources")},
         }
 
     def result(self, state: dict) -> tf.Tensor:
         """Return an int32 tensor [b, max_length], padded after the end tokens."""
         return state["ids"]
 
-    def _choose(self, logits, state):
+    def _choose(self, logits, position):
         if self._temperature == 0:
             return tf.argmax(logits, axis=-1, output_type="int32")
         logits /= self._temperature
@@ -138,10 +139,9 @@ class Sampling:
             smallest = tf.math.top_k(logits, self._top_k).values[:, -1:]
             logits = tf.where(logits < smallest, NEVER, logits)
         # The largest of logits plus Gumbel noise is a draw from their softmax.
-        # All sources draw, also those that are left out: the others' tokens are the same then.
-        seed = tf.bitwise.bitwise_xor(self._seed, [0, state["position"]])
-        shape = [state["num_sources"], logits.shape[1]]
-        draw = tf.gather(tf.random.stateless_uniform(shape, seed, minval=1e-20), state["sources"])
+        draw = tf.random.stateless_uniform(
+            tf.shape(logits), tf.bitwise.bitwise_xor(self._seed, [0, position]), minval=1e-20
+        )
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")
 
 

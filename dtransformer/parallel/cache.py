@@ -48,18 +48,23 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
-    entries, start, number = tf.range(e), index * k, s * k
-    # A shift by a gather, as every device and compiler has it.
-    source = tf.clip_by_value(entries - start, 0, number - 1)
+    entries, number = tf.range(e), s * k
+    start = index if isinstance(k, int) and k == 1 else index * k
     is_new = ((entries >= start) & (entries < start + number))[None, None, :, None]
-    shifted = [tf.gather(side_by_side(x, b), source, axis=2) for x in new]
-    pairs = zip(shifted, tensors, strict=True)
+    new = [side_by_side(x, b) for x in new]
+    if not (isinstance(number, int) and number == 1):
+        # A shift by a gather, as every device and compiler has it.
+        source = tf.clip_by_value(entries - start, 0, number - 1)
+        new = [tf.gather(x, source, axis=2) for x in new]
+    pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 
 
 def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
     """[b·k, n, s, d] -> [b, n, s·k, d]: positions of all hypotheses of a source"""
-    _, n, s, d = static_or_dynamic_shape(x)
+    rows, n, s, d = static_or_dynamic_shape(x)
+    if isinstance(rows, int) and isinstance(num_sources, int) and rows == num_sources:
+        return x
     if x.shape[2] == 1:
         x = tf.reshape(x, [num_sources, -1, n, d])
         return tf.transpose(x, [0, 2, 1, 3])
@@ -69,7 +74,9 @@ def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
 
 def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
     """[b, n, s·k, d] -> [b·k, s, n, d]: the opposite, with heads behind positions"""
-    b, n, _, d = static_or_dynamic_shape(x)
+    b, n, queries, d = static_or_dynamic_shape(x)
+    if isinstance(queries, int) and isinstance(num_positions, int) and queries == num_positions:
+        return tf.transpose(x, [0, 2, 1, 3])
     if isinstance(num_positions, int) and num_positions == 1:
         return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [-1, 1, n, d])
     x = tf.reshape(x, [b, n, num_positions, -1, d])
@@ -85,6 +92,9 @@ def seen(size: int | tf.Tensor, index: tf.Tensor, num_new, num_hypotheses) -> tf
         num_new: number s of new positions.
         num_hypotheses: number k of queries at each.
     """
+    if isinstance(num_hypotheses, int) and num_hypotheses == 1:
+        queries = index + tf.range(num_new)
+        return (tf.range(size)[None, :] <= queries[:, None])[None, None, :, :]
     entries = tf.range(size) // num_hypotheses
     queries = index + tf.range(num_new * num_hypotheses) // num_hypotheses
-    return (entries[None, :] <= queries[:, None])[None, None]
+    return (entries[None, :] <= queries[:, None])[None, None, :, :]
