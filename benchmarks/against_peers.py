@@ -1,13 +1,15 @@
 """Speed of one process beside PyTorch, KerasHub and `transformers`, in turn; prints JSON.
 
-    python benchmarks/against_peers.py [--workloads translation,wide,language_model,greedy,beam_search]
-        [--rounds 6] [--steps 4] [--environments FOLDER] [--picture FILE.png]
+    python benchmarks/against_peers.py [--pairs SOURCE TARGET] [--environments FOLDER]
+        [--workloads translation,wide,language_model,sentences,greedy,beam_search]
+        [--rounds 6] [--steps 4] [--picture FILE.png]
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
 trains a few steps, or generates, while the others wait, round after round: a machine whose speed
 drifts is the same for all. One of them computes the products of a step alone, which is the limit.
 The first round of each is not counted. Those that generate have the same weights: `same_ids` is
-the share of the tokens that are ours.
+the share of the tokens that are ours. The workload `sentences` is real text, of two files with a
+sentence a line, or the embedded corpus: tokens that count are counted, not what they are padded to.
 """
 
 import argparse
@@ -18,7 +20,10 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import venv
+
+import numpy as np
 
 PEERS = pathlib.Path(__file__).parent / "peers"
 PYTORCH = ["torch==2.13.0", "numpy", "transformers==5.23.0"]
@@ -36,10 +41,16 @@ GENERATING = {
     "dtransformer": (None, "ours_generating.py", []),
     "transformers": (PYTORCH, "transformers_generating.py", []),
 }
+SENTENCES = {
+    "dtransformer": (None, "ours_packed.py", []),
+    "pytorch": (PYTORCH, "pytorch.py", ["eager"]),
+    "pytorch_by_length": (PYTORCH, "pytorch.py", ["by_length"]),
+}
 OURS, LIMIT = "dtransformer", "products"
 GENERATES = "greedy", "beam_search"
 CONTESTANTS = {
     **dict.fromkeys(("translation", "wide", "language_model"), TRAINING),
+    "sentences": SENTENCES,
     **dict.fromkeys(GENERATES, GENERATING),
 }
 
@@ -49,8 +60,14 @@ def parse_arguments():
     parser.add_argument("--workloads", default=",".join(CONTESTANTS), help="names, with commas")
     parser.add_argument("--contestants", help="names, with commas; all by default")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=4, help="of a round")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="of a round, which is one pass, or one call, of real text",
+    )
     parser.add_argument("--environments", type=pathlib.Path, default=pathlib.Path("build/peers"))
+    parser.add_argument("--pairs", nargs=2, metavar="FILE", help="of the workload sentences")
     parser.add_argument("--before", type=pathlib.Path, help="another checkout, to compare with")
     parser.add_argument("--picture", type=pathlib.Path)
     return parser.parse_args()
@@ -104,6 +121,7 @@ class Contestant:
 def measured(workload, args):
     """Return the medians of every round, {contestant: list of seconds}, and how each started."""
     root = pathlib.Path(__file__).parents[1]
+    steps = args.steps if CONTESTANTS[workload] is TRAINING else 1
     known = CONTESTANTS[workload]
     names = args.contestants.split(",") if args.contestants else known
     chosen = {name: known[name] for name in names if name in known}
@@ -118,7 +136,7 @@ def measured(workload, args):
             print(f"{workload}: {name} started", file=sys.stderr)
         for number in range(args.rounds + 1):
             for name, contestant in contestants.items():
-                median = statistics.median(contestant.run(args.steps))
+                median = statistics.median(contestant.run(steps))
                 if number:
                     seconds.setdefault(name, []).append(median)
     finally:
@@ -187,8 +205,46 @@ def rounded(values, factor=1.0, digits=3):
     return [round(value * factor, digits) for value in values]
 
 
+def tokenized(pairs, folder):
+    """Return a file with the ids of sentence pairs, as `peers/sentences.py` reads it.
+
+    Args:
+        pairs: the names of two files; the embedded corpus if None.
+        folder: where the file is written.
+    """
+    sys.path.insert(0, str(PEERS))
+    import paths  # noqa: F401
+    from sentences import Sentences
+
+    from dtransformer.datasets import SubwordTokenizer, read_pairs
+    from dtransformer.datasets.embedded import sentence_pairs
+
+    work, some = Sentences(), slice(20_000)
+    sides = [side[some] for side in (read_pairs(*pairs) if pairs else zip(*sentence_pairs(20_000)))]
+    tokenizer = SubwordTokenizer.train([*sides[0], *sides[1]], vocab_size=work.vocab_size)
+    ids = [tokenizer.encode(side).to_list() for side in sides]
+    fits = [i for i, both in enumerate(zip(*ids)) if 0 < max(map(len, both)) < work.length]
+    fits = fits[: work.batch_size * work.num_batches]
+    arrays = {}
+    for name, side in zip(("source", "target"), ids):
+        kept = [side[i] for i in fits]
+        arrays[name] = np.concatenate(kept)
+        arrays[f"{name}_ends"] = np.cumsum([*map(len, kept)])
+    path = pathlib.Path(folder) / "sentences.npz"
+    np.savez(path, **arrays)
+    return path
+
+
 def main():
     args = parse_arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        if "sentences" in args.workloads.split(","):
+            os.environ["DTRANSFORMER_SENTENCES"] = str(tokenized(args.pairs, folder))
+        compare(args)
+
+
+def compare(args):
+    """Run all workloads; print the report."""
     report = {"machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
     report.update(rounds=args.rounds, steps_of_a_round=args.steps, workloads={})
     for workload in args.workloads.split(","):

@@ -7,12 +7,12 @@ import keras
 import tensorflow as tf
 
 
-class _Stopwatch(keras.callbacks.Callback):
-    """Keeps when each step ended."""
+class Stopwatch(keras.callbacks.Callback):
+    """Keeps when it was made, and when each step ended."""
 
     def __init__(self):
         super().__init__()
-        self.ends = []
+        self.start, self.ends = time.perf_counter(), []
 
     def on_train_batch_end(self, batch, logs=None):
         self.ends.append(time.perf_counter())
@@ -26,11 +26,11 @@ def fitted(model, inputs, labels):
     data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
 
     def run(number):
-        stopwatch, start = _Stopwatch(), time.perf_counter()
+        stopwatch = Stopwatch()
         # One more than is counted: until the first one's end `fit` prepares.
         extra = 0 if number == 1 else 1
         model.fit(data, steps_per_epoch=number + extra, verbose=0, callbacks=[stopwatch])
-        ends = stopwatch.ends if extra else [start, *stopwatch.ends]
+        ends = stopwatch.ends if extra else [stopwatch.start, *stopwatch.ends]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
     return run

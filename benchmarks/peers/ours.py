@@ -10,7 +10,8 @@ from dtransformer.models import CausalLM, TranslationTransformer
 from dtransformer.trainers import Trainer
 
 
-def make_run(workload):
+def compiled_trainer(workload, **loss_options):
+    """Return a compiled trainer of the workload's network."""
     sizes = {
         "hidden_size": workload.hidden_size,
         "ffn_hidden_size": workload.ffn_hidden_size,
@@ -18,14 +19,7 @@ def make_run(workload):
         "positions": "learned",
         "hidden_act": "relu",
     }
-    source, target, labels = (
-        None if ids is None else tf.constant(ids, "int32") for ids in workload.batch()
-    )
-    if source is None:
-        sizes["max_length"] = workload.length
-        network = CausalLM(workload.vocab_size, num_layers=workload.decoder_layers, **sizes)
-        inputs = target
-    else:
+    if workload.encoder_layers:
         network = TranslationTransformer(
             workload.vocab_size,
             encoder_layers=workload.encoder_layers,
@@ -34,10 +28,20 @@ def make_run(workload):
             max_target_length=workload.length,
             **sizes,
         )
-        inputs = {"source": source, "target": target}
+    else:
+        sizes["max_length"] = workload.length
+        network = CausalLM(workload.vocab_size, num_layers=workload.decoder_layers, **sizes)
     trainer = Trainer(network)
-    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss())
-    return fitted(trainer, inputs, labels)
+    trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss(**loss_options))
+    return trainer
+
+
+def make_run(workload):
+    source, target, labels = (
+        None if ids is None else tf.constant(ids, "int32") for ids in workload.batch()
+    )
+    inputs = target if source is None else {"source": source, "target": target}
+    return fitted(compiled_trainer(workload), inputs, labels)
 
 
 if __name__ == "__main__":

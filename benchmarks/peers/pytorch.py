@@ -54,25 +54,47 @@ class _Model(nn.Module):
         memory = self.encoder(self.source(source))
         return self.head(self.decoder(y, memory, tgt_mask=self.mask, tgt_is_causal=True))
 
+    def forward_padded(self, source, target):
+        """As `forward`, of sentences of different lengths, padded with 0."""
+        hidden = source == 0
+        memory = self.encoder(self.source(source), src_key_padding_mask=hidden)
+        length = target.shape[1]
+        y = self.decoder(
+            self.target(target),
+            memory,
+            tgt_mask=self.mask[:length, :length],
+            tgt_is_causal=True,
+            memory_key_padding_mask=hidden,
+        )
+        return self.head(y)
+
 
 def make_run(workload, mode):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = _Model(workload).train()
     forward = torch.compile(model) if mode == "compiled" else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    source, target, labels = (
-        None if ids is None else torch.from_numpy(ids) for ids in workload.batch()
-    )
 
-    def step():
+    def update(forward, source, target, labels, **options):
         optimizer.zero_grad(set_to_none=True)
-        logits = forward(source, target)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits = forward(source, target).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels.flatten(), **options)
         loss.backward()
         optimizer.step()
         return loss.item()
 
-    return one_by_one(step)
+    as_tensors = lambda arrays: [None if x is None else torch.from_numpy(x) for x in arrays]
+    if hasattr(workload, "padded"):
+        batches = [as_tensors(batch) for batch in workload.padded(by_length=mode == "by_length")]
+
+        def one_pass():
+            # What is right of a target's end is seen by nothing that counts.
+            for batch in batches:
+                update(model.forward_padded, *batch, ignore_index=0)
+
+        return one_by_one(one_pass)
+    batch = as_tensors(workload.batch())
+    return one_by_one(lambda: update(forward, *batch))
 
 
 if __name__ == "__main__":

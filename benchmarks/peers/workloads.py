@@ -82,9 +82,10 @@ WORKLOADS = {
 def workload_of(name):
     """Return the workload of a name."""
     from generation import Generation
+    from sentences import Sentences
 
-    generating = {"greedy": Generation(), "beam_search": Generation(num_beams=4)}
-    return {**WORKLOADS, **generating}[name]
+    others = {"greedy": Generation(), "beam_search": Generation(num_beams=4)}
+    return {**WORKLOADS, **others, "sentences": Sentences()}[name]
 
 
 def serve(make_run):

@@ -1,0 +1,63 @@
+"""Sentence pairs of a text, and how contestants are given them.
+
+Read by environments that have NumPy alone in common: ids come from a file that
+`DTRANSFORMER_SENTENCES` names, in the arrays source, source_ends, target and target_ends.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+from workloads import Workload
+
+PAD, START, END = 0, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentences(Workload):
+    """The translation model, trained on real sentences; a "step" is one pass over all of them.
+
+    Args:
+        batch_size: number of pairs of a batch where there is padding.
+        num_batches: number of batches, and of updates, of a pass.
+        length: number of tokens of a row where sentences are packed; none is longer.
+    """
+
+    batch_size: int = 128
+    num_batches: int = 4
+    length: int = 128
+
+    def pairs(self):
+        """Return the ids of both sides, lists of int arrays; the last token is none of a pair."""
+        arrays = np.load(os.environ["DTRANSFORMER_SENTENCES"])
+        number = self.batch_size * self.num_batches
+        return [
+            np.split(arrays[side], arrays[f"{side}_ends"])[:number] for side in ("source", "target")
+        ]
+
+    @property
+    def tokens(self):
+        """Number of tokens that count in a pass: those of the sources, and the labels."""
+        source, target = self.pairs()
+        return sum(map(len, source)) + sum(len(ids) + 1 for ids in target)
+
+    def padded(self, by_length):
+        """Return the batches (source, target, labels), each padded to its longest.
+
+        Args:
+            by_length: whether sentences of about the same length share a batch.
+        """
+        source, target = self.pairs()
+        order = np.arange(len(source))
+        if by_length:
+            order = np.argsort([max(len(s), len(t)) for s, t in zip(source, target)], kind="stable")
+        batches = []
+        for rows in np.split(order, self.num_batches):
+            columns = [source[i] for i in rows], [[START, *target[i]] for i in rows]
+            batches.append([_padded(ids) for ids in (*columns, [[*target[i], END] for i in rows])])
+        return batches
+
+
+def _padded(rows):
+    width = max(map(len, rows))
+    return np.stack([np.pad(row, (0, width - len(row)), constant_values=PAD) for row in rows])
