@@ -27,6 +27,12 @@ def measured_peak(size=1024, seconds=0.3):
     return 2.0 * size**3 / best
 
 
+def moment_of(batch):
+    """Return when a batch was there, in seconds since 1970, a float64 scalar tensor."""
+    with tf.control_dependencies([x for x in tf.nest.flatten(batch) if tf.is_tensor(x)]):
+        return tf.timestamp()
+
+
 class Throughput:
     """Counts tokens and FLOP of an epoch against the clock.
 
@@ -42,10 +48,11 @@ class Throughput:
 
     def reset(self):
         """Forget what was counted."""
-        self.seconds = self.tokens = self.flops = 0.0
+        self.seconds = self.tokens = self.flops = self.waited = 0.0
 
-    def add(self, seconds, tokens, flops):
-        """Count a step of all ranks."""
+    def add(self, seconds, tokens, flops, waited=0.0):
+        """Count a step of all ranks, of whose seconds this one waited some for its data."""
+        self.waited += waited
         self.seconds += seconds
         self.tokens += tokens
         self.flops += flops
@@ -55,6 +62,7 @@ class Throughput:
         if not self.seconds:
             return {"tokens_per_second": 0.0}
         logs = {"tokens_per_second": self.tokens / self.seconds}
+        logs["input_wait"] = self.waited / self.seconds
         if self.flops:
             logs["gflops_per_second"] = self.flops / self.seconds / 1e9
             logs["share_of_peak"] = self.flops / self.seconds / self.peak

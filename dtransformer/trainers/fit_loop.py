@@ -53,12 +53,14 @@ class FitLoop(keras.Model):
             nonlocal compiled
             if self._beginning is not None:
                 self._beginning.count_step()
-            start = time.perf_counter()
+            start, called = time.perf_counter(), time.time()
             logs = step(iterator)
+            ready = float(logs.pop("ready"))  # of the last step of a call
+            waited = max(ready - called, 0.0) if steps == 1 else 0.0
             tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
             if compiled:
                 seconds = time.perf_counter() - start
-                self._throughput.add(seconds, tokens * steps, flops * steps)
+                self._throughput.add(seconds, tokens * steps, flops * steps, waited)
             compiled = True
             return {**logs, **self._throughput.logs()}
 

@@ -14,6 +14,7 @@ from dtransformer.parallel import job, validators
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
+from dtransformer.reports.throughput import moment_of
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
@@ -161,6 +162,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     # compiles itself.
 
     def train_step(self, data: tuple) -> dict:
+        ready = moment_of(data)
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
         numbers = self._program.numbers(inputs, labels, sample_weight)
         gradients, outputs, sums = self._program.forward_backward(
@@ -168,7 +170,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         )
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
-        return self._program.finish(gradients, sums, numbers.counts, *seen)
+        logs = self._program.finish(gradients, sums, numbers.counts, *seen)
+        return {**logs, "ready": ready}
 
     def test_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))

@@ -145,12 +145,17 @@ class TestByHand:
         step = {"loss", "accuracy", "step_loss", "gradient_norm", "learning_rate"}
         step |= {"tokens_per_second"}
         assert all(step <= set(logs) for logs in record.logs)
-        speed = {"gflops_per_second", "share_of_peak"}  # not known before the second step
+        speed = {
+            "gflops_per_second",
+            "share_of_peak",
+            "input_wait",
+        }  # not known before the second step
         assert set(record.logs[-1]) == step | speed
         assert set(history) == step | speed | {"val_loss", "val_accuracy"}
         assert record["learning_rate"] == pytest.approx([RATE] * 6)
         for name in (*speed, "tokens_per_second"):
             assert record.logs[-1][name] > 0
+        assert all(0 < logs["input_wait"] < 1 for logs in record.logs[1:])
         assert int(trainer.optimizer.iterations) == 6
 
     def test_a_saved_file_holds_the_network(self, run, tmp_path):
