@@ -155,7 +155,7 @@ class BlockStack(Layer):
             )
             for number in range(num_layers)
         ]
-        alike = AlikeBlocks()
+        alike = AlikeBlocks(num_layers)
         for block in self.blocks:
             block.alike = alike
             block.recompute(get_parallel_config().recompute)

@@ -1,8 +1,8 @@
 """Blocks that are alike are traced once: one function is called for each of them.
 
 It is given the weights of the block, and the numbers that its dropout masks are drawn by. Its
-gradient is traced once, too. TensorFlow puts a copy where each block is: computing calls would
-take 3 % more time.
+gradient is traced once, too. In a stack of few blocks TensorFlow puts a copy where each is, as
+computing calls takes 3 to 5 % more time; copies of many would take minutes to be optimized.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,23 @@ from dtransformer.parallel import trace
 from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_numbers, dropout_seed
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use, trained_value
 
+# Stacks of more blocks call their function where each block is.
+_MOST_COPIES = 12
+
 
 class AlikeBlocks:
-    """The functions of the blocks of one stack."""
+    """The functions of the blocks of one stack.
 
-    def __init__(self):
+    Args:
+        num_blocks: number of blocks of the stack.
+    """
+
+    def __init__(self, num_blocks: int):
+        self._num_blocks = num_blocks
         self._functions = {}  # what alike blocks have in common -> function
 
     def __reduce__(self):  # a copy traces its own
-        return AlikeBlocks, ()
+        return AlikeBlocks, (self._num_blocks,)
 
     def __call__(self, block, compute: Callable, tensors: Sequence, training: bool) -> tf.Tensor:
         """Return compute(*tensors), the result of a block, by the function of those alike.
@@ -39,16 +47,19 @@ class AlikeBlocks:
             return compute(*tensors)
         key = _key(layers, training)
         if key not in self._functions:
-            self._functions[key] = _function(block, compute, _dropouts(layers))
+            is_called = self._num_blocks > _MOST_COPIES
+            self._functions[key] = _function(block, compute, _dropouts(layers), is_called)
         with _compat.without_autocast():  # gradients are taken of the type that is stored
             values = [tf.convert_to_tensor(trained_value(weight)) for weight in block.variables]
         seed = current_dropout_seed() if training else None
         numbers = tf.constant([layer.number for layer in _dropouts(layers)], "int32")
+        # TensorFlow would make, and optimize, a function for each constant that one is given.
+        numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
         return self._functions[key](list(tensors), values, seed, numbers)
 
 
-def _function(block, compute, dropouts):
-    """Return the function of the blocks that are like one."""
+def _function(block, compute, dropouts, is_called):
+    """Return the function of the blocks that are like one, which may be called or copied."""
     weights = block.variables
 
     def run(tensors, values, seed, numbers):
@@ -56,7 +67,8 @@ def _function(block, compute, dropouts):
         with dropout_seed(seed), dropout_numbers(own), keras.StatelessScope(zip(weights, values)):
             return compute(*tensors)
 
-    return tf.function(run, autograph=False)
+    attributes = {"_noinline": True} if is_called else None
+    return tf.function(run, autograph=False, experimental_attributes=attributes)
 
 
 def _can_be_shared(block, layers):
