@@ -88,8 +88,8 @@ format: .venv/lint  ## put the code into the style, as far as ruff can
 docs: .venv/docs  ## build the docs site, in site/
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: .venv/ready  ## measure training on one process; prints JSON
-	$(BIN)/python benchmarks/single_process.py
+bench: .venv/ready  ## measure one process beside PyTorch, KerasHub and transformers; prints JSON
+	$(BIN)/python benchmarks/against_peers.py
 
 clean:  ## remove what was made: the environment, data, runs
 	rm -rf .venv data runs build site *.egg-info

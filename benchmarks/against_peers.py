@@ -249,6 +249,7 @@ def compare(args):
     report.update(rounds=args.rounds, steps_of_a_round=args.steps, workloads={})
     for workload in args.workloads.split(","):
         report["workloads"][workload] = report_of(workload, *measured(workload, args))
+        print(json.dumps(report["workloads"][workload]), file=sys.stderr)
     print(json.dumps(report, indent=2))
     if args.picture:
         draw(report["workloads"], args.picture)

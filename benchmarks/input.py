@@ -1,0 +1,73 @@
+"""Speed of what comes before a step: tokenizing, batching and packing; prints JSON.
+
+    python benchmarks/input.py [--pairs SOURCE TARGET] [--rounds 5]
+
+A GPU that trains 100,000 tokens per second needs as many that count. Text is the embedded corpus,
+or two files with a sentence a line. Words and tokens are those of both sides; all cores are used.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import paths  # noqa: F401
+
+from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_pairs
+from dtransformer.datasets.embedded import sentence_pairs
+
+NEED = 100_000
+BATCHES = {
+    "buckets": {"batch_tokens": 4096},
+    "one_shape_a_bucket": {"batch_tokens": 4096, "pad_to_bucket": True},
+    "packed": {"batch_tokens": 4096, "packed_length": 256},
+}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", nargs=2, metavar="FILE")
+    parser.add_argument("--num_pairs", type=int, default=30_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_arguments()
+    pairs = read_pairs(*args.pairs) if args.pairs else zip(*sentence_pairs(args.num_pairs))
+    sides = [list(side)[: args.num_pairs] for side in pairs]
+    tokenizer = SubwordTokenizer.train(sides[0] + sides[1], vocab_size=8000)
+    words = sum(len(text.split()) for side in sides for text in side)
+    ids = [tokenizer.encode(side) for side in sides]
+    report = {"cores": len(os.sched_getaffinity(0)), "words": words}
+    report["words_tokenized_per_second"] = [
+        round(words / seconds_of(lambda: [tokenizer.encode(side) for side in sides]))
+        for _ in range(args.rounds)
+    ]
+    for name, options in BATCHES.items():
+        batches = TranslationBatches(*ids, **options)
+        count, places, seconds = 0, 0, []
+        for epoch in range(args.rounds):
+            batches.set_epoch(epoch)
+            count = places = 0
+            start = time.perf_counter()
+            for inputs, labels in batches.as_dataset():
+                count += int((inputs["source"].numpy() != 0).sum() + (labels.numpy() != 0).sum())
+                places += inputs["source"].numpy().size + labels.numpy().size
+            seconds.append(time.perf_counter() - start)
+        report[name] = {
+            "tokens_per_second": [round(count / each) for each in seconds],
+            "times_the_need_of_a_gpu": round(count / sorted(seconds)[len(seconds) // 2] / NEED, 1),
+            "share_that_counts": round(count / places, 3),
+        }
+    print(json.dumps(report, indent=2))
+
+
+def seconds_of(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
