@@ -29,7 +29,8 @@ def measured_peak(size=1024, seconds=0.3):
 
 def moment_of(batch):
     """Return when a batch was there, in seconds since 1970, a float64 scalar tensor."""
-    with tf.control_dependencies([x for x in tf.nest.flatten(batch) if tf.is_tensor(x)]):
+    tensors = tf.nest.flatten(batch, expand_composites=True)  # sparse and ragged ones, too
+    with tf.control_dependencies([x for x in tensors if tf.is_tensor(x)]):
         return tf.timestamp()
 
 
