@@ -33,7 +33,7 @@ LONG = """
     deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
     deep_packed/mp2@1x2+sp  deep_packed/dp2mp2@2x2+rows  deep_packed/pp2m4-1f1b@2x1
     deep_packed/dp2@2x1+shard3
-    deep_tied.used/pp2m4-zb_v2@2x1  deep/pp4m8-zb_v2@4x1  deep/dp2pp2m4-zb_h1@4x1+shard2
+    deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2
     deep/mp2pp2m2-1f1b@4x1+rows+sp
     lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole1  adafactor/dp2@2x1+whole2
     muon/dp2@2x1+whole2  adamw/dp2@2x1+whole2  lamb/dp2mp2@2x2+rows+whole1

@@ -7,6 +7,7 @@ import pytest
 
 from dtransformer import parallel_config
 from dtransformer.layers.block import BlockStack
+from dtransformer.parallel.pipeline import schedules
 from harness.compare import weights
 from harness.networks import make
 from harness.runs import Run
@@ -24,6 +25,8 @@ def test_a_rank_has_its_stage_only(run, ranks_of):
     network, layout = network_of(run), Run.of(run).layout
     of_all = weights(ranks_of(alone(run))[0], "final")
     stacks = _stacks(network, layout)
+    place = schedules.SCHEDULES[layout.schedule].place
+    stage_of_chunk = place(layout.stages, layout.chunks).stage_of_chunk
     for rank, results in enumerate(ranks_of(run)):
         stage = rank * layout.stages // layout.ranks
         own = weights(results, "final")
@@ -31,10 +34,10 @@ def test_a_rank_has_its_stage_only(run, ranks_of):
             f"{stack.name}/{block.name}"
             for stack in stacks
             for block in stack.blocks
-            if block.pipeline_stage % layout.stages == stage
+            if stage_of_chunk[block.pipeline_stage] == stage
         }
         assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("key_kernel")} == names
-        is_last = stage == layout.stages - 1
+        is_last = stage == stage_of_chunk[-1]
         tables = {path for path in of_all if path.endswith("embedding/table")}
         has_tables = stage == 0 or (is_last and network != "deep")
         assert {path for path in own if path in tables} == (tables if has_tables else set())
