@@ -166,12 +166,13 @@ def _build(folder, log):
 
 def _build_environment(tools, log):
     """Install what compiling needs in the folder `tools`; return the environment to compile in."""
-    # The tools' versions are fixed: constraints of the environment's packages are not theirs.
+    # The tools' versions are fixed: constraints of the environment's packages are not theirs. And
+    # setuptools runs pip in the folder of the sources, where a relative path names nothing.
     own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
     _run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
     return {
-        **os.environ,
+        **own,
         **_OPTIONS,
         "PATH": os.pathsep.join([str(tools / "bin"), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.environ.get("PYTHONPATH")])),

@@ -121,12 +121,21 @@ def bucket_bounds(lengths: np.ndarray, buckets: int | Sequence[int]) -> np.ndarr
     return bounds
 
 
-def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
-    """Return how many sentences a batch of each bucket has, a list of int."""
+def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
+    """Check that the size of a batch is given once.
+
+    Raises:
+        InputError: it is given twice or not at all.
+    """
     if (batch_size is None) == (batch_tokens is None):
         raise InputError(
             f"batch_size={batch_size} and batch_tokens={batch_tokens}: give one of the two"
         )
+
+
+def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
+    """Return how many sentences a batch of each bucket has, a list of int."""
+    check_one_size(batch_size, batch_tokens)
     if batch_size is not None:
         if batch_size < min_rows:
             raise InputError(

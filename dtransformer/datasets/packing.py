@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets.batch_plan import check_one_size
 from dtransformer.errors import InputError
 
 END_OF_ROW = -1
@@ -81,10 +82,7 @@ def rows_per_batch(
             f"packed_length={packed_length} does not hold the longest sentence, {lengths.max()} "
             "tokens with its start or end: give more, or lower max_length"
         )
-    if (batch_size is None) == (batch_tokens is None):
-        raise InputError(
-            f"batch_size={batch_size} and batch_tokens={batch_tokens}: give one of the two"
-        )
+    check_one_size(batch_size, batch_tokens)
     rows = batch_size if batch_tokens is None else batch_tokens // packed_length
     if rows < num_shards:
         given = f"batch_size={batch_size}" if batch_tokens is None else f"{batch_tokens=}"

@@ -138,9 +138,8 @@ class CausalLM(TokenModel):
             self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
-        ids, segments = tokens_of(inputs), None
-        if isinstance(inputs, dict):
-            segments = inputs["segments"]
+        ids = tokens_of(inputs)
+        segments = inputs["segments"] if isinstance(inputs, dict) else None
         layers = self.embedding, self.positions, self.dropout
         x, table = self._embed_ids(ids, *layers, segments=segments, training=training)
         mask = self.causal_mask(ids != self.pad_id if segments is None else segments)

@@ -49,7 +49,7 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
     entries, number = tf.range(e), s * k
-    start = index if isinstance(k, int) and k == 1 else index * k
+    start = index * k
     is_new = ((entries >= start) & (entries < start + number))[None, None, :, None]
     new = [side_by_side(x, b) for x in new]
     if not (isinstance(number, int) and number == 1):
@@ -92,9 +92,6 @@ def seen(size: int | tf.Tensor, index: tf.Tensor, num_new, num_hypotheses) -> tf
         num_new: number s of new positions.
         num_hypotheses: number k of queries at each.
     """
-    if isinstance(num_hypotheses, int) and num_hypotheses == 1:
-        queries = index + tf.range(num_new)
-        return (tf.range(size)[None, :] <= queries[:, None])[None, None, :, :]
     entries = tf.range(size) // num_hypotheses
     queries = index + tf.range(num_new * num_hypotheses) // num_hypotheses
     return (entries[None, :] <= queries[:, None])[None, None, :, :]

@@ -87,16 +87,21 @@ def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
     Returns:
         What its search's `result` is.
     """
-    search, memory_mask = decoding.search, decoding.memory_mask(source)
-
-    def step(state, cache):
-        logits, cache = decoding.next_logits(state, cache, memory_mask)
-        return search.update(state, logits), cache
-
+    search, step = decoding.search, _step(decoding, decoding.memory_mask(source))
     cache = decoding.encode(source)
     state = search.start(static_or_dynamic_shape(source)[0])
     state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
     return search.result(state)
+
+
+def _step(decoding, memory_mask):
+    """Return a function of (state, cache) that decodes a token of every hypothesis."""
+
+    def step(state, cache):
+        logits, cache = decoding.next_logits(state, cache, memory_mask)
+        return decoding.search.update(state, logits), cache
+
+    return step
 
 
 def goes_on(search: Search, state: dict) -> tf.Tensor:
@@ -127,16 +132,13 @@ def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
             many = tf.cast(ended, "float32") >= _SHARE_THAT_ENDED * tf.cast(number, "float32")
             return (state["position"] < tf.minimum(room, max_length)) & ~many
 
-        def step(state, cache):
-            logits, cache = decoding.next_logits(state, cache, memory_mask)
-            return search.update(state, logits), cache
-
+        # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
+        # are updated in place.
         cache = decoding.take(cache, tf.range(number), _MORE_TOKENS)
-        state, cache = tf.while_loop(enough, step, (state, cache))
+        state, cache = tf.while_loop(enough, _step(decoding, memory_mask), (state, cache))
         # Of those that go on there is more to come.
         ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
-        left = tf.reshape(tf.where(~search.ended(state)), [-1])
-        left = tf.cast(left, "int32")
+        left = tf.cast(tf.reshape(tf.where(~search.ended(state)), [-1]), "int32")
         cache = decoding.take(cache, left, 0)
         return (
             tf.gather(numbers, left),

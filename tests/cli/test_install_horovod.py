@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from dtransformer.cli import main
+from dtransformer.cli import install_horovod, main
 from dtransformer.cli.install_horovod import SHA256, InstallError, download, unpack
 
 LISTING = "horovod-0.28.1/horovod/tensorflow/CMakeLists.txt"
@@ -106,3 +106,11 @@ def test_gpus_of_another_kind(monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "MPI")
     assert main(["doctor", "--install-horovod"]) == 1
     assert "HOROVOD_GPU_OPERATIONS=MPI: expected NCCL" in refusal(capsys)
+
+
+def test_constraints_of_the_environment_do_not_hold_for_the_build(tmp_path, monkeypatch):
+    """setuptools runs pip in the sources' folder, where a relative path names nothing."""
+    monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
+    monkeypatch.setattr(install_horovod, "_run", lambda *arguments: None)
+    environment = install_horovod._build_environment(tmp_path, tmp_path / "log")
+    assert "PIP_CONSTRAINT" not in environment and environment["HOROVOD_WITH_GLOO"] == "1"
