@@ -7,7 +7,7 @@ import tensorflow as tf
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dropout_mask import kept_elements
-from dtransformer.parallel.dropout_seed import layer_seed
+from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -47,11 +47,11 @@ class Dropout(Layer):
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training or self.rate == 0:
             return inputs
-        seed = layer_seed(self)
+        seed, number = current_dropout_seed(), layer_number(self)
 
         @custom_gradient
         def drop(x):
-            is_kept = kept_elements(static_or_dynamic_shape(x), self.rate, seed)
+            is_kept = kept_elements(static_or_dynamic_shape(x), self.rate, seed, number)
             scale = tf.cast(1 / (1 - self.rate), x.dtype)
 
             def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number

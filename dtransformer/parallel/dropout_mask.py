@@ -1,4 +1,9 @@
-"""Which elements dropout keeps: a function of a seed, drawn with eight bits an element."""
+"""Which elements dropout keeps: a function of a seed and a number, with eight bits an element.
+
+The random bits are those of Philox, whose key is the seed and whose counter begins with the number
+(Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): masks of other numbers are
+independent. `tf.random.stateless_uniform` would mix the seed first, by 46 operations a mask.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +13,13 @@ import tensorflow as tf
 from dtransformer.parallel import trace
 
 _LEVELS = 256  # of a byte
+_PHILOX = 1  # as TensorFlow's operations number their algorithms
+_COLUMNS = 2**32  # added to a mask's number for its columns' thresholds
 
 
-def kept_elements(shape: Sequence, rate: float, seed: tf.Tensor) -> tf.Tensor:
+def kept_elements(
+    shape: Sequence, rate: float, seed: tf.Tensor, number: int | tf.Tensor = 0
+) -> tf.Tensor:
     """Return which elements are kept: a bool tensor, False with the probability `rate`.
 
     An element is kept where its byte is at least 256 · rate. Where that is no whole number
@@ -22,24 +31,43 @@ def kept_elements(shape: Sequence, rate: float, seed: tf.Tensor) -> tf.Tensor:
         shape: list of ints, or scalars where a dimension is not known.
         rate: the probability, in [0, 1).
         seed: int32 tensor [2].
+        number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
     """
     whole, fraction = divmod(rate * _LEVELS, 1)
     if trace.is_on_mesh() or whole >= _LEVELS - 1:
-        return tf.random.stateless_uniform(shape, seed, alg="philox") >= rate
+        return _random_floats(shape, seed, number) >= rate
     threshold = tf.constant(int(whole), "uint8")
     if fraction:
-        columns = tf.random.stateless_uniform(shape[-1:], seed + 1, alg="philox")
+        columns = _random_floats(shape[-1:], seed, number, _COLUMNS)
         threshold += tf.cast(columns < fraction, "uint8")
-    return _random_bytes(shape, seed) >= threshold
+    return _random_bytes(shape, seed, number) >= threshold
 
 
-def _random_bytes(shape, seed):
+def _random_floats(shape, seed, number, offset=0):
+    return tf.raw_ops.StatelessRandomUniformV2(
+        shape=tf.convert_to_tensor(shape, "int32"), **_philox(seed, number, offset)
+    )
+
+
+def _random_bytes(shape, seed, number):
     is_known = all(isinstance(size, int) for size in shape)
-    number = math.prod(shape) if is_known else tf.reduce_prod(tf.stack(shape))
-    words = tf.random.stateless_uniform(
-        [-(-number // 4)], seed, minval=None, maxval=None, dtype="uint32", alg="philox"
+    size = math.prod(shape) if is_known else tf.reduce_prod(tf.stack(shape))
+    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[-(-size // 4)], dtype="uint32", **_philox(seed, number)
     )
     flat = tf.reshape(tf.bitcast(words, "uint8"), [-1])
-    if not is_known or number % 4:
-        flat = flat[:number]
+    if not is_known or size % 4:
+        flat = flat[:size]
     return tf.reshape(flat, shape)
+
+
+def _philox(seed, number, offset=0):
+    """Return the arguments of TensorFlow's random operations: key, counter and algorithm."""
+    # Of int64, which sums have kernels for on GPUs.
+    key = tf.reduce_sum(tf.cast(seed, "int64") * [2**32, 1], keepdims=True)
+    # An operation counts up the low word of the counter, which is its first.
+    if isinstance(number, int):
+        counter = tf.constant([0, number + offset], "uint64")
+    else:
+        counter = tf.cast(tf.stack([0, tf.cast(number, "int64") + offset]), "uint64")
+    return {"key": tf.cast(key, "uint64"), "counter": counter, "alg": _PHILOX}

@@ -43,11 +43,10 @@ def dropout_numbers(numbers: dict[int, tf.Tensor]) -> Iterator[None]:
         yield
 
 
-def layer_seed(layer) -> tf.Tensor:
-    """Return the seed of a dropout layer's mask: the current one, and the layer's number.
+def layer_number(layer) -> int | tf.Tensor:
+    """Return the number that a dropout layer's masks are drawn by.
 
     Args:
         layer: it has an int `number`.
     """
-    number = trace.current().dropout_numbers.get(id(layer), layer.number)
-    return tf.bitwise.bitwise_xor(current_dropout_seed(), [number, 0])
+    return trace.current().dropout_numbers.get(id(layer), layer.number)

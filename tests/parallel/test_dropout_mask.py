@@ -35,3 +35,17 @@ def test_no_two_rows_and_no_two_seeds_are_alike():
     # The columns' own thresholds leave the rows independent of one another.
     columns = np.mean([kept([400, 50], 0.1, seed) for seed in range(20)], axis=(0, 1))
     assert np.abs(columns - 0.9).max() < 5 * np.sqrt(0.09 / 8000)
+
+
+def test_numbers_known_or_not_tell_masks_of_one_seed_apart():
+    seed = tf.constant([3, 7])
+    masks = [kept_elements([64, 64], 0.5, seed, number).numpy() for number in (0, 1, 2**31 - 1)]
+    for i, mask in enumerate(masks[1:]):
+        assert 0.45 < (mask == masks[i]).mean() < 0.55
+    # Also shifted: the numbers begin in other places of one sequence of random bits.
+    flat = [mask.reshape(-1) for mask in masks]
+    for shift in range(1, 65):
+        assert 0.45 < (flat[0][shift:] == flat[1][:-shift]).mean() < 0.55
+    unknown = tf.function(lambda number: kept_elements([64, 64], 0.3, seed, number))
+    expected = kept_elements([64, 64], 0.3, seed, 2**31 - 1)
+    np.testing.assert_array_equal(unknown(tf.constant(2**31 - 1)), expected)
