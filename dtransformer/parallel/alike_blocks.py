@@ -29,6 +29,7 @@ class AlikeBlocks:
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
         self._functions = {}  # what alike blocks have in common -> function
+        self._like_inputs = set()  # what those have in common that keep shapes as they are
 
     def __reduce__(self):  # a copy traces its own
         return AlikeBlocks, (self._num_blocks,)
@@ -46,6 +47,8 @@ class AlikeBlocks:
         if not _can_be_shared(block, layers):
             return compute(*tensors)
         key = _key(layers, training)
+        if _compat.in_symbolic_scope():
+            return self._symbolic(key, compute, tensors)
         if key not in self._functions:
             is_called = self._num_blocks > _MOST_COPIES
             self._functions[key] = _function(block, compute, _dropouts(layers), is_called)
@@ -56,6 +59,16 @@ class AlikeBlocks:
         # TensorFlow would make, and optimize, a function for each constant that one is given.
         numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
         return self._functions[key](list(tensors), values, seed, numbers)
+
+    def _symbolic(self, key, compute, tensors):
+        """As a call, where nothing but the shape is asked for: that of those alike is known."""
+        key = key, *(None if x is None else (tuple(x.shape), x.dtype) for x in tensors)
+        if key in self._like_inputs:
+            return tf.identity(tensors[0])
+        result = compute(*tensors)
+        if (tuple(result.shape), result.dtype) == key[1]:
+            self._like_inputs.add(key)
+        return result
 
 
 def _function(block, compute, dropouts, is_called):
@@ -80,11 +93,13 @@ def _can_be_shared(block, layers):
     return (
         block.built
         and not tf.executing_eagerly()
-        and not _compat.in_symbolic_scope()
         and not trace.is_on_mesh()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
-        and not any(is_unsharded_for_use(weight) for weight in block.variables)
+        and (
+            _compat.in_symbolic_scope()
+            or not any(is_unsharded_for_use(weight) for weight in block.variables)
+        )
     )
 
 

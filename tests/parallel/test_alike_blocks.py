@@ -13,6 +13,7 @@ from dtransformer.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from dtransformer.models import CausalLM
 from dtransformer.parallel.dropout_seed import dropout_seed
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
@@ -105,6 +106,20 @@ def test_one_block_is_traced_whatever_the_depth(monkeypatch):
     )
     results(stack(num_layers=6))
     assert calls == ["block_0"]
+
+
+def test_one_block_is_traced_where_shapes_are_asked_for(monkeypatch):
+    calls = []
+    compute = TransformerEncoderLayer._compute
+    monkeypatch.setattr(
+        TransformerEncoderLayer,
+        "_compute",
+        lambda self, *args: calls.append(self.name) or compute(self, *args),
+    )
+    model = CausalLM(20, hidden_size=8, num_heads=2, num_layers=6)
+    for length in (5, 7, 5):
+        assert model(keras.KerasTensor((2, length), "int32")).shape == (2, length, 20)
+    assert calls == ["block_0"] * 2
 
 
 def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
