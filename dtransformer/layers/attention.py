@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.attention_core import attention, expand_mask
 from dtransformer.layers.base import (
     FlattenedInitializer,
     Layer,
@@ -14,8 +15,8 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
+from dtransformer.layers.rotary import rotary_frequencies, rotate
 from dtransformer.parallel import cache as kv_cache
-from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -39,6 +40,10 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 class AttentionMask(Layer):
     """Turn an input mask into a causal attention mask.
 
+    Args:
+        window: how many positions each may attend to, its own and those before it; None for all
+            (Beltagy et al., 2020, arXiv 2004.05150, §3.1).
+
     Call arguments:
         input_mask: tensor [b, s] of 0 and 1; 1 where there is a token. Or, where several
             sequences are packed into one, the number of its sequence, from 1.
@@ -53,14 +58,24 @@ class AttentionMask(Layer):
     [[[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]
     """
 
+    def __init__(self, window: int | None = None, **kwargs):
+        super().__init__(**kwargs)
+        self.window = None if window is None else check_size("window", window)
+
     def call(self, input_mask: tf.Tensor) -> tf.Tensor:
         mask = tf.cast(same_segment(input_mask, input_mask), self.compute_dtype)
         length = static_or_dynamic_shape(mask)[1]
         positions = tf.range(length)
-        return tf.where(positions[:, None] >= positions[None, :], mask, tf.zeros_like(mask))
+        is_seen = positions[:, None] >= positions[None, :]
+        if self.window is not None:
+            is_seen &= positions[:, None] < positions[None, :] + self.window
+        return tf.where(is_seen, mask, tf.zeros_like(mask))
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape, input_shape[-1])
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "window": self.window}
 
 
 @register
@@ -83,6 +98,15 @@ class MultiHeadAttention(Layer):
         attention_dropout_rate: dropout of the probabilities, in [0, 1).
         softmax_compute_type: type that the softmax is computed in.
         kernel_initializer: a Keras initializer, or its name.
+        num_kv_heads: number m of heads of keys and values; divides n, which it is by default.
+            n / m heads of queries share one (Ainslie et al., 2023, arXiv 2305.13245).
+        head_dim: number d of features of a head; h / n by default.
+        use_bias: whether projections have a bias.
+        qkv_bias: whether those of queries, keys and values do; `use_bias` by default.
+        rotary_base: turns queries and keys by rotary positions of this base, in attention of a
+            sequence to itself; None for no positions. See `rotary_frequencies`.
+        rotary_fraction: share of a head's features that turn.
+        rotary_scaling: how the angles are scaled for longer texts; None for not.
 
     Call arguments:
         query: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
@@ -101,8 +125,8 @@ class MultiHeadAttention(Layer):
         The query's; with a cache, a pair of this and the cache for the next call.
 
     Raises:
-        ValueError: num_heads does not divide hidden_size, or model_parallel does
-            not divide both.
+        ValueError: num_heads does not divide hidden_size where there is no head_dim,
+            num_kv_heads does not divide num_heads, or model_parallel does not divide them.
 
     Example:
 
@@ -119,20 +143,40 @@ class MultiHeadAttention(Layer):
         attention_dropout_rate: float = 0.1,
         softmax_compute_type: str = "float32",
         kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        use_bias: bool = True,
+        qkv_bias: bool | None = None,
+        rotary_base: float | None = None,
+        rotary_fraction: float = 1.0,
+        rotary_scaling: dict | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_heads = check_size("num_heads", num_heads)
-        if hidden_size % num_heads:
+        if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
-        check_divisible(num_heads=num_heads, hidden_size=hidden_size)
+        self.head_dim = check_size("head_dim", head_dim or hidden_size // num_heads)
+        self.num_kv_heads = check_size("num_kv_heads", num_kv_heads or num_heads)
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+        check_divisible(
+            num_heads=num_heads, num_kv_heads=self.num_kv_heads, hidden_size=hidden_size
+        )
+        self.use_bias = use_bias
+        self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
+        self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
+        self.rotary_scaling = rotary_scaling
+        if rotary_base is not None:
+            self._frequencies = rotary_frequencies(
+                self.head_dim, rotary_base, rotary_fraction, rotary_scaling
+            )
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
         self.attention_dropout_rate = check_rate("attention_dropout_rate", attention_dropout_rate)
         self.softmax_compute_type = softmax_compute_type
         self.kernel_initializer = kernel_initializer
-        self.head_dim = hidden_size // num_heads
         policy = self.dtype_policy
         self.attention_dropout = Dropout(
             attention_dropout_rate, dtype=policy, name="attention_dropout"
@@ -142,16 +186,20 @@ class MultiHeadAttention(Layer):
     def build(
         self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
     ) -> None:
-        h, n, d = self.hidden_size, self.num_heads, self.head_dim
-        for name in ("query", "key", "value"):
+        h, d = self.hidden_size, self.head_dim
+        n, m = self.num_heads, self.num_kv_heads
+        for name, heads in {"query": n, "key": m, "value": m}.items():
             kernel = self.add_weight(
-                (h, n, d),
+                (h, heads, d),
                 FlattenedInitializer(self.kernel_initializer),
                 axes=("embed", "heads", "head_dim"),
                 name=f"{name}_kernel",
             )
-            bias = self.add_weight((n, d), "zeros", axes=("heads", "head_dim"), name=f"{name}_bias")
             setattr(self, f"{name}_kernel", kernel)
+            bias = None
+            if self.qkv_bias:
+                axes = ("heads", "head_dim")
+                bias = self.add_weight((heads, d), "zeros", axes=axes, name=f"{name}_bias")
             setattr(self, f"{name}_bias", bias)
         self.output_kernel = self.add_weight(
             (n, d, h),
@@ -159,7 +207,9 @@ class MultiHeadAttention(Layer):
             axes=("heads", "head_dim", "embed"),
             name="output_kernel",
         )
-        self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
+        self.output_bias = None
+        if self.use_bias:
+            self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
         self.built = True
@@ -184,6 +234,10 @@ class MultiHeadAttention(Layer):
             self._check_mask(attention_mask, query, key.shape[1])
         if cache is None or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
+            if self.rotary_base is not None:
+                start = 0 if cache is None else cache["index"]
+                positions = start + tf.range(static_or_dynamic_shape(q)[2])
+                q, k = (rotate(x, positions, self._frequencies) for x in (q, k))
             if cache is not None:
                 cache, attention_mask = self._extend(cache, k, v, attention_mask)
                 k, v = cache["key"], cache["value"]
@@ -204,7 +258,9 @@ class MultiHeadAttention(Layer):
         else:
             context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
-        output = self.hidden_dropout(add_bias(output, self.output_bias), training=training)
+        if self.use_bias:
+            output = add_bias(output, self.output_bias)
+        output = self.hidden_dropout(output, training=training)
         output = in_form_of(output, given)
         return output if cache is None else (output, cache)
 
@@ -255,29 +311,8 @@ class MultiHeadAttention(Layer):
         return [heads[name] for name in inputs]
 
     def _attend(self, q, k, v, mask, training):
-        # [batch, heads, length, memory_length]
-        scores = tf.matmul(q, k, transpose_b=True)
-        scores = constrain(scores, ("batch", "heads", None, "memory_length"))
-        scores = tf.cast(scores, self.softmax_compute_type)
-        any_allowed = None
-        if mask is not None:
-            allowed = self._expand(mask)
-            any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
-            scores = tf.where(allowed, scores, tf.constant(scores.dtype.min, scores.dtype))
-        probabilities = tf.cast(tf.nn.softmax(scores), v.dtype)
-        probabilities = self.attention_dropout(probabilities, training=training)
-        context = tf.matmul(probabilities, v)
-        if any_allowed is not None:
-            context *= tf.cast(any_allowed, context.dtype)
-        return constrain(context, ("batch", "heads", None, "head_dim"))
-
-    @staticmethod
-    def _expand(mask):
-        """Return the mask as bool [b, n or 1, s or 1, t]."""
-        mask = tf.cast(mask, "bool")
-        if len(mask.shape) == 2:
-            return mask[:, None, None, :]
-        return mask[:, None, :, :] if len(mask.shape) == 3 else mask
+        dropout = lambda probabilities: self.attention_dropout(probabilities, training=training)
+        return attention(q, k, v, mask, dropout, self.softmax_compute_type)
 
     def _extend(self, given, k, v, mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
@@ -287,7 +322,7 @@ class MultiHeadAttention(Layer):
         k, v = kv_cache.put([given["key"], given["value"]], [k, v], index)
         extended = {"key": k, "value": v, "index": index + num_new}
         seen = kv_cache.seen(size, index, num_new, num_hypotheses)
-        return extended, seen if mask is None else seen & self._expand(mask)
+        return extended, seen if mask is None else seen & expand_mask(mask)
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
@@ -302,10 +337,10 @@ class MultiHeadAttention(Layer):
                 [b, s·k, max_length·k] allows: entry p·k + c is position p of the sequence c.
 
         Returns:
-            A dict of `"key"` and `"value"` [b, n, max_length·k, d] and `"index"`, the
+            A dict of `"key"` and `"value"` [b, m, max_length·k, d] and `"index"`, the
             number of positions filled (int32 scalar).
         """
-        shape = [batch_size, self.num_heads, max_length * num_hypotheses, self.head_dim]
+        shape = [batch_size, self.num_kv_heads, max_length * num_hypotheses, self.head_dim]
         key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
         return {"key": key, "value": value, "index": tf.constant(0)}
 
@@ -316,7 +351,7 @@ class MultiHeadAttention(Layer):
             memory: tensor [b, t, h].
 
         Returns:
-            A dict of `"key"` and `"value"` [b, n, t, d].
+            A dict of `"key"` and `"value"` [b, m, t, d].
         """
         memory = tf.cast(memory, self.compute_dtype)
         k, v = self._project({"key": memory, "value": memory})
@@ -334,4 +369,11 @@ class MultiHeadAttention(Layer):
             "attention_dropout_rate": self.attention_dropout_rate,
             "softmax_compute_type": self.softmax_compute_type,
             "kernel_initializer": self.kernel_initializer,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "use_bias": self.use_bias,
+            "qkv_bias": self.qkv_bias,
+            "rotary_base": self.rotary_base,
+            "rotary_fraction": self.rotary_fraction,
+            "rotary_scaling": self.rotary_scaling,
         }

@@ -10,7 +10,7 @@ from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
-from dtransformer.layers.norm import LayerNorm, RMSNorm
+from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel.alike_blocks import AlikeBlocks
 from dtransformer.parallel.config import (
@@ -162,9 +162,12 @@ class BlockStack(Layer):
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         self.final_norm = None
         if num_layers and not layer_arguments.get("post_layernorm_residual", False):
-            compute_type = layer_arguments.get("layernorm_compute_type", "float32")
-            self.final_norm = LayerNorm(
-                compute_type=compute_type, dtype=self.dtype_policy, name="final_norm"
+            self.final_norm = make_norm(
+                layer_arguments.get("norm", "layer_norm"),
+                layer_arguments.get("norm_epsilon"),
+                compute_type=layer_arguments.get("layernorm_compute_type", "float32"),
+                dtype=self.dtype_policy,
+                name="final_norm",
             )
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 

@@ -28,6 +28,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
         softmax_compute_type: type that the softmax is computed in.
+        **kwargs: as `TransformerEncoderLayer`'s.
 
     Call arguments:
         inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
@@ -48,7 +49,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         self.self_attention_norm = self.make_norm("self_attention_norm")
         self.self_attention = self.make_attention("self_attention")
         self.cross_attention_norm = self.make_norm("cross_attention_norm")
-        self.cross_attention = self.make_attention("cross_attention")
+        self.cross_attention = self.make_attention("cross_attention", rotates=False)
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
         self.feed_forward = self.make_feed_forward("feed_forward")
 

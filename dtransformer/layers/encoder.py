@@ -10,7 +10,7 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
-from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config
 
 
@@ -32,6 +32,13 @@ class TransformerEncoderLayer(TransformerBlock):
         post_layernorm_residual: whether to normalize after the residual.
         layernorm_compute_type: type that norms are computed in.
         softmax_compute_type: type that the softmax is computed in.
+        norm: `"layer_norm"` or `"rms_norm"`.
+        norm_epsilon: what the norms add to the variance; their own default where it is None.
+        gated: whether the feed-forward layer is; see `FeedForward`.
+        use_bias: whether the dense layers have a bias.
+        num_kv_heads, head_dim, qkv_bias: as `MultiHeadAttention`'s.
+        rotary_base, rotary_fraction, rotary_scaling: as there, in attention of the sequence to
+            itself.
 
     Call arguments:
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
@@ -54,6 +61,16 @@ class TransformerEncoderLayer(TransformerBlock):
         post_layernorm_residual: bool = False,
         layernorm_compute_type: str = "float32",
         softmax_compute_type: str = "float32",
+        norm: str = "layer_norm",
+        norm_epsilon: float | None = None,
+        gated: bool = False,
+        use_bias: bool = True,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool | None = None,
+        rotary_base: float | None = None,
+        rotary_fraction: float = 1.0,
+        rotary_scaling: dict | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -67,6 +84,16 @@ class TransformerEncoderLayer(TransformerBlock):
             "post_layernorm_residual": post_layernorm_residual,
             "layernorm_compute_type": layernorm_compute_type,
             "softmax_compute_type": softmax_compute_type,
+            "norm": norm,
+            "norm_epsilon": norm_epsilon,
+            "gated": gated,
+            "use_bias": use_bias,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "qkv_bias": qkv_bias,
+            "rotary_base": rotary_base,
+            "rotary_fraction": rotary_fraction,
+            "rotary_scaling": rotary_scaling,
         }
         self.post_layernorm_residual = post_layernorm_residual
         self.add_sublayers()
@@ -78,11 +105,18 @@ class TransformerEncoderLayer(TransformerBlock):
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
         self.feed_forward = self.make_feed_forward("feed_forward")
 
-    def make_norm(self, name: str) -> LayerNorm:
-        compute_type = self.arguments["layernorm_compute_type"]
-        return LayerNorm(compute_type=compute_type, dtype=self.dtype_policy, name=name)
+    def make_norm(self, name: str) -> LayerNorm | RMSNorm:
+        return make_norm(
+            self.arguments["norm"],
+            self.arguments["norm_epsilon"],
+            compute_type=self.arguments["layernorm_compute_type"],
+            dtype=self.dtype_policy,
+            name=name,
+        )
 
-    def make_attention(self, name: str) -> MultiHeadAttention:
+    def make_attention(self, name: str, rotates: bool = True) -> MultiHeadAttention:
+        own = ("num_kv_heads", "head_dim", "use_bias", "qkv_bias")
+        rotary = ("rotary_base", "rotary_fraction", "rotary_scaling")
         return MultiHeadAttention(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
@@ -91,6 +125,7 @@ class TransformerEncoderLayer(TransformerBlock):
             softmax_compute_type=self.arguments["softmax_compute_type"],
             dtype=self.dtype_policy,
             name=name,
+            **{key: self.arguments[key] for key in (*own, *(rotary if rotates else ()))},
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:
@@ -99,6 +134,8 @@ class TransformerEncoderLayer(TransformerBlock):
             self.arguments["ffn_hidden_size"],
             dropout_rate=self.arguments["hidden_dropout_rate"],
             hidden_act=self.arguments["hidden_act"],
+            gated=self.arguments["gated"],
+            use_bias=self.arguments["use_bias"],
             dtype=self.dtype_policy,
             name=name,
         )

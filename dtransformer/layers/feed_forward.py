@@ -20,8 +20,18 @@ from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 
+@register
+def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
+    """The approximation of GELU by tanh that GPT-2 and BERT were trained with (arXiv 1606.08415)."""
+    return keras.activations.gelu(x, approximate=True)
+
+
+# Activations of published models that Keras has under no name of their own.
+_ACTIVATIONS = {"gelu_tanh": gelu_tanh}
+
+
 def get_activation(identifier: str | dict | Callable) -> Callable:
-    """Return an activation by its Keras name, or the callable itself.
+    """Return an activation by its Keras name, or "gelu_tanh"; or the callable itself.
 
     Raises:
         ValueError: the name is unknown; lists what exists.
@@ -32,6 +42,8 @@ def get_activation(identifier: str | dict | Callable) -> Callable:
         identifier = identifier()
     if callable(identifier):
         return identifier
+    if identifier in _ACTIVATIONS:
+        return _ACTIVATIONS[identifier]
     names = sorted(
         name
         for name, value in vars(keras.activations).items()
@@ -50,7 +62,8 @@ class FeedForward(Layer):
     projection's bias is added after the reduction.
 
     Reference: Vaswani et al., 2017, "Attention is all you need", §3.3; Shoeybi et
-    al., 2019, "Megatron-LM", §3.
+    al., 2019, "Megatron-LM", §3; Shazeer, 2020, "GLU variants improve Transformer", arXiv
+    2002.05202, for the gated form.
 
     Args:
         hidden_size: size h of the input and the output.
@@ -59,6 +72,9 @@ class FeedForward(Layer):
         hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         expert_num: number of experts; only 1 is supported.
         kernel_initializer: a Keras initializer, or its name.
+        gated: whether the mapping is multiplied with the activation of a second one, the gate,
+            instead of being activated itself; with `hidden_act="silu"` that is SwiGLU.
+        use_bias: whether the dense layers have a bias.
 
     Input shape:
         [b, s, h]
@@ -80,6 +96,8 @@ class FeedForward(Layer):
         hidden_act: str | Callable = "gelu",
         expert_num: int = 1,
         kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        gated: bool = False,
+        use_bias: bool = True,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -93,21 +111,27 @@ class FeedForward(Layer):
             raise NotImplementedError(f"expert_num={expert_num}: only one expert is supported")
         self.expert_num = expert_num
         self.kernel_initializer = kernel_initializer
+        self.gated, self.use_bias = gated, use_bias
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
     def build(self, input_shape: tuple) -> None:
         h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
-        self.mapping_kernel = self.add_weight(
-            (h, f), initializer, axes=("embed", "mlp"), name="mapping_kernel"
-        )
-        self.mapping_bias = self.add_weight((f,), "zeros", axes=("mlp",), name="mapping_bias")
+        for name in ("mapping", "gate") if self.gated else ("mapping",):
+            kernel = self.add_weight(
+                (h, f), initializer, axes=("embed", "mlp"), name=f"{name}_kernel"
+            )
+            setattr(self, f"{name}_kernel", kernel)
+            if self.use_bias:
+                bias = self.add_weight((f,), "zeros", axes=("mlp",), name=f"{name}_bias")
+                setattr(self, f"{name}_bias", bias)
         self.projection_kernel = self.add_weight(
             (f, h), initializer, axes=("mlp", "embed"), name="projection_kernel"
         )
-        self.projection_bias = self.add_weight(
-            (h,), "zeros", axes=("embed",), name="projection_bias"
-        )
+        if self.use_bias:
+            self.projection_bias = self.add_weight(
+                (h,), "zeros", axes=("embed",), name="projection_bias"
+            )
         self.dropout.build(input_shape)
         self.built = True
 
@@ -120,11 +144,17 @@ class FeedForward(Layer):
 
     def _compute(self, inputs, training):
         # [batch, length, embed] -> [batch, length, mlp]
-        (x,) = column_parallel(inputs, [self.mapping_kernel], ("mlp",))
-        x = self.activation(add_bias(x, self.mapping_bias))
+        kernels = [self.mapping_kernel, self.gate_kernel] if self.gated else [self.mapping_kernel]
+        x, *gate = column_parallel(inputs, kernels, ("mlp",))
+        if self.use_bias:
+            x = add_bias(x, self.mapping_bias)
+            gate = [add_bias(y, self.gate_bias) for y in gate]
+        x = self.activation(gate[0]) * x if self.gated else self.activation(x)
         # [batch, length, mlp] -> [batch, length, embed]
         x = row_parallel(x, self.projection_kernel, ("mlp",))
-        return self.dropout(add_bias(x, self.projection_bias), training=training)
+        if self.use_bias:
+            x = add_bias(x, self.projection_bias)
+        return self.dropout(x, training=training)
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
@@ -138,4 +168,6 @@ class FeedForward(Layer):
             **as_config({"hidden_act": self.hidden_act}),
             "expert_num": self.expert_num,
             "kernel_initializer": self.kernel_initializer,
+            "gated": self.gated,
+            "use_bias": self.use_bias,
         }

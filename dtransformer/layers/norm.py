@@ -139,3 +139,22 @@ def _rms_gradient(dy, unit, gamma):
     product = dy * unit
     dx = dy * gamma - unit * mean_of_features(product, gamma)
     return dx, sum_to_features(product)
+
+
+_NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+
+
+def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) -> _Norm:
+    """Return a norm by its name, `"layer_norm"` or `"rms_norm"`.
+
+    Args:
+        kind: the name.
+        epsilon: the norm's own default where it is None.
+        **kwargs: other arguments of the norm.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if kind not in _NORMS:
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {kind!r}")
+    return _NORMS[kind](**({} if epsilon is None else {"epsilon": epsilon}), **kwargs)

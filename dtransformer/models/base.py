@@ -8,6 +8,20 @@ from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
+# Of the blocks' arguments those that networks take by the same names.
+_BLOCK_ARGUMENTS = (
+    "norm",
+    "norm_epsilon",
+    "gated",
+    "use_bias",
+    "num_kv_heads",
+    "head_dim",
+    "qkv_bias",
+    "rotary_base",
+    "rotary_fraction",
+    "rotary_scaling",
+)
+
 
 class TokenModel(KeepsSettings, keras.Model):
     """A network whose inputs are the ids of tokens.
@@ -24,8 +38,9 @@ class TokenModel(KeepsSettings, keras.Model):
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied with: √h (Vaswani et al., 2017, §3.4)."""
-        return float(self.arguments["hidden_size"]) ** 0.5
+        """What embeddings are multiplied with; by default √h (Vaswani et al., 2017, §3.4)."""
+        scale = self.arguments.get("embedding_scale")
+        return first_given(scale, float(self.arguments["hidden_size"]) ** 0.5)
 
     def logits_vocab_size(self) -> int:
         """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
@@ -55,6 +70,7 @@ class TokenModel(KeepsSettings, keras.Model):
             "hidden_act": self.arguments["hidden_act"],
             "post_layernorm_residual": self.arguments["post_layernorm_residual"],
             "dtype": self.dtype_policy,
+            **{key: self.arguments[key] for key in _BLOCK_ARGUMENTS if key in self.arguments},
         }
 
     def _embed_ids(
@@ -62,7 +78,10 @@ class TokenModel(KeepsSettings, keras.Model):
     ):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
-        x = positions(x * tf.cast(self.embedding_scale, x.dtype), start=start, segments=segments)
+        if self.embedding_scale != 1:
+            x *= tf.cast(self.embedding_scale, x.dtype)
+        if positions is not None:
+            x = positions(x, start=start, segments=segments)
         return dropout(x, training=training), table
 
     def _build_layers(self, embeddings, others, example_inputs):
@@ -71,7 +90,7 @@ class TokenModel(KeepsSettings, keras.Model):
             for embedding in embeddings:
                 if not embedding.built:  # source and target may share one
                     embedding.build((None, None))
-            for layer in others:
+            for layer in filter(None, others):
                 layer.build((None, None, self.arguments["hidden_size"]))
         self.built = True
         share_weights(self, example_inputs)
@@ -86,12 +105,12 @@ def first_given(value, default):
     return default if value is None else value
 
 
-def check_ids(vocab_size: int, **ids: int) -> None:
+def check_ids(vocab_size: int, **ids: int | None) -> None:
     """Check that special tokens are entries of the vocabulary.
 
     Raises:
         ValueError: names the one that is not.
     """
     for name, value in ids.items():
-        if not 0 <= value < vocab_size:
+        if value is not None and not 0 <= value < vocab_size:
             raise ValueError(f"{name} must be in the vocabulary of {vocab_size}, got {value}")

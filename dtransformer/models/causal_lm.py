@@ -20,7 +20,9 @@ class CausalLM(TokenModel):
 
     Reference: Radford et al., 2018, "Improving language understanding by generative
     pre-training", and 2019, "Language models are unsupervised multitask learners";
-    Vaswani et al., 2017, "Attention is all you need".
+    Vaswani et al., 2017, "Attention is all you need"; Touvron et al., 2023, "LLaMA", arXiv
+    2302.13971, which is `positions="rotary", norm="rms_norm", gated=True, hidden_act="silu",
+    use_bias=False, tied_head=False, embedding_scale=1.0`.
 
     Args:
         vocab_size: number V of entries of the vocabulary.
@@ -32,13 +34,19 @@ class CausalLM(TokenModel):
         attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
-        positions: `"learned"` up to `max_length`, or `"sinusoidal"`.
+        positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` in each block.
         max_length: number of learned positions, in tokens.
         tied_head: whether the head's kernel is the embedding's table.
         head_bias: whether the head has a bias.
         post_layernorm_residual: whether blocks normalize after the residual.
-        pad_id, start_id, end_id: ids of the padding, start and end tokens.
+        pad_id, start_id, end_id: ids of the padding, start and end tokens; None for none.
         lambda_func: places each block on a pipeline stage.
+        embedding_scale: what embeddings are multiplied with; √h by default.
+        norm, norm_epsilon, gated, use_bias, num_kv_heads, head_dim, qkv_bias: as
+            `TransformerEncoderLayer`'s.
+        rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
+            `rotary_frequencies`.
+        window: how many positions each may attend to, its own and those before it; None for all.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
@@ -52,8 +60,8 @@ class CausalLM(TokenModel):
     Raises:
         TypeError: a size is not an int, or a rate is not a number.
         ValueError: a size or a rate is out of range, `num_heads` does not divide
-            `hidden_size`, `positions` is unknown, or a text is longer than the
-            learned positions.
+            `hidden_size`, `positions` is unknown, a text is longer than the learned
+            positions, or another argument does not fit; see the layers.
 
     Example:
 
@@ -78,10 +86,22 @@ class CausalLM(TokenModel):
         tied_head: bool = True,
         head_bias: bool = False,
         post_layernorm_residual: bool = False,
-        pad_id: int = 0,
-        start_id: int = 2,
-        end_id: int = 3,
+        pad_id: int | None = 0,
+        start_id: int | None = 2,
+        end_id: int | None = 3,
         lambda_func: Callable | None = None,
+        embedding_scale: float | None = None,
+        norm: str = "layer_norm",
+        norm_epsilon: float | None = None,
+        gated: bool = False,
+        use_bias: bool = True,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool | None = None,
+        rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        rotary_scaling: dict | None = None,
+        window: int | None = None,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -106,6 +126,18 @@ class CausalLM(TokenModel):
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,
+            "embedding_scale": embedding_scale,
+            "norm": norm,
+            "norm_epsilon": norm_epsilon,
+            "gated": gated,
+            "use_bias": use_bias,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "qkv_bias": qkv_bias,
+            "rotary_base": rotary_base,
+            "rotary_fraction": rotary_fraction,
+            "rotary_scaling": rotary_scaling,
+            "window": window,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
@@ -116,11 +148,16 @@ class CausalLM(TokenModel):
     def _add_layers(self, lambda_func):
         options, policy = self.arguments, self.dtype_policy
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
-        self.positions = PositionEmbedding(
-            options["max_length"], options["positions"], dtype=policy, name="positions"
-        )
+        block_arguments, self.positions = self._block_arguments(), None
+        if options["positions"] == "rotary":
+            check_size("max_length", options["max_length"])
+        else:
+            block_arguments["rotary_base"] = None
+            self.positions = PositionEmbedding(
+                options["max_length"], options["positions"], dtype=policy, name="positions"
+            )
         self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
-        self.causal_mask = AttentionMask(name="causal_mask")
+        self.causal_mask = AttentionMask(options["window"], name="causal_mask")
         self.blocks = TransformerEncoder(
             options["num_layers"],
             options["hidden_size"],
@@ -128,7 +165,7 @@ class CausalLM(TokenModel):
             options["ffn_hidden_size"],
             lambda_func=lambda_func,
             name="blocks",
-            **self._block_arguments(),
+            **block_arguments,
         )
         self.head = self._make_head()
 
@@ -142,7 +179,9 @@ class CausalLM(TokenModel):
         segments = inputs["segments"] if isinstance(inputs, dict) else None
         layers = self.embedding, self.positions, self.dropout
         x, table = self._embed_ids(ids, *layers, segments=segments, training=training)
-        mask = self.causal_mask(ids != self.pad_id if segments is None else segments)
+        if segments is None:
+            segments = tf.ones_like(ids, "bool") if self.pad_id is None else ids != self.pad_id
+        mask = self.causal_mask(segments)
         return self.head(self.blocks(x, mask, training=training), table)
 
     def num_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
@@ -154,7 +193,10 @@ class CausalLM(TokenModel):
         Returns:
             An int32 scalar tensor.
         """
-        return tf.math.count_nonzero(tokens_of(inputs) != self.pad_id, dtype="int32")
+        ids = tokens_of(inputs)
+        if self.pad_id is None:
+            return tf.size(ids)
+        return tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
 
     def flops_per_step(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
@@ -170,9 +212,12 @@ class CausalLM(TokenModel):
             A float32 scalar tensor.
         """
         options = self.arguments
-        h, f = options["hidden_size"], options["ffn_hidden_size"]
+        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
+        queries = n * first_given(options["head_dim"], h // n)
+        shared = queries * first_given(options["num_kv_heads"], n) // n
         b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
-        block = s * (4 * h * h + 2 * h * f) + 2 * h * s * s
+        weights = 2 * h * (queries + shared) + (3 if options["gated"] else 2) * h * f
+        block = s * weights + 2 * queries * s * s
         head = s * h * self.vocab_size
         return 6.0 * b * (options["num_layers"] * block + head)
 

@@ -13,7 +13,9 @@ from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 Weight = tf.Tensor | keras.Variable
 
 
-def project_to_heads(x: tf.Tensor, kernels: list[Weight], biases: list[Weight]) -> list[tf.Tensor]:
+def project_to_heads(
+    x: tf.Tensor, kernels: list[Weight], biases: list[Weight | None]
+) -> list[tf.Tensor]:
     """Return x · kernel + bias of each kernel, by heads.
 
     On one device the kernels are multiplied as one, but for the few rows of decoding: a product is
@@ -21,22 +23,33 @@ def project_to_heads(x: tf.Tensor, kernels: list[Weight], biases: list[Weight]) 
 
     Args:
         x: tensor [b, s, h].
-        kernels: list of m tensors or variables [h, n, d].
-        biases: list of m tensors or variables [n, d].
+        kernels: list of tensors or variables [h, n, d]; n may be another for each.
+        biases: list of tensors or variables [n, d], or of None: all have one, or none.
 
     Returns:
-        A list of m tensors [b, n, s, d].
+        A list of tensors [b, n, s, d].
     """
     one_by_one = (is_unsharded_for_use(kernel) or is_deferred(kernel) for kernel in kernels)
     decodes = trace.current().around_loop is not None
     if trace.is_on_mesh() or decodes or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
-        return [_heads_first(add_bias(y, bias)) for y, bias in zip(products, biases)]
-    kernel = tf.stack([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1)
-    bias = tf.stack([tf.cast(bias, x.dtype) for bias in biases])
-    # [b, s, m, n, d] -> [m, b, n, s, d]
-    heads = tf.transpose(add_bias(matmul(x, kernel), bias), [2, 0, 3, 1, 4])
-    return tf.unstack(heads)
+        return [
+            _heads_first(y if bias is None else add_bias(y, bias))
+            for y, bias in zip(products, biases)
+        ]
+    has_bias = biases[0] is not None
+    num_heads = [kernel.shape[1] for kernel in kernels]
+    if len(set(num_heads)) > 1:
+        kernel = tf.concat([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1)
+        y = matmul(x, kernel)
+        if has_bias:
+            y = add_bias(y, tf.concat([tf.cast(bias, x.dtype) for bias in biases], axis=0))
+        return tf.split(_heads_first(y), num_heads, axis=1)
+    y = matmul(x, tf.stack([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1))
+    if has_bias:
+        y = add_bias(y, tf.stack([tf.cast(bias, x.dtype) for bias in biases]))
+    # [b, s, kernels, n, d] -> [kernels, b, n, s, d]
+    return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))
 
 
 def _heads_first(x):

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dtransformer.parallel import job
+from dtransformer.parallel.shard_bounds import CheckpointShard, slice_spec
+from dtransformer.parallel.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.manifest import describe_file
 from dtransformer.trainers.checkpoint.save_plan import DataFile, ShardKey
 from dtransformer.trainers.checkpoint.saved_checkpoint import LATEST, PREFIX, REPLICAS, data_file
-from dtransformer.trainers.checkpoint.shard_bounds import CheckpointShard, slice_spec
-from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
 
 
 @dataclasses.dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
+from dtransformer.parallel.sharded_tensor import ShardedTensor
 
 Shape = tuple[int, ...]
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.sharded_variable import full_bounds, own_shards, shard_bounds_of
-from dtransformer.parallel.zero.variables import MasterShardedVariable
+from dtransformer.parallel.shard_bounds import Bounds, FlatRange, num_elements
+from dtransformer.parallel.sharded_tensor import ShardedTensor, tensors_of
+from dtransformer.parallel.sharded_variable import full_bounds
 from dtransformer.trainers.checkpoint.names import names_of
-from dtransformer.trainers.checkpoint.shard_bounds import Bounds, FlatRange, num_elements
-from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
 from dtransformer.trainers.optimizer_states import optimizer_states
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
@@ -86,15 +85,11 @@ def network_tensors(network: keras.Model) -> list[ShardedTensor]:
 
 
 def _tensors_of_network(network, names):
-    tensors = []
-    for variable in network.variables:
-        name, shape = NETWORK + names[id(variable)], _shape_without_padding(variable)
-        for local, place in zip(own_shards([variable]), shard_bounds_of(variable), strict=True):
-            tensors.append(ShardedTensor.of(name, shape, local, *place))
-        if isinstance(variable, MasterShardedVariable):
-            copy = _replicated(name, variable.copy)
-            tensors.append(dataclasses.replace(copy, is_saved=False))
-    return tensors
+    return [
+        tensor
+        for variable in network.variables
+        for tensor in tensors_of(NETWORK + names[id(variable)], variable)
+    ]
 
 
 def _replicated(name, variable):

@@ -14,11 +14,11 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import all_gather_json, from_chief, together
+from dtransformer.parallel.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.data_files import Save, merge_shards, write_shards
 from dtransformer.trainers.checkpoint.manifest import describe_run
 from dtransformer.trainers.checkpoint.save_plan import DataFile, plan_files
-from dtransformer.trainers.checkpoint.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 
 _NICENESS = 10  # of the thread that writes, on systems where each thread has one

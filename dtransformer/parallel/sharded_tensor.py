@@ -4,15 +4,18 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.trainers.checkpoint.shard_bounds import (
+from dtransformer.parallel.shard_bounds import (
     Bounds,
     CheckpointShard,
     local_shards,
     split_shard,
 )
+from dtransformer.parallel.sharded_variable import full_bounds, own_shards, shard_bounds_of
+from dtransformer.parallel.zero.variables import MasterShardedVariable
 
 _MAX_SHARD_BYTES = 2**22
 
@@ -95,3 +98,18 @@ class ShardedTensor:
             value = tf.reshape(tf.reshape(value, [-1])[shard.local_range], shard.local_shape)
             value = value[shard.without_padding]
         return value
+
+
+def tensors_of(name: str, variable: keras.Variable) -> list[ShardedTensor]:
+    """Return what this rank holds of a Keras variable.
+
+    A copy in 16 bits is among it, which is not saved.
+    """
+    shape = tuple(getattr(variable, "true_shape", variable.shape))
+    places = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)
+    tensors = [ShardedTensor.of(name, shape, local, *place) for local, place in places]
+    if isinstance(variable, MasterShardedVariable):
+        bounds = full_bounds(variable.copy.shape)
+        copy = ShardedTensor.of(name, tuple(variable.copy.shape), variable.copy, bounds)
+        tensors.append(dataclasses.replace(copy, is_saved=False))
+    return tensors

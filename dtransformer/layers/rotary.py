@@ -1,0 +1,107 @@
+"""Rotary positions: queries and keys are turned by angles that grow with the position."""
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+# What each way of scaling has to be told.
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+def rotary_frequencies(
+    head_dim: int, base: float = 10000.0, fraction: float = 1.0, scaling: dict | None = None
+) -> np.ndarray:
+    """Return by how much each pair of features turns from one position to the next.
+
+    References: Su et al., 2021, "RoFormer", arXiv 2104.09864, §3.2; Chen et al., 2023, arXiv
+    2306.15595, for linear scaling; Llama 3's is that of Grattafiori et al., 2024, arXiv
+    2407.21783, as its configs give it: wavelengths that fit into the original length less than
+    `low_freq_factor` times grow by `factor`, those that fit more than `high_freq_factor` times
+    stay, and those between do a part of both.
+
+    Args:
+        head_dim: number d of features of a head.
+        base: the longest wavelength is about 2π·base positions.
+        fraction: share of the features that turn, the first ones; in (0, 1].
+        scaling: None; `{"type": "linear", "factor": …}`; or `{"type": "llama3", "factor": …,
+            "low_freq_factor": …, "high_freq_factor": …, "original_max_position_embeddings": …}`.
+
+    Returns:
+        A float64 array [r / 2], r being the number of features that turn; radians.
+
+    Raises:
+        ValueError: an argument is out of its range, or the scaling is unknown.
+    """
+    if not (base > 1 and 0 < fraction <= 1):
+        raise ValueError(
+            f"rotary_base must be more than 1 and rotary_fraction in (0, 1], got {base} and "
+            f"{fraction}"
+        )
+    turning = int(head_dim * fraction)
+    if turning % 2 or not turning:
+        raise ValueError(
+            f"rotary positions turn pairs of features, but rotary_fraction={fraction} of "
+            f"head_dim={head_dim} are {turning}"
+        )
+    frequencies = base ** (-np.arange(0, turning, 2) / turning)
+    if scaling is None:
+        return frequencies
+    kind, factor = _check_scaling(scaling), scaling["factor"]
+    if kind == "linear":
+        return frequencies / factor
+    times = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((times - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def _check_scaling(scaling):
+    """Return the kind of scaling, whose fields are all there."""
+    kind = scaling.get("type")
+    if kind not in _SCALING:
+        raise ValueError(f"rotary_scaling has the type {kind!r}, expected one of {list(_SCALING)}")
+    fields = _SCALING[kind]
+    wrong = [name for name in fields if not _is_positive(scaling.get(name))]
+    if wrong or set(scaling) != {"type", *fields}:
+        raise ValueError(
+            f"rotary_scaling of the type {kind!r} has the fields {', '.join(fields)}, numbers of "
+            f"more than 0; got {scaling}"
+        )
+    return kind
+
+
+def _is_positive(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Tensor:
+    """Turn the pairs (i, i + r / 2) of the first r features of each position.
+
+    Products of queries and keys then depend on the distance of their positions alone, so that
+    positions may begin anywhere: those of packed sequences need not begin anew.
+
+    Args:
+        x: tensor [b, n, s, d].
+        positions: int tensor [s].
+        frequencies: array [r / 2], from `rotary_frequencies`.
+    """
+    half = len(frequencies)
+    # Angles in float32 are off by 1e-7 of themselves; 16 bits would lose far positions.
+    angles = tf.cast(positions, "float32")[:, None] * tf.constant(frequencies, "float32")
+    cos, sin = (
+        tf.cast(function(angles), x.dtype)[None, None, :, :] for function in (tf.cos, tf.sin)
+    )
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        turned.append(x[..., 2 * half :])
+    return tf.concat(turned, axis=-1)

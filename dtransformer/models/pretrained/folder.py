@@ -1,0 +1,76 @@
+"""A folder of published weights: its config, and the files that hold its tensors."""
+
+import os
+import pathlib
+
+import numpy as np
+
+from dtransformer.errors import InputError
+from dtransformer.inputs.json_file import read_json
+from dtransformer.inputs.safetensors_file import SafetensorsFile
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+class PretrainedFolder:
+    """A folder with `config.json`, and `model.safetensors` or an index of several such files.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        path: a `pathlib.Path`.
+        config: dict of the config's fields.
+        shapes: dict of the tensors' names and shapes.
+
+    Raises:
+        InputError: there is no such folder, or what is in it is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path)
+        if not self.path.is_dir():
+            raise InputError(f"{path}: there is no such folder: download the model first")
+        self.config = _read_object(self.path / CONFIG)
+        self._files = self._open()
+        self.shapes = {name: file.shapes[name] for name, file in self._files.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return a tensor: an array that is read where it is used."""
+        return self._files[name][name]
+
+    def _open(self):
+        """Return a dict of the tensors' names and the files that hold them."""
+        if (self.path / INDEX).exists():
+            places = _read_object(self.path / INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(_is_name(x) for x in places.values()):
+                raise InputError(f"{self.path / INDEX}: expected a weight_map of names of files")
+            files = {name: SafetensorsFile(self.path / name) for name in set(places.values())}
+            lacking = [name for name, place in places.items() if name not in files[place].shapes]
+            if lacking:
+                raise InputError(
+                    f"{self.path / places[lacking[0]]}: lacks {lacking[0]}, which {INDEX} says is "
+                    f"there ({len(lacking)} such tensors): download it again"
+                )
+            return {name: files[place] for name, place in places.items()}
+        if (self.path / WEIGHTS).exists():
+            file = SafetensorsFile(self.path / WEIGHTS)
+            return dict.fromkeys(file.shapes, file)
+        others = sorted(x.name for x in self.path.glob("*.bin")) or ["no weights"]
+        raise InputError(
+            f"{self.path}: expected {WEIGHTS} or {INDEX}, found {others[0]}: other formats are not "
+            "read; save the model again as safetensors"
+        )
+
+
+def _read_object(path):
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file: is the folder a published model's?")
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected an object of JSON")
+    return content
+
+
+def _is_name(text):
+    return isinstance(text, str) and text == pathlib.Path(text).name

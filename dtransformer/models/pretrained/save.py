@@ -1,0 +1,88 @@
+"""Networks into folders that `transformers` loads."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dtransformer.errors import InputError
+from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
+from dtransformer.models.pretrained.load import own_path, weight_shapes
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import together
+from dtransformer.parallel.sharded_variable import unsharded_on_chief
+
+
+def save_pretrained(network: CausalLM, folder: str | os.PathLike, family: str) -> None:
+    """Write a network into a folder that `transformers`, and `from_pretrained`, load.
+
+    All ranks have to call; rank 0 writes, and needs memory for all weights.
+
+    Args:
+        network: a built `CausalLM`.
+        folder: the folder, which must not exist.
+        family: `"gpt2"`, `"llama"`, `"mistral"` or `"qwen2"`: a network that was made by
+            `from_pretrained` may be saved as its family.
+
+    Raises:
+        InputError: the network is none of the family's, stages of a pipeline share it, or the
+            folder exists.
+    """
+    folder = pathlib.Path(folder)
+
+    def checked():
+        if family not in FAMILIES:
+            raise InputError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
+        config = _config_of(network.arguments, family)
+        if job.is_chief() and folder.exists():
+            raise InputError(f"{folder}: is there already: give another, or remove it")
+        tensors = FAMILIES[family].tensors(network.arguments)
+        variables = {own_path(variable): variable for variable in network.variables}
+        lacking = {weight for x in tensors for weight in x.weights} - variables.keys()
+        if lacking:
+            raise InputError(
+                f"this rank lacks {sorted(lacking)[0]}, which another stage of the pipeline has: "
+                "save a checkpoint, restore it without a pipeline, and save that"
+            )
+        return config, tensors, variables
+
+    config, tensors, variables = together(checked, "pretrained/save")
+    with unsharded_on_chief(variables.values()):
+        together(lambda: _write(folder, config, tensors, variables, network), "pretrained/write")
+
+
+def _write(folder, config, tensors, variables, network):
+    if not job.is_chief():
+        return
+    shapes = weight_shapes(network.arguments)
+
+    def value(path):  # without a vocabulary's padding
+        full = np.asarray(variables[path])
+        return full[tuple(slice(size) for size in shapes[path])]
+
+    prefix = FAMILIES[config["model_type"]].prefix
+    is_head = lambda name: name.startswith("lm_head")
+    arrays = {
+        x.name if is_head(x.name) else prefix + x.name: x.join([value(w) for w in x.weights])
+        for x in tensors
+    }
+    config = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
+    folder.mkdir(parents=True)
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _config_of(arguments, family):
+    special = {"pad": "pad", "bos": "start", "eos": "end"}
+    return {
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        "vocab_size": arguments["vocab_size"],
+        **FAMILIES[family].config(arguments),
+        **{f"{theirs}_token_id": arguments[f"{ours}_id"] for theirs, ours in special.items()},
+        "tie_word_embeddings": arguments["tied_head"],
+    }

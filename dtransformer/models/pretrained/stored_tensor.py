@@ -1,0 +1,59 @@
+"""How a tensor of a published file holds weights of ours: pure functions of arrays."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file, which holds one of our weights, or several side by side.
+
+    Args:
+        name: its name in the file.
+        weights: tuple of the paths of our weights, without the network's name, in the order in
+            which they follow each other along the tensor's last dimension, once it is transposed.
+        is_transposed: whether outputs come before inputs in it, as PyTorch's `Linear` has them.
+        num_inputs: number of dimensions of our weights that are inputs.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    is_transposed: bool = False
+    num_inputs: int = 1
+
+    def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tensor's shape, from those of our weights.
+
+        Example:
+
+        >>> q = StoredTensor("q_proj.weight", ("query_kernel",), is_transposed=True)
+        >>> q.shape([(16, 2, 4)])
+        (8, 16)
+        """
+        columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
+        rows = math.prod(shapes[0][: self._inputs(shapes[0])])
+        if self._inputs(shapes[0]) == 0:
+            return (columns,)
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
+        """Return one of our weights as a view of the tensor, of which nothing is read yet."""
+        ends = np.cumsum([0, *(math.prod(shape[self._inputs(shape) :]) for shape in shapes)])
+        columns = (stored.T if self.is_transposed else stored)[..., ends[number] : ends[number + 1]]
+        return columns.reshape(shapes[number])
+
+    def join(self, values: list[np.ndarray]) -> np.ndarray:
+        """Return the tensor of our weights: the opposite of `of`."""
+        flat = []
+        for value in values:
+            rows = value.shape[: self._inputs(value.shape)]
+            flat.append(value.reshape([math.prod(rows), -1] if rows else [-1]))
+        joint = np.concatenate(flat, axis=-1)
+        return np.ascontiguousarray(joint.T if self.is_transposed else joint)
+
+    def _inputs(self, shape):
+        """Return how many dimensions are inputs: none of a bias, whatever its heads are."""
+        is_bias = self.num_inputs == 0
+        return 0 if is_bias else min(self.num_inputs, len(shape) - 1)
