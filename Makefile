@@ -52,6 +52,11 @@ setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and f
 	@$(call install,-e '.[$(@F)]')
 	@touch $@
 
+# By pip itself, which has a build for CPUs where the machine's settings name one.
+.venv/reference: .venv/ready
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[reference]'
+	@touch $@
+
 .venv/horovod: .venv/ready
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/dtransformer doctor --install-horovod
 	@touch $@
@@ -71,10 +76,10 @@ train: $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on th
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'
 
-test: setup  ## run the tests, in two processes (JOBS=1: in one)
+test: setup .venv/reference  ## run the tests, in two processes (JOBS=1: in one)
 	$(PYTEST)
 
-test-all: setup  ## run the long tests, too
+test-all: setup .venv/reference  ## run the long tests, too
 	$(PYTEST) -m ''
 
 lint: .venv/lint  ## check style, with ruff

@@ -102,6 +102,26 @@ def deep_causal(epsilon, encoder_layers, decoder_layers):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_llama(epsilon, encoder_layers, decoder_layers):
+    """A language model of Llama's form: grouped heads, rotary positions, a gate, a window."""
+    model = CausalLM(
+        _UNDIVIDED,
+        num_layers=encoder_layers + decoder_layers,
+        dropout_rate=0.0,
+        hidden_act="silu",
+        positions="rotary",
+        tied_head=False,
+        embedding_scale=1.0,
+        norm="rms_norm",
+        gated=True,
+        use_bias=False,
+        num_kv_heads=4,
+        window=6,
+        **_SIZES,
+    )
+    return model, _clipped_adamw(epsilon)
+
+
 def _clipped_adamw(epsilon):
     return keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
 
@@ -119,6 +139,7 @@ DEEP_NETWORKS = {
     "deep_dropout": deep_dropout,
     "deep_packed": deep_packed,
     "deep_causal": deep_causal,
+    "deep_llama": deep_llama,
     "deep_lamb": lamb,
 }
 NETWORKS = {

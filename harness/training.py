@@ -107,7 +107,11 @@ def _data(network, num_batches, model, seed):
     data = replica_share(of_all)
     if network == "deep_packed":
         return data.map(lambda x, y: (x | {f"{k}_segments": _halves(x[k]) for k in x}, y))
-    return data.map(lambda x, y: (x["target"], y)) if network == "deep_causal" else data
+    return (
+        data.map(lambda x, y: (x["target"], y))
+        if network in ("deep_causal", "deep_llama")
+        else data
+    )
 
 
 def _halves(ids):

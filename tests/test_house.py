@@ -19,7 +19,7 @@ ROOMS = {
     "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
     "trainers": {"reports", "layers", "parallel", "inputs"},
     "reports": {"layers", "parallel"},
-    "models": {"layers", "parallel"},
+    "models": {"layers", "parallel", "inputs"},
     "layers": {"parallel"},
     "parallel": set(),
     "datasets": {"inputs"},

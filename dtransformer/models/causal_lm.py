@@ -11,6 +11,8 @@ from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models.base import TokenModel, check_ids, first_given
 
+_POSITIONS = "learned", "sinusoidal", "rotary"
+
 
 @register
 class CausalLM(TokenModel):
@@ -140,6 +142,8 @@ class CausalLM(TokenModel):
             "window": window,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
+        if positions not in _POSITIONS:
+            raise ValueError(f"positions must be one of {_POSITIONS}, got {positions!r}")
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size

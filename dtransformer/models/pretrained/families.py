@@ -142,11 +142,12 @@ def _llama_arguments(config):
     """Llama's, and those of the families that differ by a few fields only."""
     if config.get("mlp_bias"):
         raise InputError("mlp_bias=true is not built for Llama's blocks")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return {
-        "hidden_size": config["hidden_size"],
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
         "num_layers": config["num_hidden_layers"],
         "ffn_hidden_size": config["intermediate_size"],
         "max_length": config["max_position_embeddings"],

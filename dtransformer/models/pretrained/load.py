@@ -46,13 +46,21 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> CausalLM:
         return content, family, network_arguments(family, content.config, content.path / CONFIG)
 
     content, family, found = together(opened, "pretrained/folder")
-    network = CausalLM(**{**found, **arguments})
-    network.build()
+    network = _built({**found, **arguments}, content.path / CONFIG)
     stored = together(lambda: _Stored(content, family, network.arguments), "pretrained/tensors")
     for variable in network.variables:
         path = own_path(variable)
         for tensor in tensors_of(path, variable):
             tensor.assign(stored.value(path, tensor))
+    return network
+
+
+def _built(arguments, path):
+    try:
+        network = CausalLM(**arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from None
+    network.build()
     return network
 
 

@@ -1,8 +1,10 @@
-"""Makes small random models with `transformers` and PyTorch, for the tests: run by itself.
+"""Models of `transformers` on PyTorch, for the tests: a program that is run by itself.
 
-    python make_published.py FOLDER
+    python reference_models.py make FOLDER
+    python reference_models.py check MADE FOLDER
 
-Of each it saves a folder before and after three steps of SGD, and what it computes (float32).
+`make` saves small random models, before and after three steps of SGD, and what they compute in
+float32. `check` loads models of the same names from FOLDER, and compares what they compute.
 """
 
 import pathlib
@@ -60,7 +62,7 @@ MODELS = {
 STEPS, LEARNING_RATE = 3, 0.5
 
 
-def main(folder):
+def make(folder):
     for number, (name, (config, options)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
         options = {**options, "attn_implementation": "eager"}
@@ -68,7 +70,7 @@ def main(folder):
         with torch.no_grad():
             for weight in model.parameters():  # biases and norms, too, are drawn
                 weight.add_(torch.randn_like(weight) * 0.1)
-        # Several files, with an index, of one of them.
+        # One of them in several files, with an index.
         size = "20KB" if name == "llama" else "5GB"
         model.save_pretrained(folder / name, max_shard_size=size)
         ids = torch.randint(0, 61, (3, 20))
@@ -85,5 +87,17 @@ def main(folder):
         np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits, losses=losses)
 
 
+def check(made, folder):
+    for name in MODELS:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / name, output_loading_info=True, attn_implementation="eager"
+        )
+        assert not any(info.values()), (name, info)
+        expected = np.load(made / f"{name}.npz")
+        with torch.no_grad():
+            logits = model(torch.tensor(expected["ids"])).logits.numpy()
+        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
+
+
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    {"make": make, "check": check}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))

@@ -1,0 +1,90 @@
+"""Promise: published models compute, learn and are saved here as `transformers` does it."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import from_pretrained, save_pretrained
+from dtransformer.trainers import Trainer
+from tests.models.pretrained.published import (
+    FAMILY_OF,
+    check,
+    published,
+    results,
+    with_transformers,
+)
+from tests.on_mesh import on_mesh, start
+
+pytestmark = with_transformers
+
+
+def tensors_of(folder):
+    """Return all tensors of a folder, of one file or several."""
+    files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: array for file in files for name, array in file.items()}
+
+
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_logits(name):
+    network, expected = from_pretrained(published() / name), results(name)
+    logits = np.asarray(network(expected["ids"].astype("int32")))
+    error = np.abs(logits - expected["logits"]).max() / np.abs(expected["logits"]).max()
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_three_steps_of_training(name):
+    network, expected = from_pretrained(published() / name), results(name)
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss())
+    ids = expected["ids"].astype("int32")
+    step = lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:], return_dict=True)
+    losses = [float(step()["loss"]) for _ in range(3)]
+    np.testing.assert_allclose(losses, expected["losses"], rtol=1e-4)
+    after = from_pretrained(published() / f"{name}_after")
+    for own, theirs in zip(network.weights, after.weights, strict=True):
+        scale = np.abs(theirs.numpy()).max()
+        np.testing.assert_allclose(own.numpy(), theirs.numpy(), rtol=0, atol=1e-4 * scale)
+
+
+def test_what_is_saved_is_what_was_loaded_and_transformers_loads_it(tmp_path):
+    for name, family in FAMILY_OF.items():
+        save_pretrained(from_pretrained(published() / name), tmp_path / name, family)
+        found, expected = tensors_of(tmp_path / name), tensors_of(published() / name)
+        assert found.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(found[key], array)
+        again = from_pretrained(tmp_path / name)
+        assert again.get_config() == from_pretrained(published() / name).get_config()
+    check(tmp_path)
+
+
+@on_mesh
+def test_straight_onto_a_mesh():
+    start(model_parallel=2)
+    for name in ("gpt2", "llama_tied", "qwen2"):  # 61 entries: the vocabulary is padded
+        network, expected = from_pretrained(published() / name), results(name)
+        logits = Trainer(network).predict(expected["ids"].astype("int32"), verbose=0)
+        np.testing.assert_allclose(logits[..., :61], expected["logits"], rtol=0, atol=1e-5)
+
+
+def test_arguments_replace_those_of_the_config():
+    network = from_pretrained(published() / "llama", dropout_rate=0.1, dtype="mixed_bfloat16")
+    assert network.arguments["dropout_rate"] == 0.1
+    assert network.compute_dtype == "bfloat16"
+
+
+def test_an_older_config_says_the_same(tmp_path):
+    """Before version 5 of `transformers` rotary positions had fields of another form."""
+    for path in (published() / "llama_3").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    older, newer = from_pretrained(tmp_path), from_pretrained(published() / "llama_3")
+    assert older.get_config() == newer.get_config()

@@ -1,0 +1,148 @@
+"""Promise: a folder that cannot be loaded, or a network that cannot be saved, is told in one line."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from dtransformer.errors import InputError
+from dtransformer.models import CausalLM, from_pretrained, save_pretrained
+
+LLAMA = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 24,
+    "num_layers": 1,
+    "positions": "rotary",
+    "hidden_act": "silu",
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "tied_head": False,
+    "embedding_scale": 1.0,
+    "pad_id": None,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good folder of a Llama."""
+    network = CausalLM(20, **LLAMA)
+    network.build()
+    save_pretrained(network, tmp_path / "llama", "llama")
+    return tmp_path / "llama"
+
+
+def refusal(path):
+    with pytest.raises(InputError) as caught:
+        from_pretrained(path)
+    text = str(caught.value)
+    assert str(path) in text and "\n" not in text
+    return text
+
+
+def change_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in (config | fields).items() if value is not KeyError}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_good_folder_is_loaded_bit_for_bit(folder):
+    network = CausalLM(20, **LLAMA)
+    network.build()
+    again = from_pretrained(folder)
+    for own, other in zip(network.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy())
+
+
+def test_no_folder(tmp_path):
+    assert "there is no such folder" in refusal(tmp_path / "none")
+    assert "there is no such file" in refusal(tmp_path)
+
+
+def test_weights_of_another_format(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "found pytorch_model.bin" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"model_type": "mamba"}, "model_type is 'mamba', expected one of gpt2, llama"),
+        ({"model_type": KeyError}, "model_type is None"),
+        ({"hidden_size": KeyError}, "lacks the field 'hidden_size'"),
+        ({"hidden_act": "mish"}, "the activation 'mish' is none of"),
+        ({"attention_bias": True}, "attention_bias=true is not built"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn', expected one of"),
+        ({"num_hidden_layers": 2}, "it lacks model.layers.1.input_layernorm.weight"),
+        ({"intermediate_size": 32}, r"gate_proj.weight is [24, 16], not [32, 16]"),
+        ({"vocab_size": 21}, "embed_tokens.weight is [20, 16], not [21, 16]"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"tie_word_embeddings": "yes"}, "tied_head must be a bool, got 'yes'"),
+    ],
+)
+def test_a_config_that_does_not_fit(folder, fields, told):
+    change_config(folder, **fields)
+    assert told in refusal(folder)
+
+
+def test_a_config_that_is_no_object(folder):
+    (folder / "config.json").write_text("[]")
+    assert "expected an object of JSON" in refusal(folder)
+
+
+def test_tensors_that_lack_or_are_too_many(folder):
+    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    change_tensors(folder, lambda tensors: tensors.update(other=np.zeros(3, "float32")))
+    text = refusal(folder)
+    assert "it lacks model.norm.weight; it also has other" in text
+
+
+def test_values_that_are_not_finite(folder):
+    def spoil(tensors):
+        tensors["model.norm.weight"][3] = np.nan
+
+    change_tensors(folder, spoil)
+    with pytest.raises(InputError, match="model.norm.weight has values that are not finite"):
+        from_pretrained(folder)
+
+
+def test_an_index_that_does_not_fit(folder):
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "x": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks x, which model.safetensors.index.json says is there" in refusal(folder / "")
+    index = {"weight_map": {"x": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "expected a weight_map of names of files" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "family, options, told",
+    [
+        ("bert", {}, "family is 'bert', expected one of"),
+        ("gpt2", {}, "the network has positions='rotary', the published family 'learned'"),
+        ("llama", {"window": 3}, "the network has window=3, the published family None"),
+        ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
+        ("qwen2", {}, "the network has qkv_bias=False, the published family True"),
+        ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' has no name in published configs"),
+    ],
+)
+def test_a_network_that_is_none_of_the_family(tmp_path, family, options, told):
+    network = CausalLM(20, **{**LLAMA, **options})
+    network.build()
+    with pytest.raises(InputError, match=told):
+        save_pretrained(network, tmp_path / "new", family)
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_overwritten(folder):
+    with pytest.raises(InputError, match="is there already"):
+        save_pretrained(from_pretrained(folder), folder, "llama")
