@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM
 from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from harness.batches import batches, replica_share
@@ -83,11 +84,16 @@ def use(trainer, network, folder, layout):
     data = _data(network, 1, model, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
     fresh, _ = make(network, num_blocks=layout.num_blocks)
+    if isinstance(fresh, CausalLM):
+        inputs = inputs["target"]
+        generate = functools.partial(fresh.generate, inputs, max_new_tokens=8)
+    else:
+        generate = functools.partial(fresh.generate, inputs["source"], max_length=8)
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        "greedy": fresh.generate(inputs["source"], max_length=8).numpy(),
-        "beam": fresh.generate(inputs["source"], beam_size=3, max_length=8).numpy(),
+        "greedy": generate().numpy(),
+        "beam": generate(beam_size=3).numpy(),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:

@@ -1,6 +1,7 @@
 """The layers, one a file. Ordinary Keras layers where there is no mesh."""
 
-from dtransformer.layers.attention import AttentionMask, MultiHeadAttention
+from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.attention_mask import AttentionMask
 from dtransformer.layers.base import Layer
 from dtransformer.layers.block import BlockStack, TransformerBlock, spread_evenly
 from dtransformer.layers.decoder import TransformerDecoder, TransformerDecoderLayer

@@ -24,60 +24,6 @@ from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
 
 
-def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-    """Return which keys are of the queries' segment: bool [b, s, t].
-
-    Args:
-        queries: tensor [b, s], the number of each position's segment, 0 for padding.
-        keys: tensor [b, t], as the queries.
-    """
-    if keys.dtype.is_bool:
-        return queries[:, :, None] & keys[:, None, :]
-    return (queries[:, :, None] == keys[:, None, :]) & (keys[:, None, :] != 0)
-
-
-@register
-class AttentionMask(Layer):
-    """Turn an input mask into a causal attention mask.
-
-    Args:
-        window: how many positions each may attend to, its own and those before it; None for all
-            (Beltagy et al., 2020, arXiv 2004.05150, §3.1).
-
-    Call arguments:
-        input_mask: tensor [b, s] of 0 and 1; 1 where there is a token. Or, where several
-            sequences are packed into one, the number of its sequence, from 1.
-
-    Output shape:
-        [b, s, s]: 1 where position i may attend to position j ≤ i and both are
-        tokens, of the same sequence; that is the lower triangle of m·mᵀ where there is one.
-
-    Example:
-
-    >>> AttentionMask()(tf.constant([[1, 1, 0]])).numpy().tolist()
-    [[[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]]
-    """
-
-    def __init__(self, window: int | None = None, **kwargs):
-        super().__init__(**kwargs)
-        self.window = None if window is None else check_size("window", window)
-
-    def call(self, input_mask: tf.Tensor) -> tf.Tensor:
-        mask = tf.cast(same_segment(input_mask, input_mask), self.compute_dtype)
-        length = static_or_dynamic_shape(mask)[1]
-        positions = tf.range(length)
-        is_seen = positions[:, None] >= positions[None, :]
-        if self.window is not None:
-            is_seen &= positions[:, None] < positions[None, :] + self.window
-        return tf.where(is_seen, mask, tf.zeros_like(mask))
-
-    def compute_output_shape(self, input_shape: tuple) -> tuple:
-        return (*input_shape, input_shape[-1])
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "window": self.window}
-
-
 @register
 class MultiHeadAttention(Layer):
     """Attend from queries to keys and values, in several heads.
@@ -119,6 +65,11 @@ class MultiHeadAttention(Layer):
             in at `cache["index"]`, and queries attend to positions up to their own.
             From `project_memory`, for attention to a memory: `key` and `value` are
             not read and may be None; the query may have k rows for each of the memory's.
+            An empty dict, for the beginning of a sequence: it is attended to as without a
+            cache, and its keys and values are in the cache for the next call, `"prefix_key"`
+            and `"prefix_value"` [b, m, p, d]. Together with what `init_cache` gives, the
+            positions of all k sequences of a source come after its p ones.
+        prefix_mask: bool tensor [b, p], what may be seen of the prefix; None for all.
         training: whether dropout applies.
 
     Output shape:
@@ -221,6 +172,7 @@ class MultiHeadAttention(Layer):
         value: tf.Tensor | None,
         attention_mask: tf.Tensor | None = None,
         cache: dict | None = None,
+        prefix_mask: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         given = query
@@ -230,33 +182,34 @@ class MultiHeadAttention(Layer):
             for name, x in {"key": key, "value": value}.items()
         )
         self._check_inputs(query, key, value)
-        if cache is None:
+        decodes = bool(cache)
+        if not decodes:
             self._check_mask(attention_mask, query, key.shape[1])
-        if cache is None or "index" in cache:
+        if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
-            if self.rotary_base is not None:
-                start = 0 if cache is None else cache["index"]
-                positions = start + tf.range(static_or_dynamic_shape(q)[2])
-                q, k = (rotate(x, positions, self._frequencies) for x in (q, k))
-            if cache is not None:
-                cache, attention_mask = self._extend(cache, k, v, attention_mask)
-                k, v = cache["key"], cache["value"]
+            q, k = self._turned(q, k, cache if decodes else {})
+            if decodes:
+                cache, attention_mask = self._extend(cache, k, v, attention_mask, prefix_mask)
+            elif cache is not None:
+                cache = {"prefix_key": k, "prefix_value": v}
         else:
             (q,) = self._project({"query": query})
-            k, v = cache["key"], cache["value"]
+        keys, values = ([k], [v]) if not decodes else _kept(cache)
         q = q * tf.cast(self.head_dim**-0.5, q.dtype)
-        if cache is not None:
-            q = kv_cache.side_by_side(q, static_or_dynamic_shape(k)[0])
-        attend = lambda q, k, v: self._attend(q, k, v, attention_mask, training)
-        if self.recomputes and training and cache is None:
+        if decodes:
+            q = kv_cache.side_by_side(q, static_or_dynamic_shape(keys[0])[0])
+        attend = lambda q, k, v: self._attend(q, [k], [v], attention_mask, training)
+        if decodes:
+            context = self._attend(q, keys, values, attention_mask, training)
+        elif self.recomputes and training:
             context = recomputed(attend, [q, k, v], [])
         else:
             context = attend(q, k, v)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
-        if cache is None:
-            context = tf.transpose(context, [0, 2, 1, 3])
-        else:
+        if decodes:
             context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
+        else:
+            context = tf.transpose(context, [0, 2, 1, 3])
         output = row_parallel(context, self.output_kernel, ("heads", "head_dim"))
         if self.use_bias:
             output = add_bias(output, self.output_bias)
@@ -310,19 +263,43 @@ class MultiHeadAttention(Layer):
             heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
-    def _attend(self, q, k, v, mask, training):
-        dropout = lambda probabilities: self.attention_dropout(probabilities, training=training)
-        return attention(q, k, v, mask, dropout, self.softmax_compute_type)
+    def _turned(self, q, k, cache):
+        """Turn queries and keys of a sequence's next positions by the angles of these."""
+        if self.rotary_base is None:
+            return q, k
+        start = cache.get("index", 0)
+        if "prefix_key" in cache:
+            start += static_or_dynamic_shape(cache["prefix_key"])[2]
+        positions = start + tf.range(static_or_dynamic_shape(q)[2])
+        return [rotate(x, positions, self._frequencies) for x in (q, k)]
 
-    def _extend(self, given, k, v, mask):
+    def _attend(self, q, keys, values, mask, training):
+        dropout = lambda probabilities: self.attention_dropout(probabilities, training=training)
+        return attention(q, keys, values, mask, dropout, self.softmax_compute_type)
+
+    def _extend(self, given, k, v, mask, prefix_mask):
         """Put the new positions in; return the cache and a mask of what may be seen."""
         num_sources, _, size, _ = static_or_dynamic_shape(given["key"])
         rows, _, num_new, _ = static_or_dynamic_shape(k)
         num_hypotheses, index = rows // num_sources, given["index"]
         k, v = kv_cache.put([given["key"], given["value"]], [k, v], index)
-        extended = {"key": k, "value": v, "index": index + num_new}
+        extended = {**given, "key": k, "value": v, "index": index + num_new}
         seen = kv_cache.seen(size, index, num_new, num_hypotheses)
-        return extended, seen if mask is None else seen & expand_mask(mask)
+        if mask is not None:
+            seen &= expand_mask(mask)
+        if "prefix_key" not in given:
+            return extended, seen
+        length = static_or_dynamic_shape(given["prefix_key"])[2]
+        if prefix_mask is None:
+            prefix_mask = tf.ones([num_sources, length], "bool")
+        shape = [num_sources, 1, num_new * num_hypotheses]
+        return extended, tf.concat(
+            [
+                tf.broadcast_to(expand_mask(prefix_mask), [*shape, length]),
+                tf.broadcast_to(seen, [*shape, size]),
+            ],
+            axis=-1,
+        )
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
@@ -377,3 +354,10 @@ class MultiHeadAttention(Layer):
             "rotary_fraction": self.rotary_fraction,
             "rotary_scaling": self.rotary_scaling,
         }
+
+
+def _kept(cache):
+    """Return the keys and the values of a cache, those of a prefix first."""
+    pairs = [("prefix_key", "prefix_value")] if "prefix_key" in cache else []
+    pairs.append(("key", "value"))
+    return [cache[key] for key, _ in pairs], [cache[value] for _, value in pairs]

@@ -10,8 +10,8 @@ from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 def attention(
     q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
+    keys: list[tf.Tensor],
+    values: list[tf.Tensor],
     mask: tf.Tensor | None = None,
     dropout: Callable = lambda probabilities: probabilities,
     softmax_compute_type: str = "float32",
@@ -25,17 +25,21 @@ def attention(
 
     Args:
         q: tensor [b, n, s, d], scaled.
-        k: tensor [b, m, t, d]; m divides n.
-        v: tensor [b, m, t, d].
-        mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or [b, n or 1, s, t]; 1
-            where a query may attend. None for everywhere.
+        keys: list of tensors [b, m, t, d], whose positions follow each other, so that a cache
+            need not be put together; m divides n.
+        values: list of tensors [b, m, t, d], one for each.
+        mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or [b, n or 1, s, t], t
+            being all positions; 1 where a query may attend. None for everywhere.
         dropout: a function of the probabilities.
         softmax_compute_type: type that the softmax is computed in.
 
     Returns:
         A tensor [b, n, s, d].
     """
-    scores = _by_shared_heads(lambda q: tf.matmul(q, k, transpose_b=True), q, k)
+    scores = [
+        _by_shared_heads(lambda q, k=k: tf.matmul(q, k, transpose_b=True), q, k) for k in keys
+    ]
+    scores = scores[0] if len(keys) == 1 else tf.concat(scores, axis=-1)
     scores = constrain(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
     any_allowed = None
@@ -43,8 +47,15 @@ def attention(
         allowed = expand_mask(mask)
         any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
         scores = tf.where(allowed, scores, tf.constant(scores.dtype.min, scores.dtype))
-    probabilities = dropout(tf.cast(tf.nn.softmax(scores), v.dtype))
-    context = _by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
+    probabilities = [dropout(tf.cast(tf.nn.softmax(scores), values[0].dtype))]
+    if len(values) > 1:
+        sizes = [static_or_dynamic_shape(v)[2] for v in values]
+        probabilities = tf.split(probabilities[0], sizes, axis=-1)
+    parts = [
+        _by_shared_heads(lambda p, v=v: tf.matmul(p, v), p, v)
+        for p, v in zip(probabilities, values)
+    ]
+    context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if any_allowed is not None:
         context *= tf.cast(any_allowed, context.dtype)
     return constrain(context, ("batch", "heads", None, "head_dim"))

@@ -1,6 +1,5 @@
 """The Transformer's decoder: its layer and the stack."""
 
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -104,14 +103,6 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
             self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
         )
         return x if cache is None else (x, new_cache)
-
-    def compute_output_spec(
-        self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs
-    ) -> keras.KerasTensor:
-        outputs = super().compute_output_spec(inputs)
-        if cache is None:
-            return outputs
-        return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
 
     def init_cache(
         self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1

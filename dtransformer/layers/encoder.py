@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -12,6 +13,8 @@ from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config
+from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.zero.gather import unsharding_ahead
 
 
 @register
@@ -44,10 +47,13 @@ class TransformerEncoderLayer(TransformerBlock):
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         attention_mask: what each position may attend to: [b, s], [b, 1, s] or [b, s, s] of 0
             and 1; None for everything.
+        cache: what earlier calls computed, from `init_cache`; or an empty dict, to begin one.
+            See `MultiHeadAttention`.
+        prefix_mask: bool tensor [b, p], what may be seen of the cache's beginning.
         training: whether dropout applies.
 
     Output shape:
-        The inputs'.
+        The inputs'; with a cache, a pair of this and the cache for the next call.
     """
 
     def __init__(
@@ -153,8 +159,16 @@ class TransformerEncoderLayer(TransformerBlock):
         self.built = True
 
     def call(
-        self, inputs: tf.Tensor, attention_mask: tf.Tensor | None = None, training: bool = False
-    ) -> tf.Tensor:
+        self,
+        inputs: tf.Tensor,
+        attention_mask: tf.Tensor | None = None,
+        cache: dict | None = None,
+        prefix_mask: tf.Tensor | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, dict]:
+        if cache is not None:
+            with unsharding_ahead([inputs]):
+                return self._decode(inputs, attention_mask, cache, prefix_mask)
         if attention_mask is None:
             attention_mask = _compat.mask_of(inputs)
         compute = lambda x, mask: self._compute(x, mask, training)
@@ -162,14 +176,45 @@ class TransformerEncoderLayer(TransformerBlock):
         return in_form_of(self.run_block(compute, [x], [attention_mask], training), inputs)
 
     def _compute(self, inputs, attention_mask, training):
-        x = self.residual(
-            self.attention_norm,
-            lambda x: self.attention(x, x, x, attention_mask, training=training),
-            inputs,
+        attend = lambda x: self.attention(x, x, x, attention_mask, training=training)
+        x = self.residual(self.attention_norm, attend, inputs)
+        return self._fed_forward(x, training)
+
+    def _decode(self, inputs, attention_mask, cache, prefix_mask):
+        new = {}
+
+        def attend(x):
+            options = {"cache": cache, "prefix_mask": prefix_mask}
+            output, extended = self.attention(x, x, x, attention_mask, **options)
+            new.update(extended)
+            return output
+
+        x = self.residual(self.attention_norm, attend, inputs)
+        return self._fed_forward(x, training=False), new
+
+    def _fed_forward(self, x, training):
+        apply = lambda x: self.feed_forward(x, training=training)
+        return self.residual(self.feed_forward_norm, apply, x)
+
+    def init_cache(
+        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> dict:
+        """Return an empty cache for `max_length` positions; see `MultiHeadAttention.init_cache`.
+
+        Where another stage of a pipeline has the block, it is an empty dict.
+        """
+        arguments = (batch_size, max_length, num_hypotheses)
+        return call_at_its_place(
+            self, self.attention.init_cache, arguments, {}, placeholder=lambda *_: {}
         )
-        return self.residual(
-            self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
-        )
+
+    def compute_output_spec(
+        self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs
+    ) -> keras.KerasTensor:
+        outputs = super().compute_output_spec(inputs)
+        if cache is None:
+            return outputs
+        return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
 
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
@@ -195,10 +240,12 @@ class TransformerEncoder(BlockStack):
     Call arguments:
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         attention_mask: as the layer's.
+        cache: list of the blocks' caches, from `init_cache`.
+        prefix_mask: as the layer's.
         training: whether dropout applies.
 
     Output shape:
-        The inputs'.
+        The inputs'; with a cache, a pair of this and the cache for the next call.
 
     Example:
 
@@ -209,8 +256,26 @@ class TransformerEncoder(BlockStack):
     layer_class = TransformerEncoderLayer
 
     def call(
-        self, inputs: tf.Tensor, attention_mask: tf.Tensor | None = None, training: bool = False
-    ) -> tf.Tensor:
-        for block in self.blocks:
-            inputs = block(inputs, attention_mask, training=training)
-        return inputs if self.final_norm is None else self.final_norm(inputs)
+        self,
+        inputs: tf.Tensor,
+        attention_mask: tf.Tensor | None = None,
+        cache: list[dict] | None = None,
+        prefix_mask: tf.Tensor | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
+        new_cache = []
+        for number, block in enumerate(self.blocks):
+            if cache is None:
+                inputs = block(inputs, attention_mask, training=training)
+            else:
+                options = {"cache": cache[number], "prefix_mask": prefix_mask}
+                inputs, extended = block(inputs, attention_mask, **options)
+                new_cache.append(extended)
+        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
+        return outputs if cache is None else (outputs, new_cache)
+
+    def init_cache(
+        self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[dict]:
+        """Return the caches of all blocks; see `MultiHeadAttention.init_cache`."""
+        return [block.init_cache(batch_size, max_length, num_hypotheses) for block in self.blocks]

@@ -25,7 +25,8 @@ class PositionEmbedding(Layer):
 
     Call arguments:
         inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
-        start: position of the first input.
+        start: position of the first input, or of each row's first input, int32 [b]: those before
+            0 count as 0.
         segments: int tensor [b, s], where several sequences are packed into one: the number of
             each position's sequence. Positions begin anew in each.
 
@@ -73,10 +74,15 @@ class PositionEmbedding(Layer):
                 f"the sequence has {inputs.shape[1]} positions, but the learned positions end at "
                 f"max_length={self.max_length}"
             )
-        positions = start + tf.range(static_or_dynamic_shape(inputs)[1])
+        positions = tf.range(static_or_dynamic_shape(inputs)[1])
+        by_rows = segments is not None or getattr(start, "shape", None) not in (None, ())
+        if by_rows and segments is None:
+            positions = tf.maximum(start[:, None] + positions, 0)
+        else:
+            positions += start
         if segments is not None:
             positions -= first_of_segment(segments)
-        if self.kind == "learned" and segments is not None:
+        if self.kind == "learned" and by_rows:
             rows = look_up(tf.convert_to_tensor(self.table), positions, "position")
         elif self.kind == "learned":
             rows = tf.gather(tf.convert_to_tensor(self.table), positions)

@@ -4,12 +4,15 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention import AttentionMask
+from dtransformer.layers.attention_mask import AttentionMask
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models.base import TokenModel, check_ids, first_given
+from dtransformer.models.continuation import Continuation, SpecialIds, as_prompts, without_padding
+from dtransformer.models.search import check_options, make_search
+from dtransformer.parallel import decoding
 
 _POSITIONS = "learned", "sinusoidal", "rotary"
 
@@ -147,6 +150,7 @@ class CausalLM(TokenModel):
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
+        self._generate_functions = {}
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
@@ -181,12 +185,76 @@ class CausalLM(TokenModel):
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         ids = tokens_of(inputs)
         segments = inputs["segments"] if isinstance(inputs, dict) else None
-        layers = self.embedding, self.positions, self.dropout
-        x, table = self._embed_ids(ids, *layers, segments=segments, training=training)
+        x, table = self.embed(ids, segments=segments, training=training)
         if segments is None:
             segments = tf.ones_like(ids, "bool") if self.pad_id is None else ids != self.pad_id
         mask = self.causal_mask(segments)
         return self.head(self.blocks(x, mask, training=training), table)
+
+    def embed(
+        self,
+        ids: tf.Tensor,
+        start: int | tf.Tensor = 0,
+        segments: tf.Tensor | None = None,
+        training: bool = False,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h].
+
+        Args:
+            ids: int tensor [b, s].
+            start: position of the first id, or of each row's.
+            segments: int tensor [b, s], where sequences are packed; see `call`.
+            training: whether dropout applies.
+        """
+        layers = self.embedding, self.positions, self.dropout
+        return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
+
+    def generate(
+        self,
+        prompts: tf.Tensor | list[list[int]],
+        max_new_tokens: int = 64,
+        beam_size: int = 1,
+        length_penalty: float = 0.6,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int = 0,
+    ) -> tf.Tensor:
+        """Continue texts, by greedy or beam search, or by sampling.
+
+        Args:
+            prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids.
+            max_new_tokens: most tokens of a continuation, the end token included.
+            beam_size: number of hypotheses kept; 1 is greedy search.
+            length_penalty: exponent α of the length penalty of beam search (Wu et al., 2016,
+                arXiv 1609.08144, §7).
+            temperature: above 0, draw each token from the softmax of the logits divided by it.
+            top_k: draw from the k most likely tokens only; 0 for all.
+            seed: int, for drawing.
+
+        Returns:
+            An int32 tensor [b, t ≤ max_new_tokens]: what comes after the prompts, with end tokens,
+            padded with `pad_id`; with `end_id` where there is none.
+
+        Raises:
+            ValueError: an option is out of range, a prompt is empty, beams are asked for together
+                with a temperature, or there are not enough learned positions.
+        """
+        check_size("max_new_tokens", max_new_tokens)
+        check_options(beam_size, length_penalty, None, temperature, top_k, seed)
+        self.build()
+        source, ids = as_prompts(prompts, self.pad_id), SpecialIds.of(self)
+        needed = source.shape[1] + max_new_tokens - 1
+        if self.arguments["positions"] == "learned" and needed > self.arguments["max_length"]:
+            raise ValueError(
+                f"{needed} positions are asked for, but the learned positions end at "
+                f"max_length={self.arguments['max_length']}"
+            )
+        options = (beam_size, length_penalty, temperature, top_k)
+        if options not in self._generate_functions:
+            make = lambda *args: Continuation(self, make_search(ids, *args, *options))
+            self._generate_functions[options] = decoding.compiled(self, make, loops_on_mesh=False)
+        found = self._generate_functions[options](tf.constant(source), max_new_tokens, seed)
+        return without_padding(found, ids)
 
     def num_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the number of tokens, padding not counted.

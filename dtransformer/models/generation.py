@@ -3,8 +3,14 @@
 import tensorflow as tf
 
 from dtransformer.models.search import NEVER
+from dtransformer.parallel import cache as kv_cache
 from dtransformer.parallel.decoding import Search
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+
+def taken_entries(entries, sources: tf.Tensor, more: tf.Tensor):
+    """Return a search's entries of some of the sources, with room for more positions."""
+    return tf.nest.map_structure(lambda x: kv_cache.grown(x, sources, more), entries)
 
 
 class Generation:
@@ -18,6 +24,10 @@ class Generation:
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
+    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
+        """Return the tokens that translations begin after, int32 [b]."""
+        return tf.fill(static_or_dynamic_shape(source)[:1], self._model.start_id)
+
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
         """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
         memory, _ = self._model.encode(source)
@@ -29,23 +39,16 @@ class Generation:
 
     def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
         """Return the cache of some of the sources, by their numbers, with room for more tokens."""
-        k = self.search.num_beams
-
-        def grown(x, axis, number):
-            paddings = [[0, number if i == axis else 0] for i in range(x.shape.rank)]
-            return tf.pad(tf.gather(x, sources), paddings)
-
-        own = lambda block: {
-            **{name: grown(block[name], 2, more * k) for name in ("key", "value")},
-            "index": block["index"],
-        }
+        more_entries = more * self.search.num_beams
         memory = lambda block: {name: tf.gather(x, sources) for name, x in block.items()}
         blocks = [
-            {"self": own(block["self"]), "memory": memory(block["memory"])}
+            {
+                "self": kv_cache.take(block["self"], sources, more_entries),
+                "memory": memory(block["memory"]),
+            }
             for block in cache["blocks"]
         ]
-        entries = tf.nest.map_structure(lambda x: grown(x, 2, more), cache["entries"])
-        return {"blocks": blocks, "entries": entries}
+        return {"blocks": blocks, "entries": taken_entries(cache["entries"], sources, more)}
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return what hypotheses may attend to of source ids [b, s]: bool [b, s]."""

@@ -47,7 +47,14 @@ def make_search(
     temperature: float,
     top_k: int,
 ):
-    """Return the search that options of `TranslationTransformer.generate` ask for."""
+    """Return the search that the options of `generate` ask for.
+
+    Args:
+        model: what has the numbers `vocab_size`, `pad_id` and `end_id`: a model, or else.
+        max_length: most tokens of a result.
+        seed: int tensor [2], for drawing.
+        beam_size, length_penalty, temperature, top_k: the options.
+    """
     if beam_size == 1:
         return Sampling(model, max_length, seed, temperature, top_k)
     return BeamSearch(model, max_length, beam_size, length_penalty)
@@ -57,7 +64,7 @@ class Sampling:
     """Choose one token after the other: the most likely one, or at random.
 
     Args:
-        model: a `TranslationTransformer`.
+        model: as of `make_search`.
         max_length: int scalar.
         seed: int tensor [2].
         temperature: 0 for the most likely token.
@@ -78,15 +85,16 @@ class Sampling:
         self._model, self._seed = model, seed
         self._temperature, self._top_k = temperature, top_k
 
-    def start(self, batch_size: int | tf.Tensor) -> dict:
+    def start(self, first: tf.Tensor) -> dict:
         """Return the state at first, a dict of tensors.
 
         Args:
-            batch_size: number b of sentences.
+            first: int32 tensor [b], the tokens that are known already.
         """
+        (batch_size,) = static_or_dynamic_shape(first)
         return {
             "position": tf.constant(0),
-            "last": tf.fill([batch_size], self._model.start_id),
+            "last": first,
             "beams": tf.range(batch_size),
             "ids": tf.fill([batch_size, self.max_length], self._model.pad_id),
             "finished": tf.zeros([batch_size], "bool"),
@@ -158,7 +166,7 @@ class BeamSearch:
     sentence ends when no living hypothesis can beat its worst finished one.
 
     Args:
-        model: a `TranslationTransformer`.
+        model: as of `make_search`.
         max_length: int scalar.
         beam_size: number k of hypotheses.
         alpha: exponent of the length penalty.
@@ -170,13 +178,14 @@ class BeamSearch:
         self._num_candidates = min(2 * beam_size, beam_size * model.vocab_size)
         self._at_most = length_penalty_of(max_length, alpha)
 
-    def start(self, batch_size: int | tf.Tensor) -> dict:
+    def start(self, first: tf.Tensor) -> dict:
         """Return the state at first, a dict of tensors; as `Sampling.start`."""
         k, model = self.num_beams, self._model
+        (batch_size,) = static_or_dynamic_shape(first)
         empty = tf.fill([batch_size, k, self.max_length], model.pad_id)
         return {
             "position": tf.constant(0),
-            "last": tf.fill([batch_size * k], model.start_id),
+            "last": tf.repeat(first, k),
             "beams": tf.range(batch_size * k),  # rows that the hypotheses continue
             "alive": empty,
             # At first all beams are the same: let only one of them live.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention import AttentionMask, same_segment
+from dtransformer.layers.attention_mask import AttentionMask, same_segment
 from dtransformer.layers.base import check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position import PositionEmbedding

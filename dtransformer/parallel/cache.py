@@ -60,6 +60,25 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 
 
+def take(cache: dict, sources: tf.Tensor, more: int | tf.Tensor) -> dict:
+    """Return the cache of attention of some of the sources, with room for more entries.
+
+    Args:
+        cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
+        sources: int32 tensor, their numbers.
+        more: number of entries.
+    """
+    taken = {name: tf.gather(x, sources) for name, x in cache.items() if name != "index"}
+    room = {name: grown(cache[name], sources, more) for name in ("key", "value")}
+    return {**taken, **room, "index": cache["index"]}
+
+
+def grown(x: tf.Tensor, sources: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
+    """Return some rows of a tensor, with more places in its third dimension."""
+    paddings = [[0, more if i == 2 else 0] for i in range(x.shape.rank)]
+    return tf.pad(tf.gather(x, sources), paddings)
+
+
 def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
     """[b·k, n, s, d] -> [b, n, s·k, d]: positions of all hypotheses of a source"""
     rows, n, s, d = static_or_dynamic_shape(x)

@@ -19,7 +19,6 @@ from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.loop_constants import around_loop
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
 from dtransformer.parallel.pipeline.own_stage import has_outputs
-from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.zero.gather import unsharding
 
 
@@ -38,8 +37,8 @@ class Search(typing.Protocol):
     num_beams: int
     max_length: int | tf.Tensor
 
-    def start(self, batch_size) -> dict:
-        """Return the state at first, of b sources."""
+    def start(self, first: tf.Tensor) -> dict:
+        """Return the state at first, from the last tokens that are known, int32 [b]."""
 
     def ended(self, state: dict) -> tf.Tensor:
         """Return which sources want no other token, bool [b]."""
@@ -58,6 +57,9 @@ class Decoding(typing.Protocol):
     """What is computed for a `search`: in a pipeline each stage computes its layers of it."""
 
     search: Search
+
+    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
+        """Return the tokens that those of a result come after, int32 [b]."""
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None):
         """Return the cache of source ids [b, s], nested tensors.
@@ -89,7 +91,7 @@ def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
     """
     search, step = decoding.search, _step(decoding, decoding.memory_mask(source))
     cache = decoding.encode(source)
-    state = search.start(static_or_dynamic_shape(source)[0])
+    state = search.start(decoding.first_tokens(source))
     state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
     return search.result(state)
 
@@ -150,7 +152,7 @@ def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
 
     variables = (
         tf.range(batch_size),
-        search.start(batch_size),
+        search.start(decoding.first_tokens(source)),
         decoding.encode(source, capacity=0),
         decoding.memory_mask(source),
         tf.zeros([batch_size, max_length], "int32"),
@@ -170,19 +172,23 @@ def _any_batch_and_length(x):
     return tf.TensorShape([None if i in (0, 2) else size for i, size in enumerate(sizes)])
 
 
-def compiled(network: keras.Model, make: Callable[..., Decoding]) -> Callable:
+def compiled(
+    network: keras.Model, make: Callable[..., Decoding], loops_on_mesh: bool = True
+) -> Callable:
     """Compile decoding for where this rank computes; every rank decodes all rows.
 
     Args:
         network: a `keras.Model`, built.
         make: a function of max_length, an int or an int32 scalar, and a seed, int32 [2], that
             returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
+        loops_on_mesh: whether all tokens are one function on a mesh; else each is a call, which
+            takes five times as long. DTensor compiles few loops.
 
     Returns:
         A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
         result of the search. Every rank of the job calls it.
     """
-    if job.stage()[1] > 1:
+    if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
         return _in_stages(network, make)
     return _on_one_device(network, make) if job.mesh() is None else _on_mesh(network, make)
 
@@ -270,8 +276,9 @@ class _StagedDecoding:
 
     def _run(self, source, seed):
         put = self._devices.put_numbers
-        search = self._make(seed).search
-        state, source = search.start(self._shape[0]), put(source)
+        decoding = self._make(seed)
+        search = decoding.search
+        state, source = search.start(decoding.first_tokens(source)), put(source)
         _, caches = self._encode(source)
         more = True
         while more:

@@ -23,7 +23,7 @@ QUICK = """
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
     deep_dropout/pp2m4-zb_h1@2x1
-    deep_llama/dp2mp2@2x2+rows
+    deep_llama.used/dp2mp2@2x2+rows
 """.split()
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
@@ -34,9 +34,10 @@ LONG = """
     deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
     deep_packed/mp2@1x2+sp  deep_packed/dp2mp2@2x2+rows  deep_packed/pp2m4-1f1b@2x1
     deep_packed/dp2@2x1+shard3
-    deep_llama/mp2@1x2+sp  deep_llama/mp4@1x4  deep_llama/mp2@2x1  deep_llama/dp2@2x1+shard1
-    deep_llama/dp2@2x1+shard2  deep_llama/dp2@2x1+shard3  deep_llama/pp2m4-1f1b@2x1
-    deep_llama/pp2m4-zb_h1@2x1  deep_llama/mp2pp2m2-1f1b@2x2+rows
+    deep_llama.used/mp2@1x2+sp  deep_llama/mp4@1x4  deep_llama/mp2@2x1  deep_llama/dp2@2x1+shard1
+    deep_llama/dp2@2x1+shard2  deep_llama.used/dp2@2x1+shard3  deep_llama.used/pp2m4-1f1b@2x1
+    deep_llama/pp2m4-zb_h1@2x1  deep_llama.used/mp2pp2m2-1f1b@2x2+rows
+    deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
     deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2
     deep/mp2pp2m2-1f1b@4x1+rows+sp
     lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole1  adafactor/dp2@2x1+whole2

@@ -18,6 +18,9 @@ FAMILY_OF = {
     "mistral": "mistral",
     "qwen2": "qwen2",
 }
+# As `reference_models.py` has them.
+PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
+NEW_TOKENS, END = 20, 2
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None,
     reason="needs transformers and PyTorch: pip install -e '.[reference]'",

@@ -60,6 +60,8 @@ MODELS = {
     "qwen2": (transformers.Qwen2Config, SIZES),
 }
 STEPS, LEARNING_RATE = 3, 0.5
+PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
+NEW_TOKENS, END = 20, 2
 
 
 def make(folder):
@@ -76,6 +78,7 @@ def make(folder):
         ids = torch.randint(0, 61, (3, 20))
         with torch.no_grad():
             logits = model(ids).logits.numpy()
+        generated = generate(model)
         optimizer, losses = torch.optim.SGD(model.parameters(), LEARNING_RATE), []
         for _ in range(STEPS):
             loss = model(ids, labels=ids).loss
@@ -84,7 +87,27 @@ def make(folder):
             loss.backward()
             optimizer.step()
         model.save_pretrained(folder / f"{name}_after")
-        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits, losses=losses)
+        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits, losses=losses, **generated)
+
+
+def generate(model):
+    """Return what comes after prompts of different lengths, greedily and by three beams."""
+    longest = max(map(len, PROMPTS))
+    rows = [[0] * (longest - len(row)) + row for row in PROMPTS]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS]
+    found = {}
+    for beams in (1, 3):
+        ids = model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=NEW_TOKENS,
+            num_beams=beams,
+            do_sample=False,
+            length_penalty=0.0,
+            pad_token_id=END,
+        )
+        found[f"generated_{beams}"] = ids[:, longest:].numpy()
+    return found
 
 
 def check(made, folder):

@@ -11,7 +11,10 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.trainers import Trainer
 from tests.models.pretrained.published import (
+    END,
     FAMILY_OF,
+    NEW_TOKENS,
+    PROMPTS,
     check,
     published,
     results,
@@ -34,6 +37,29 @@ def test_logits(name):
     logits = np.asarray(network(expected["ids"].astype("int32")))
     error = np.abs(logits - expected["logits"]).max() / np.abs(expected["logits"]).max()
     assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_what_is_generated(name):
+    """Prompts have different lengths; windows and learned positions end before the texts do."""
+    network, expected = from_pretrained(published() / name), results(name)
+    options = {"max_new_tokens": NEW_TOKENS, "length_penalty": 0.0}
+    greedy = network.generate(PROMPTS, **options).numpy()
+    np.testing.assert_array_equal(greedy, expected["generated_1"])
+    beams = network.generate(PROMPTS, beam_size=3, **options).numpy()
+    for prompt, own, theirs in zip(PROMPTS, beams, expected["generated_3"], strict=True):
+        # Theirs lets no text end whose last token is not among the three best.
+        assert (own == theirs).all() or log_p(network, prompt, own) > log_p(network, prompt, theirs)
+
+
+def log_p(network, prompt, ids):
+    """Return the log-probability of a continuation, up to its end token."""
+    ids = list(ids)
+    ids = ids[: ids.index(END) + 1] if END in ids else ids
+    logits = np.asarray(network(np.array([prompt + ids], "int32")))[0, len(prompt) - 1 : -1]
+    logits = logits.astype("float64")
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logits[range(len(ids)), ids].sum()
 
 
 @pytest.mark.parametrize("name", FAMILY_OF)
@@ -69,7 +95,10 @@ def test_straight_onto_a_mesh():
     for name in ("gpt2", "llama_tied", "qwen2"):  # 61 entries: the vocabulary is padded
         network, expected = from_pretrained(published() / name), results(name)
         logits = Trainer(network).predict(expected["ids"].astype("int32"), verbose=0)
-        np.testing.assert_allclose(logits[..., :61], expected["logits"], rtol=0, atol=1e-5)
+        atol = 1e-5 * np.abs(expected["logits"]).max()
+        np.testing.assert_allclose(logits[..., :61], expected["logits"], rtol=0, atol=atol)
+        found = network.generate(PROMPTS, max_new_tokens=NEW_TOKENS).numpy()
+        np.testing.assert_array_equal(found, expected["generated_1"])
 
 
 def test_arguments_replace_those_of_the_config():

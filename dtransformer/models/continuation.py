@@ -1,0 +1,155 @@
+"""What a language model computes for a search that continues texts."""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.models.generation import taken_entries
+from dtransformer.models.search import NEVER
+from dtransformer.parallel import cache as kv_cache
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.decoding import Search
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+NO_TOKEN = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialIds:
+    """What a search knows of a vocabulary.
+
+    Args:
+        vocab_size: number V of entries.
+        pad_id: what results are padded with.
+        end_id: the token that ends a text; `NO_TOKEN` where none does.
+    """
+
+    vocab_size: int
+    pad_id: int
+    end_id: int
+
+    @classmethod
+    def of(cls, model) -> "SpecialIds":
+        """Return those of a `CausalLM`: its ends pad where it has no padding, as 0 where none."""
+        end_id = NO_TOKEN if model.end_id is None else model.end_id
+        pad_id = max(end_id, 0) if model.pad_id is None else model.pad_id
+        return cls(model.vocab_size, pad_id, end_id)
+
+
+class Continuation:
+    """All but the last token of each text at once, then token by token, with a cache.
+
+    The texts [b, s] end in the last column: `NO_TOKEN` comes before those that are shorter. What
+    is in the cache of the p = s - 1 tokens before the last column stays as it is, and is that of
+    all hypotheses of a text.
+
+    Args:
+        model: a `CausalLM`, built.
+        search: a `Sampling` or a `BeamSearch`.
+    """
+
+    def __init__(self, model, search: Search):
+        self.search, self._model = search, model
+
+    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
+        """Return the last tokens of the texts, int32 [b]."""
+        return source[:, -1]
+
+    def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
+        """Return where there is a token before the last: bool [b, p]."""
+        return source[:, :-1] != NO_TOKEN
+
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
+        """Return the cache of texts [b, s]; see `decoding.Decoding`."""
+        model, search = self._model, self.search
+        if capacity is None:
+            capacity = search.max_length
+        is_token = self.memory_mask(source)
+        x, _ = model.embed(tf.where(is_token, source[:, :-1], 0), start=-_count(~is_token))
+        _, prefixes = model.blocks(
+            x, model.causal_mask(is_token), cache=[{} for _ in model.blocks.blocks]
+        )
+        batch_size = static_or_dynamic_shape(source)[0]
+        empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
+        return {
+            "blocks": [{**prefix, **own} for prefix, own in zip(prefixes, empty, strict=True)],
+            "entries": search.start_entries(batch_size, capacity),
+        }
+
+    def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
+        """Return the cache of some of the texts, by their numbers, with room for more tokens."""
+        more_entries = more * self.search.num_beams
+        return {
+            "blocks": [kv_cache.take(x, sources, more_entries) for x in cache["blocks"]],
+            "entries": taken_entries(cache["entries"], sources, more),
+        }
+
+    def next_logits(
+        self, state: dict, cache: dict, memory_mask: tf.Tensor
+    ) -> tuple[tf.Tensor, dict]:
+        """Return the logits [r, V] of the next tokens, and the cache for the ones after.
+
+        Padding is never next.
+        """
+        model, search = self._model, self.search
+        entries, mask = search.next_entries(cache["entries"], state)
+        position = state["position"]
+        start = tf.repeat(_count(memory_mask), search.num_beams) + position
+        x, table = model.embed(state["last"][:, None], start=start)
+        mask, memory_mask = self._in_window(cache, mask, memory_mask, position)
+        x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
+        logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
+        logits = tf.cast(logits, "float32")
+        if model.pad_id is not None:
+            logits = tf.where(tf.range(model.vocab_size) == model.pad_id, NEVER, logits)
+        return logits, {"blocks": blocks, "entries": entries}
+
+    def _in_window(self, cache, mask, memory_mask, position):
+        """Return the masks without what lies before the window of a token at a position."""
+        window = self._model.arguments["window"]
+        if window is None:
+            return mask, memory_mask
+        length = static_or_dynamic_shape(memory_mask)[1]
+        memory_mask &= tf.range(length) > length + position - window
+        sizes = [x["key"].shape[2] or tf.shape(x["key"])[2] for x in cache["blocks"] if x]
+        if sizes:
+            is_near = tf.range(sizes[0]) // self.search.num_beams > position - window
+            mask = is_near[None, None, :] if mask is None else mask & is_near
+        return mask, memory_mask
+
+
+def _count(mask):
+    return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)
+
+
+def as_prompts(texts, pad_id: int | None) -> np.ndarray:
+    """Return texts as `Continuation` takes them: int32 [b, s].
+
+    Args:
+        texts: int array [b, s], padded at the end with `pad_id`; or a list of lists of ids.
+        pad_id: None where no id is padding.
+
+    Raises:
+        ValueError: there is no text, or one without a token.
+    """
+    rows = [np.asarray(row) for row in texts]
+    if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
+        raise ValueError("prompts must be an int tensor [b, s], or a list of lists of ids")
+    if pad_id is not None:
+        rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
+    if not rows or not all(map(len, rows)):
+        raise ValueError("each prompt must have a token at least: give the start token alone")
+    longest = max(map(len, rows))
+    aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
+    return np.array(aligned, "int32")
+
+
+def without_padding(found: tf.Tensor, ids: SpecialIds) -> tf.Tensor:
+    """Return results [b, max_length] without the columns that are padding alone."""
+    if ids.end_id == NO_TOKEN:
+        return found
+    columns = np.nonzero(np.any(np.asarray(found) != ids.pad_id, axis=0))[0]
+    length = np.max(columns, initial=-1) + 1
+    is_end_too = ids.pad_id == ids.end_id and length < found.shape[1]
+    return found[:, : int(length + is_end_too)]

@@ -1,0 +1,55 @@
+"""The core of attention against a reference in float64: grouped heads, masks, several parts."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers.attention_core import attention
+
+B, N, S, T, D = 2, 6, 4, 7, 5
+RNG = np.random.default_rng(0)
+MASKS = {
+    "none": None,
+    "keys": RNG.integers(0, 2, (B, T)),
+    "pairs": RNG.integers(0, 2, (B, S, T)),
+    "heads": RNG.integers(0, 2, (B, N, S, T)),
+    "nowhere": np.zeros((B, S, T), "int32"),
+}
+
+
+def reference(q, k, v, mask):
+    """Return the context in float64, with repeated heads."""
+    k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
+    scores = q @ k.swapaxes(-1, -2)
+    shape = {2: (B, 1, 1, T), 3: (B, 1, S, T), 4: (B, N, S, T)}
+    mask = np.ones((B, N, S, T)) if mask is None else mask.reshape(shape[mask.ndim])
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
+    return weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("parts", [[T], [3, 4], [0, 7]])
+def test_context_and_gradients(num_kv_heads, mask, parts):
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(B, N, S, D))
+    k, v = rng.normal(size=(2, B, num_kv_heads, T, D))
+    upstream = rng.normal(size=(B, N, S, D))
+    mask = MASKS[mask]
+    inputs = [tf.constant(x, "float64") for x in (q, k, v)]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        keys, values = (tf.split(x, parts, axis=2) for x in inputs[1:])
+        context = attention(inputs[0], keys, values, mask, softmax_compute_type="float64")
+        total = tf.reduce_sum(context * upstream)
+    expected = reference(q, k, v, mask)
+    np.testing.assert_allclose(context, expected, rtol=0, atol=1e-12)
+    for number, gradient in enumerate(tape.gradient(total, inputs)):
+        own = [q, k, v]
+        direction = rng.normal(size=own[number].shape)
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = [x + step * direction if i == number else x for i, x in enumerate(own)]
+            ends.append((reference(*moved, mask) * upstream).sum())
+        slope = (ends[0] - ends[1]) / 2e-6
+        np.testing.assert_allclose((gradient * direction).numpy().sum(), slope, rtol=0, atol=1e-7)

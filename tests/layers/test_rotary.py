@@ -1,0 +1,72 @@
+"""Rotary positions: products depend on distances; frequencies are those of the papers."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers.rotary import rotary_frequencies, rotate
+
+LLAMA_3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_features_are_turned_as_complex_numbers(fraction):
+    frequencies = rotary_frequencies(16, 100.0, fraction)
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 16))
+    positions = np.array([0, 1, 7, 30, 31])
+    r = int(16 * fraction)
+    turned = (x[..., : r // 2] + 1j * x[..., r // 2 : r]) * np.exp(
+        1j * positions[:, None] * 100.0 ** (-2 * np.arange(r // 2) / r)
+    )
+    expected = np.concatenate([turned.real, turned.imag, x[..., r:]], axis=-1)
+    found = rotate(tf.constant(x, "float32"), tf.constant(positions), frequencies)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_products_depend_on_the_distance_alone():
+    frequencies = rotary_frequencies(8)
+    q, k = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 8)).astype("float32")
+    products = [
+        rotate(q, start + tf.range(6), frequencies)
+        @ tf.transpose(rotate(k, start + tf.range(6), frequencies), [0, 1, 3, 2])
+        for start in (0, 100)
+    ]
+    np.testing.assert_allclose(*products, rtol=0, atol=1e-4)
+
+
+def test_scaled_frequencies():
+    plain = rotary_frequencies(32, 500.0)
+    linear = rotary_frequencies(32, 500.0, scaling={"type": "linear", "factor": 4.0})
+    np.testing.assert_allclose(linear, plain / 4)
+    scaled = rotary_frequencies(32, 500.0, scaling=LLAMA_3)
+    wavelengths = 2 * np.pi / plain
+    short, long = wavelengths < 64 / 4, wavelengths > 64
+    np.testing.assert_allclose(scaled[short], plain[short])
+    np.testing.assert_allclose(scaled[long], plain[long] / 8)
+    between = ~short & ~long
+    assert short.any() and long.any() and between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ({"head_dim": 7}, "rotary_fraction=1.0 of head_dim=7 are 7"),
+        ({"head_dim": 8, "fraction": 0.1}, "are 0"),
+        ({"head_dim": 8, "fraction": 1.5}, r"rotary_fraction in \(0, 1\], got .* 1.5"),
+        ({"head_dim": 8, "base": 1.0}, "rotary_base must be more than 1"),
+        ({"head_dim": 8, "scaling": {"type": "yarn"}}, "'yarn', expected one of"),
+        ({"head_dim": 8, "scaling": {"type": "linear"}}, "has the fields factor"),
+        ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "more than 0"),
+        ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "has the fields factor"),
+    ],
+)
+def test_wrong_arguments(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        rotary_frequencies(**arguments)
