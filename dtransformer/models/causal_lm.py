@@ -146,7 +146,7 @@ class CausalLM(TokenModel):
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
         if positions not in _POSITIONS:
-            raise ValueError(f"positions must be one of {_POSITIONS}, got {positions!r}")
+            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
