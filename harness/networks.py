@@ -2,7 +2,8 @@
 
 import keras
 
-from dtransformer.models import CausalLM, TranslationTransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM, MaskedLM, TranslationTransformer
 
 VOCAB_SIZE = 60
 _UNDIVIDED = 61  # a vocabulary that no axis divides
@@ -122,6 +123,18 @@ def deep_llama(epsilon, encoder_layers, decoder_layers):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_bert(epsilon, encoder_layers, decoder_layers, **options):
+    """An encoder of BERT's form, of masked tokens."""
+    num_layers = encoder_layers + decoder_layers
+    model = MaskedLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options)
+    return model, _clipped_adamw(epsilon)
+
+
+def deep_sentences(epsilon, **options):
+    """As `deep_bert`; whether a sentence follows another is a second loss."""
+    return deep_bert(epsilon, next_sentence=True, **options)
+
+
 def _clipped_adamw(epsilon):
     return keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
 
@@ -140,6 +153,8 @@ DEEP_NETWORKS = {
     "deep_packed": deep_packed,
     "deep_causal": deep_causal,
     "deep_llama": deep_llama,
+    "deep_bert": deep_bert,
+    "deep_sentences": deep_sentences,
     "deep_lamb": lamb,
 }
 NETWORKS = {
@@ -153,6 +168,14 @@ NETWORKS = {
     "muon": muon,
     **DEEP_NETWORKS,
 }
+
+
+def loss_of(network):
+    """Return the loss that a network is trained with."""
+    tokens = CrossEntropyLoss(0.1, ignore_id=0)
+    if network != "deep_sentences":
+        return tokens
+    return {"masked_lm": tokens, "next_sentence": CrossEntropyLoss()}
 
 
 def make(network, epsilon=EPSILON, num_blocks=4):

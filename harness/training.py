@@ -7,14 +7,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM
+from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from harness.batches import batches, replica_share
 from harness.layouts import ALONE
 from harness.measure import elements_sent
-from harness.networks import DEEP_NETWORKS, EPSILON, make
+from harness.networks import DEEP_NETWORKS, EPSILON, loss_of, make
 
 STEPS = 20
 USED = ".used"  # after the name of a network that is not only trained
@@ -58,7 +57,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     model.build()
     results = _read_weights(model, "initial")
     trainer = Trainer(model)
-    trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
+    trainer.compile(optimizer, loss_of(network))
     record = Record()
     trainer.fit(
         _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False
@@ -79,27 +78,32 @@ def use(trainer, network, folder, layout):
     It generates with the initial weights, as 20 steps teach it to end at once. It loads
     the weights that one process has saved in the folder.
     """
-    model = trainer.network
-    inputs, _ = batches(2, model.vocab_size, seed=2)[1]
-    data = _data(network, 1, model, seed=1)
+    inputs, _ = batches(2, trainer.network.vocab_size, seed=2)[1]
+    data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
     fresh, _ = make(network, num_blocks=layout.num_blocks)
-    if isinstance(fresh, CausalLM):
-        inputs = inputs["target"]
-        generate = functools.partial(fresh.generate, inputs, max_new_tokens=8)
-    else:
-        generate = functools.partial(fresh.generate, inputs["source"], max_length=8)
+    inputs = inputs["target"] if isinstance(fresh, CausalLM | MaskedLM) else inputs
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        "greedy": generate().numpy(),
-        "beam": generate(beam_size=3).numpy(),
+        **_searches(fresh, inputs),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:
         Trainer(fresh).load_weights(weights_file(folder, network, ALONE))
         results.update(_read_weights(fresh, "loaded"))
     return results
+
+
+def _searches(model, inputs):
+    """Return what a network generates; nothing where it does not."""
+    if isinstance(model, MaskedLM):
+        return {}
+    if isinstance(model, CausalLM):
+        generate = functools.partial(model.generate, inputs, max_new_tokens=8)
+    else:
+        generate = functools.partial(model.generate, inputs["source"], max_length=8)
+    return {"greedy": generate().numpy(), "beam": generate(beam_size=3).numpy()}
 
 
 def weights_file(folder, network, layout):
@@ -111,18 +115,40 @@ def _data(network, num_batches, model, seed):
     """The networks for pipelines have batches that can be divided into micro-batches."""
     of_all = batches(num_batches, model.vocab_size, seed, same_rows=network in DEEP_NETWORKS)
     data = replica_share(of_all)
-    if network == "deep_packed":
-        return data.map(lambda x, y: (x | {f"{k}_segments": _halves(x[k]) for k in x}, y))
-    return (
-        data.map(lambda x, y: (x["target"], y))
-        if network in ("deep_causal", "deep_llama")
-        else data
-    )
+    if network in _DATA:
+        data = data.map(_DATA[network])
+    return data
 
 
 def _halves(ids):
     """Return segments: 1 and 2 in the halves of each row, 0 where it is padded."""
     return tf.where(ids == 0, 0, 1 + 2 * tf.range(tf.shape(ids)[1]) // tf.shape(ids)[1])
+
+
+def _with_segments(inputs, labels):
+    return inputs | {f"{name}_segments": _halves(ids) for name, ids in inputs.items()}, labels
+
+
+def _as_texts(inputs, labels):
+    return inputs["target"], labels
+
+
+def _as_sentences(inputs, labels):
+    """Two sentences in each text, of which the second follows in every other one."""
+    ids = inputs["target"]
+    types = tf.cast(_halves(ids) == 2, "int32")
+    follows = tf.reduce_sum(ids, axis=1) % 2
+    return {"tokens": ids, "token_types": types}, {"masked_lm": labels, "next_sentence": follows}
+
+
+# What the batches of some networks are made from.
+_DATA = {
+    "deep_packed": _with_segments,
+    "deep_causal": _as_texts,
+    "deep_llama": _as_texts,
+    "deep_bert": _as_texts,
+    "deep_sentences": _as_sentences,
+}
 
 
 def _read_weights(model, kind):

@@ -11,8 +11,10 @@ from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLa
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
+from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.parallel.dropout_seed import dropout_seed
 
@@ -25,9 +27,12 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "Linear",
+    "MaskedLMHead",
     "MultiHeadAttention",
     "PositionEmbedding",
     "RMSNorm",
+    "SentenceHead",
+    "TokenTypeEmbedding",
     "Transformer",
     "TransformerBlock",
     "TransformerDecoder",

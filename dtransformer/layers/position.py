@@ -22,6 +22,8 @@ class PositionEmbedding(Layer):
             no limit.
         kind: `"learned"` or `"sinusoidal"`.
         initializer: a Keras initializer, or its name, of the learned kind.
+        offset: number of the first position. A learned table has rows for those before it, which
+            are not used: RoBERTa's and BART's first position is 2.
 
     Call arguments:
         inputs: tensor [b, s, h]; s ≤ max_length for the learned kind.
@@ -41,6 +43,7 @@ class PositionEmbedding(Layer):
         max_length: int,
         kind: str = "sinusoidal",
         initializer: str | keras.initializers.Initializer = "normal",
+        offset: int = 0,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -50,11 +53,12 @@ class PositionEmbedding(Layer):
         self.max_length = check_size("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
+        self.offset = check_size("offset", offset, least=0)
 
     def build(self, input_shape: tuple) -> None:
         if self.kind == "learned":
             self.table = self.add_weight(
-                (self.max_length, input_shape[-1]),
+                (self.max_length + self.offset, input_shape[-1]),
                 self.initializer,
                 axes=("position", "embed"),
                 name="table",
@@ -82,6 +86,8 @@ class PositionEmbedding(Layer):
             positions += start
         if segments is not None:
             positions -= first_of_segment(segments)
+        if self.offset:
+            positions += self.offset
         if self.kind == "learned" and by_rows:
             rows = look_up(tf.convert_to_tensor(self.table), positions, "position")
         elif self.kind == "learned":
@@ -99,6 +105,7 @@ class PositionEmbedding(Layer):
             "max_length": self.max_length,
             "kind": self.kind,
             "initializer": self.initializer,
+            "offset": self.offset,
         }
 
 

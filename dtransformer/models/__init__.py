@@ -2,11 +2,13 @@
 
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.interleaved import MicroBatchInterleaved
+from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.translation import TranslationTransformer
 
 __all__ = [
     "CausalLM",
+    "MaskedLM",
     "MicroBatchInterleaved",
     "TranslationTransformer",
     "from_pretrained",

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.arguments import checked
+from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.parallel.pipeline.stage_weights import share_weights
@@ -21,6 +22,17 @@ _BLOCK_ARGUMENTS = (
     "rotary_fraction",
     "rotary_scaling",
 )
+
+# Arguments of networks that are sizes of at least 1, and those that are rates of dropout.
+_SIZES = (
+    "vocab_size",
+    "source_vocab_size",
+    "target_vocab_size",
+    "hidden_size",
+    "num_layers",
+    "decoder_layers",
+)
+_RATES = "dropout_rate", "attention_dropout_rate", "embedding_dropout_rate"
 
 
 class TokenModel(KeepsSettings, keras.Model):
@@ -74,7 +86,7 @@ class TokenModel(KeepsSettings, keras.Model):
         }
 
     def _embed_ids(
-        self, ids, embedding, positions, dropout, start=0, segments=None, training=False
+        self, ids, embedding, positions, dropout, start=0, segments=None, norm=None, training=False
     ):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
@@ -82,6 +94,8 @@ class TokenModel(KeepsSettings, keras.Model):
             x *= tf.cast(self.embedding_scale, x.dtype)
         if positions is not None:
             x = positions(x, start=start, segments=segments)
+        if norm is not None:
+            x = norm(x)
         return dropout(x, training=training), table
 
     def _build_layers(self, embeddings, others, example_inputs):
@@ -98,6 +112,27 @@ class TokenModel(KeepsSettings, keras.Model):
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
         return {**config, **as_config(self.arguments), **settings_of(self)}
+
+
+def completed(arguments: dict) -> dict:
+    """Return a network's arguments, checked, with the defaults that depend on other arguments.
+
+    Other dropouts are `dropout_rate`, and `ffn_hidden_size` is 4·h, where they are None. A
+    `lambda_func` of None is left out.
+
+    Raises:
+        TypeError: a size is not an int, or a rate is not a number.
+        ValueError: a size or a rate is out of range.
+    """
+    found = dict(arguments)
+    for name in filter(found.__contains__, _SIZES):
+        check_size(name, found[name])
+    for name in _RATES:
+        found[name] = check_rate(name, first_given(found[name], found["dropout_rate"]))
+    found["ffn_hidden_size"] = first_given(found["ffn_hidden_size"], 4 * found["hidden_size"])
+    if found["lambda_func"] is None:
+        del found["lambda_func"]
+    return found
 
 
 def first_given(value, default):

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import AttentionMask
-from dtransformer.layers.base import check_rate, check_size, register
+from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
-from dtransformer.models.base import TokenModel, check_ids, first_given
+from dtransformer.models.base import check_ids, completed
 from dtransformer.models.continuation import Continuation, SpecialIds, as_prompts, without_padding
+from dtransformer.models.one_stack import OneStackModel, tokens_of
 from dtransformer.models.search import check_options, make_search
 from dtransformer.parallel import decoding
 
@@ -18,7 +19,7 @@ _POSITIONS = "learned", "sinusoidal", "rotary"
 
 
 @register
-class CausalLM(TokenModel):
+class CausalLM(OneStackModel):
     """Give each position of a text the logits of its next token.
 
     The labels of a text are the text itself, one token further.
@@ -111,17 +112,15 @@ class CausalLM(TokenModel):
         **kwargs,
     ):
         super().__init__(name=name, **kwargs)
-        attention_dropout_rate = first_given(attention_dropout_rate, dropout_rate)
-        embedding_dropout_rate = first_given(embedding_dropout_rate, dropout_rate)
-        self.arguments = {
-            "vocab_size": check_size("vocab_size", vocab_size),
-            "hidden_size": check_size("hidden_size", hidden_size),
+        given = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
             "num_heads": num_heads,
-            "ffn_hidden_size": first_given(ffn_hidden_size, 4 * hidden_size),
-            "num_layers": check_size("num_layers", num_layers),
-            "dropout_rate": check_rate("dropout_rate", dropout_rate),
-            "attention_dropout_rate": check_rate("attention_dropout_rate", attention_dropout_rate),
-            "embedding_dropout_rate": check_rate("embedding_dropout_rate", embedding_dropout_rate),
+            "ffn_hidden_size": ffn_hidden_size,
+            "num_layers": num_layers,
+            "dropout_rate": dropout_rate,
+            "attention_dropout_rate": attention_dropout_rate,
+            "embedding_dropout_rate": embedding_dropout_rate,
             "hidden_act": hidden_act,
             "positions": positions,
             "max_length": max_length,
@@ -143,8 +142,9 @@ class CausalLM(TokenModel):
             "rotary_fraction": rotary_fraction,
             "rotary_scaling": rotary_scaling,
             "window": window,
-            **({} if lambda_func is None else {"lambda_func": lambda_func}),
+            "lambda_func": lambda_func,
         }
+        self.arguments = completed(given)
         if positions not in _POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
@@ -255,58 +255,3 @@ class CausalLM(TokenModel):
             self._generate_functions[options] = decoding.compiled(self, make, loops_on_mesh=False)
         found = self._generate_functions[options](tf.constant(source), max_new_tokens, seed)
         return without_padding(found, ids)
-
-    def num_tokens(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return the number of tokens, padding not counted.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            An int32 scalar tensor.
-        """
-        ids = tokens_of(inputs)
-        if self.pad_id is None:
-            return tf.size(ids)
-        return tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
-
-    def flops_per_step(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Return the floating-point operations of one training step without recompute.
-
-        Six for each position and each weight in a product, and those of the attention
-        cores; what is masked or padded is computed too, and counts. The backward pass
-        counts as two forward ones.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            A float32 scalar tensor.
-        """
-        options = self.arguments
-        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
-        queries = n * first_given(options["head_dim"], h // n)
-        shared = queries * first_given(options["num_kv_heads"], n) // n
-        b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
-        weights = 2 * h * (queries + shared) + (3 if options["gated"] else 2) * h * f
-        block = s * weights + 2 * queries * s * s
-        head = s * h * self.vocab_size
-        return 6.0 * b * (options["num_layers"] * block + head)
-
-    def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
-        """Return the shape of the residual stream in the stack of blocks.
-
-        Args:
-            input_shapes: the shape (b, s) of `call`'s inputs.
-
-        Returns:
-            A dict of the stack's name and (b, s, h).
-        """
-        if isinstance(input_shapes, dict):
-            input_shapes = input_shapes["tokens"]
-        return {"blocks": (*input_shapes, self.arguments["hidden_size"])}
-
-
-def tokens_of(inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
-    """Return the ids of inputs that may be packed."""
-    return inputs["tokens"] if isinstance(inputs, dict) else inputs

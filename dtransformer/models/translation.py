@@ -5,11 +5,11 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import AttentionMask, same_segment
-from dtransformer.layers.base import check_rate, check_size, register
+from dtransformer.layers.base import register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
-from dtransformer.models.base import TokenModel, check_ids, first_given
+from dtransformer.models.base import TokenModel, check_ids, completed, first_given
 from dtransformer.models.generation import Generation
 from dtransformer.models.search import check_options, make_search
 from dtransformer.parallel import decoding
@@ -102,17 +102,17 @@ class TranslationTransformer(TokenModel):
                 f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
                 f"and target_vocab_size={target_vocab_size}"
             )
-        self.arguments = {
-            "source_vocab_size": check_size("source_vocab_size", source_vocab_size),
-            "target_vocab_size": check_size("target_vocab_size", target_vocab_size),
-            "hidden_size": check_size("hidden_size", hidden_size),
+        given = {
+            "source_vocab_size": source_vocab_size,
+            "target_vocab_size": target_vocab_size,
+            "hidden_size": hidden_size,
             "num_heads": num_heads,
-            "ffn_hidden_size": first_given(ffn_hidden_size, 4 * hidden_size),
+            "ffn_hidden_size": ffn_hidden_size,
             "encoder_layers": encoder_layers,
-            "decoder_layers": check_size("decoder_layers", decoder_layers),
-            "dropout_rate": check_rate("dropout_rate", dropout_rate),
-            "attention_dropout_rate": first_given(attention_dropout_rate, dropout_rate),
-            "embedding_dropout_rate": first_given(embedding_dropout_rate, dropout_rate),
+            "decoder_layers": decoder_layers,
+            "dropout_rate": dropout_rate,
+            "attention_dropout_rate": attention_dropout_rate,
+            "embedding_dropout_rate": embedding_dropout_rate,
             "hidden_act": hidden_act,
             "positions": positions,
             "max_source_length": max_source_length,
@@ -124,8 +124,9 @@ class TranslationTransformer(TokenModel):
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,
-            **({} if lambda_func is None else {"lambda_func": lambda_func}),
+            "lambda_func": lambda_func,
         }
+        self.arguments = completed(given)
         check_ids(min(source_vocab_size, target_vocab_size), pad_id=pad_id)
         check_ids(target_vocab_size, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id

@@ -19,6 +19,7 @@ from dtransformer.trainers.data import (
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
+from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.same_states import SameStates
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
@@ -326,6 +327,4 @@ class FitLoop(keras.Model):
     def _all(self, outputs):
         """Return the outputs of all rows of a batch, from those of this data shard's."""
         outputs = all_rows(outputs) if self._shards_rows else outputs
-        if hasattr(self.network, "logits_vocab_size"):
-            return outputs[..., : self.network.logits_vocab_size()]
-        return outputs
+        return without_padding(outputs, self.network)

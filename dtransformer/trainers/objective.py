@@ -41,7 +41,9 @@ class Objective:
     @property
     def knows_divisors(self) -> bool:
         """Whether it is known before the forward pass what sums of losses are divided by."""
-        return all(not hasattr(one, "per_token") or self.is_of_tokens for one in self._flat)
+        return all(
+            not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self._flat
+        )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
         """Return what is counted before the forward pass, to be added up over the ranks.

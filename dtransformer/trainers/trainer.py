@@ -29,6 +29,7 @@ from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
 from dtransformer.trainers.objective import Objective
+from dtransformer.trainers.padded_logits import of_classes
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.step_metrics import StepMetrics
@@ -137,9 +138,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         # TensorFlow would reorder sums and products by what else a step computes: recompute
         # changes that, and is not to change one bit of the results.
         tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-        loss = CrossEntropyLoss() if loss is None else loss
-        if isinstance(loss, CrossEntropyLoss) and hasattr(self.network, "logits_vocab_size"):
-            loss = loss.of_classes(self.network.logits_vocab_size())
+        loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
         names = getattr(self.network, "output_names", None)
         self.objective = Objective(loss, loss_weights, names)
         super().compile(

@@ -33,6 +33,17 @@ LAYER_OPTIONS = {
         {"units": 5, "use_bias": False, "parallel": "row", "kernel_initializer": "ones"},
         [(2, 12)],
     ),
+    "MaskedLMHead": (
+        {
+            "vocab_size": 10,
+            "hidden_size": 12,
+            "hidden_act": "relu",
+            "norm_epsilon": 0.1,
+            "use_bias": False,
+            "tied": False,
+        },
+        [(2, 4, 12)],
+    ),
     "MultiHeadAttention": (
         {
             "hidden_size": 12,
@@ -45,10 +56,12 @@ LAYER_OPTIONS = {
         [(2, 4, 12)] * 3,
     ),
     "PositionEmbedding": (
-        {"max_length": 6, "kind": "learned", "initializer": "he_normal"},
+        {"max_length": 6, "kind": "learned", "initializer": "he_normal", "offset": 2},
         [(2, 4, 12)],
     ),
     "RMSNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
+    "SentenceHead": ({"num_classes": 3, "hidden_size": 12}, [(2, 4, 12)]),
+    "TokenTypeEmbedding": ({"num_types": 3, "initializer": "he_normal"}, [(2, 4, 12), (2, 4)]),
     "VocabEmbedding": (
         {"vocab_size": 10, "embedding_size": 12, "initializer": "he_normal"},
         [(2, 4)],

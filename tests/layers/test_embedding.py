@@ -8,6 +8,7 @@ from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.layers import (
     CrossEntropyLoss,
     PositionEmbedding,
+    TokenTypeEmbedding,
     VocabEmbedding,
     VocabHead,
 )
@@ -181,14 +182,36 @@ def test_learned_positions(policy):
         table, backward = reference.embedding(rows, weights)
         return x + table, lambda grad: ((grad,), backward(grad)[1])
 
-    for start in (0, 3):
+    for start, offset in ((0, 0), (3, 0), (1, 2)):
         compare(
             policy,
-            lambda: PositionEmbedding(VOCAB, kind="learned"),
-            lambda x, weights: positions(x, weights, start),
+            lambda: PositionEmbedding(VOCAB - offset, kind="learned", offset=offset),
+            lambda x, weights: positions(x, weights, start + offset),
             [x],
             table_of(rng),
             call=lambda layer, x: layer(x, start=start),
+        )
+
+
+@each_policy
+def test_types_of_tokens(policy):
+    rng = np.random.default_rng(7)
+    x, types = weights_of.numbers(rng, 2, 5, HIDDEN), rng.integers(0, 3, (2, 5))
+    weights = {"table": weights_of.numbers(rng, 3, HIDDEN)}
+
+    def with_types(x, weights, types):
+        rows, backward = reference.embedding(types, weights)
+        return x + rows, lambda grad: ((grad,), backward(grad)[1])
+
+    for given in (types, None):
+        rows = np.zeros_like(types) if given is None else given
+        compare(
+            policy,
+            lambda: TokenTypeEmbedding(3),
+            lambda x, weights: with_types(x, weights, rows),
+            [x],
+            weights,
+            call=lambda layer, x: layer(x, given),
         )
 
 

@@ -1,0 +1,141 @@
+"""The heads that BERT is trained with: of masked tokens, and of sentences."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.embedding import VocabHead
+from dtransformer.layers.feed_forward import get_activation
+from dtransformer.layers.linear import Linear
+from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.settings import as_config
+from dtransformer.parallel.axis_rules import constrain
+
+
+@register
+class MaskedLMHead(Layer):
+    """A dense layer, an activation and a norm, then a logit for every vocabulary entry.
+
+    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, as published in its code.
+
+    Args:
+        vocab_size: number V of entries.
+        hidden_size: size h of the inputs.
+        hidden_act: a Keras activation's name, or a callable.
+        norm_epsilon: what the norm adds to the variance.
+        use_bias, tied: as `VocabHead`'s.
+
+    Call arguments:
+        inputs: tensor [b, s, h].
+        table: tensor [V', h], where tied.
+
+    Output shape:
+        [b, s, V'], V padded to a multiple of model_parallel; see `VocabHead`.
+    """
+
+    pipeline_stage = -1
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        hidden_act: str | Callable = "gelu",
+        norm_epsilon: float = 1e-5,
+        use_bias: bool = True,
+        tied: bool = True,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.arguments = {
+            "vocab_size": vocab_size,
+            "hidden_size": check_size("hidden_size", hidden_size),
+            "hidden_act": hidden_act,
+            "norm_epsilon": norm_epsilon,
+            "use_bias": use_bias,
+            "tied": tied,
+        }
+        self.activation = get_activation(hidden_act)
+        self.dense = Linear(hidden_size, parallel=None, dtype=self.dtype_policy, name="dense")
+        self.norm = LayerNorm(norm_epsilon, dtype=self.dtype_policy, name="norm")
+        self.logits = VocabHead(
+            vocab_size,
+            use_bias=use_bias,
+            tied=tied,
+            keeps_padding=True,
+            dtype=self.dtype_policy,
+            name="logits",
+        )
+
+    def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
+        for layer in (self.dense, self.norm, self.logits):
+            layer.build(inputs_shape)
+        self.built = True
+
+    def __call__(self, inputs, table=None):
+        # As of `VocabHead`: where it is not tied it depends on no table.
+        tied = self.arguments["tied"]
+        return super().__call__(inputs, table) if tied else super().__call__(inputs)
+
+    def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
+        return self.logits(self.norm(self.activation(self.dense(inputs))), table)
+
+    def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
+        return self.logits.compute_output_shape(inputs_shape, table_shape)
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), **as_config(self.arguments)}
+
+
+@register
+class SentenceHead(Layer):
+    """Classify sequences by their first position: a dense layer with tanh, then a logit a class.
+
+    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.1, where the classes are whether
+    a sentence follows another.
+
+    Args:
+        num_classes: number of classes.
+        hidden_size: size h of the inputs.
+
+    Input shape:
+        [b, s, h]
+
+    Output shape:
+        [b, num_classes]
+
+    Example:
+
+    >>> SentenceHead(2, 8)(tf.zeros((3, 5, 8))).shape
+    TensorShape([3, 2])
+    """
+
+    pipeline_stage = -1
+
+    def __init__(self, num_classes: int, hidden_size: int, **kwargs):
+        super().__init__(**kwargs)
+        self.num_classes = check_size("num_classes", num_classes)
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        options = {"parallel": None, "dtype": self.dtype_policy}
+        self.pooler = Linear(hidden_size, name="pooler", **options)
+        self.classifier = Linear(num_classes, name="classifier", **options)
+
+    def build(self, inputs_shape: tuple) -> None:
+        for layer in (self.pooler, self.classifier):
+            layer.build((None, self.hidden_size))
+        self.built = True
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        # [b, s, h] -> [b, h]
+        first = constrain(inputs, ("batch", None, None))[:, 0]
+        return self.classifier(tf.tanh(self.pooler(first)))
+
+    def compute_output_shape(self, inputs_shape: tuple) -> tuple:
+        return inputs_shape[0], self.num_classes
+
+    def get_config(self) -> dict:
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "hidden_size": self.hidden_size,
+        }

@@ -1,0 +1,218 @@
+"""An encoder that is trained to find masked tokens: BERT and RoBERTa."""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from dtransformer.layers.attention_mask import same_segment
+from dtransformer.layers.base import register
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.encoder import TransformerEncoder
+from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
+from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.token_type import TokenTypeEmbedding
+from dtransformer.models.base import check_ids, completed
+from dtransformer.models.one_stack import OneStackModel
+
+_INPUTS = {"tokens", "token_types", "segments"}
+
+
+@register
+class MaskedLM(OneStackModel):
+    """Give each position of a text the logits of the token that was there before it was masked.
+
+    The labels are the tokens where some are masked, and elsewhere an id that the loss leaves out,
+    as `CrossEntropyLoss(ignore_id=…)` does.
+
+    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
+    1907.11692, which is `num_token_types=1, position_offset=2, pad_id=1`.
+
+    Args:
+        vocab_size: number V of entries of the vocabulary.
+        hidden_size: size h of embeddings and blocks.
+        num_heads: number of attention heads; divides h.
+        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
+        num_layers: number of blocks.
+        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
+        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
+        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
+        hidden_act: a Keras activation's name, or a callable; that of the head, too.
+        max_length: number of positions, in tokens.
+        position_offset: number of the first position; see `PositionEmbedding`.
+        num_token_types: number of types of tokens, as of two sentences.
+        next_sentence: whether there is a head that tells whether the second sentence of a text
+            follows the first one, by the first token.
+        tied_head: whether the head's kernel is the embedding's table.
+        post_layernorm_residual: whether blocks normalize after the residual.
+        norm_epsilon: what norms add to the variance; 1e-12 as published.
+        embedding_scale: what embeddings are multiplied with.
+        pad_id: id of the padding token; None for none.
+        lambda_func: places each block on a pipeline stage.
+
+    Call arguments:
+        inputs: int tensor [b, s], padded at the end with `pad_id`. Or a dict of `"tokens"`, such
+            a tensor; `"token_types"` [b, s], in [0, num_token_types), 0 without it; and, where
+            several texts are packed into a row, `"segments"` [b, s]: the number of each token's
+            text, from 1, and 0 for padding.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, s, V'], V' being the vocabulary padded to a multiple of model_parallel. With
+        `next_sentence` a dict of this, `"masked_lm"`, and `"next_sentence"` [b, 2].
+
+    Raises:
+        TypeError: a size is not an int, or a rate is not a number.
+        ValueError: a size or a rate is out of range, `num_heads` does not divide
+            `hidden_size`, inputs have other names, or a text is longer than the positions.
+
+    Example:
+
+    >>> model = MaskedLM(100, hidden_size=16, num_heads=2, num_layers=1, next_sentence=True)
+    >>> outputs = model({"tokens": tf.ones((2, 5), "int32")})
+    >>> outputs["masked_lm"].shape, outputs["next_sentence"].shape
+    (TensorShape([2, 5, 100]), TensorShape([2, 2]))
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int = 512,
+        num_heads: int = 8,
+        ffn_hidden_size: int | None = None,
+        num_layers: int = 6,
+        dropout_rate: float = 0.1,
+        attention_dropout_rate: float | None = None,
+        embedding_dropout_rate: float | None = None,
+        hidden_act: str | Callable = "gelu",
+        max_length: int = 512,
+        position_offset: int = 0,
+        num_token_types: int = 2,
+        next_sentence: bool = False,
+        tied_head: bool = True,
+        post_layernorm_residual: bool = True,
+        norm_epsilon: float = 1e-12,
+        embedding_scale: float = 1.0,
+        pad_id: int | None = 0,
+        lambda_func: Callable | None = None,
+        name: str = "masked_lm",
+        **kwargs,
+    ):
+        super().__init__(name=name, **kwargs)
+        given = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            "num_layers": num_layers,
+            "dropout_rate": dropout_rate,
+            "attention_dropout_rate": attention_dropout_rate,
+            "embedding_dropout_rate": embedding_dropout_rate,
+            "hidden_act": hidden_act,
+            "max_length": max_length,
+            "position_offset": position_offset,
+            "num_token_types": num_token_types,
+            "next_sentence": next_sentence,
+            "tied_head": tied_head,
+            "post_layernorm_residual": post_layernorm_residual,
+            "norm_epsilon": norm_epsilon,
+            "embedding_scale": embedding_scale,
+            "pad_id": pad_id,
+            "lambda_func": lambda_func,
+        }
+        self.arguments = completed(given)
+        check_ids(vocab_size, pad_id=pad_id)
+        self.pad_id, self.vocab_size = pad_id, vocab_size
+        self._add_layers(lambda_func)
+
+    def _add_layers(self, lambda_func):
+        options, policy = self.arguments, self.dtype_policy
+        h = options["hidden_size"]
+        self.embedding = self._make_embedding(self.vocab_size, "embedding")
+        self.positions = PositionEmbedding(
+            options["max_length"],
+            "learned",
+            offset=options["position_offset"],
+            dtype=policy,
+            name="positions",
+        )
+        self.token_types = TokenTypeEmbedding(
+            options["num_token_types"], dtype=policy, name="token_types"
+        )
+        self.embedding_norm = LayerNorm(
+            options["norm_epsilon"], dtype=policy, name="embedding_norm"
+        )
+        self.embedding_norm.pipeline_stage = 0
+        self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
+        self.blocks = TransformerEncoder(
+            options["num_layers"],
+            h,
+            options["num_heads"],
+            options["ffn_hidden_size"],
+            lambda_func=lambda_func,
+            name="blocks",
+            **self._block_arguments(),
+        )
+        self.head = MaskedLMHead(
+            self.vocab_size,
+            h,
+            options["hidden_act"],
+            options["norm_epsilon"],
+            tied=options["tied_head"],
+            dtype=policy,
+            name="head",
+        )
+        self.sentence_head = None
+        if options["next_sentence"]:
+            self.sentence_head = SentenceHead(2, h, dtype=policy, name="sentence_head")
+
+    def build(self, input_shape: tuple | None = None) -> None:
+        if not self.built:
+            first = [self.positions, self.token_types, self.embedding_norm, self.dropout]
+            others = [*first, self.blocks, self.head, self.sentence_head]
+            self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
+
+    def call(
+        self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False
+    ) -> tf.Tensor | dict[str, tf.Tensor]:
+        given = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+        if not {"tokens"} <= given.keys() <= _INPUTS:
+            raise ValueError(
+                f"inputs have the names {', '.join(sorted(given))}, expected 'tokens' and, where "
+                "they are needed, 'token_types' and 'segments'"
+            )
+        ids, segments = given["tokens"], given.get("segments")
+        if segments is not None and self.sentence_head is not None:
+            raise ValueError(
+                "'segments' pack several texts into a row, and next_sentence classifies a row by "
+                "its first token: give one text a row, or next_sentence=False"
+            )
+        x, table = self._embed_ids(
+            ids,
+            self.embedding,
+            self.positions,
+            self.dropout,
+            segments=segments,
+            norm=lambda x: self.embedding_norm(self.token_types(x, given.get("token_types"))),
+            training=training,
+        )
+        if segments is not None:
+            mask = same_segment(segments, segments)
+        else:
+            mask = None if self.pad_id is None else ids != self.pad_id
+        x = self.blocks(x, mask, training=training)
+        logits = self.head(x, table)
+        if self.sentence_head is None:
+            return logits
+        return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
+
+    def logits_vocab_size(self) -> int | dict[str, int]:
+        """Return the number of classes of the outputs, in their structure; more are padding."""
+        if self.sentence_head is None:
+            return self.vocab_size
+        return {"masked_lm": self.vocab_size, "next_sentence": self.sentence_head.num_classes}
+
+    def _head_products(self, length):
+        h = self.arguments["hidden_size"]
+        sentence = h * (h + 2) if self.sentence_head is not None else 0
+        return length * h * h + super()._head_products(length) + sentence

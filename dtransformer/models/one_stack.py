@@ -1,0 +1,65 @@
+"""What networks of one stack of blocks have in common: what they count."""
+
+import tensorflow as tf
+
+from dtransformer.models.base import TokenModel, first_given
+
+
+class OneStackModel(TokenModel):
+    """A network of tokens with one stack of blocks, `blocks`."""
+
+    def num_tokens(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
+        """Return the number of tokens, padding not counted.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            An int32 scalar tensor.
+        """
+        ids = tokens_of(inputs)
+        if self.pad_id is None:
+            return tf.size(ids)
+        return tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
+
+    def flops_per_step(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
+        """Return the floating-point operations of one training step without recompute.
+
+        Six for each position and each weight in a product, and those of the attention
+        cores; what is masked or padded is computed too, and counts. The backward pass
+        counts as two forward ones.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            A float32 scalar tensor.
+        """
+        options = self.arguments
+        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
+        queries = n * first_given(options.get("head_dim"), h // n)
+        shared = queries * first_given(options.get("num_kv_heads"), n) // n
+        b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
+        weights = 2 * h * (queries + shared) + (3 if options.get("gated") else 2) * h * f
+        block = s * weights + 2 * queries * s * s
+        return 6.0 * b * (options["num_layers"] * block + self._head_products(s))
+
+    def _head_products(self, length):
+        """Return how many numbers are multiplied in the head, for a sequence of some length."""
+        return length * self.arguments["hidden_size"] * self.vocab_size
+
+    def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
+        """Return the shape of the residual stream in the stack of blocks.
+
+        Args:
+            input_shapes: the shape (b, s) of `call`'s inputs.
+
+        Returns:
+            A dict of the stack's name and (b, s, h).
+        """
+        return {"blocks": (*tokens_of(input_shapes), self.arguments["hidden_size"])}
+
+
+def tokens_of(inputs):
+    """Return the ids of inputs that may be a dict of them and what is told of them."""
+    return inputs["tokens"] if isinstance(inputs, dict) else inputs
