@@ -242,7 +242,7 @@ class CausalLM(OneStackModel):
         check_size("max_new_tokens", max_new_tokens)
         check_options(beam_size, length_penalty, None, temperature, top_k, seed)
         self.build()
-        source, ids = as_prompts(prompts, self.pad_id), SpecialIds.of(self)
+        source, ids = as_prompts(prompts, self.vocab_size, self.pad_id), SpecialIds.of(self)
         needed = source.shape[1] + max_new_tokens - 1
         if self.arguments["positions"] == "learned" and needed > self.arguments["max_length"]:
             raise ValueError(

@@ -90,7 +90,7 @@ class Continuation:
     ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the cache for the ones after.
 
-        Padding is never next.
+        Padding is never next, unless it is the end too.
         """
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
@@ -101,7 +101,7 @@ class Continuation:
         x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
         logits = tf.cast(logits, "float32")
-        if model.pad_id is not None:
+        if model.pad_id not in (None, model.end_id):
             logits = tf.where(tf.range(model.vocab_size) == model.pad_id, NEVER, logits)
         return logits, {"blocks": blocks, "entries": entries}
 
@@ -123,15 +123,17 @@ def _count(mask):
     return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)
 
 
-def as_prompts(texts, pad_id: int | None) -> np.ndarray:
+def as_prompts(texts, vocab_size: int, pad_id: int | None) -> np.ndarray:
     """Return texts as `Continuation` takes them: int32 [b, s].
 
     Args:
         texts: int array [b, s], padded at the end with `pad_id`; or a list of lists of ids.
+        vocab_size: number of ids.
         pad_id: None where no id is padding.
 
     Raises:
-        ValueError: there is no text, or one without a token.
+        ValueError: there is no text, one without a token, one with padding before its tokens, or
+            an id that is none of the vocabulary.
     """
     rows = [np.asarray(row) for row in texts]
     if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
@@ -140,6 +142,18 @@ def as_prompts(texts, pad_id: int | None) -> np.ndarray:
         rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
     if not rows or not all(map(len, rows)):
         raise ValueError("each prompt must have a token at least: give the start token alone")
+    for number, row in enumerate(rows):
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"prompt {number} has the id {outside[0]}, which is not in the vocabulary of "
+                f"{vocab_size}"
+            )
+        if pad_id is not None and (row == pad_id).any():
+            raise ValueError(
+                f"prompt {number} has padding (pad_id={pad_id}) before a token: padding comes at "
+                "the end, or give lists of different lengths"
+            )
     longest = max(map(len, rows))
     aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
     return np.array(aligned, "int32")

@@ -59,7 +59,7 @@ class Generation:
     ) -> tuple[tf.Tensor, dict]:
         """Return the logits [r, V] of the next tokens, and the cache for the ones after.
 
-        Padding and start tokens are never next.
+        Padding and start tokens are never next, unless they are the end too.
         """
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
@@ -68,4 +68,5 @@ class Generation:
         )
         vocabulary = tf.range(model.vocab_size)
         is_never = (vocabulary == model.pad_id) | (vocabulary == model.start_id)
+        is_never &= vocabulary != model.end_id
         return tf.where(is_never, NEVER, logits), {"blocks": blocks, "entries": entries}

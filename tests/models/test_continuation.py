@@ -105,12 +105,22 @@ def test_texts_end_and_are_padded():
     assert network.generate(PROMPTS[:1], NEW).shape == (1, place + 1)
 
 
+def test_an_end_that_is_padding_too_is_found():
+    tokens = anew(model("llama"), PROMPTS[0])
+    network = model("llama", pad_id=tokens[1], end_id=tokens[1])
+    for options in ({}, {"beam_size": 3, "length_penalty": 0.0}):
+        assert tokens[1] in network.generate(PROMPTS[:1], NEW, **options).numpy()
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
         (([[]],), "each prompt must have a token"),
         (([],), "each prompt must have a token"),
         (([[0, 0]],), "each prompt must have a token"),
+        (([[0, 5]],), "prompt 0 has padding .pad_id=0. before a token"),
+        (([[5], [-1, 7]],), "prompt 1 has the id -1, which is not in the vocabulary of 23"),
+        (([[5, 23]],), "prompt 0 has the id 23, which is not in the vocabulary of 23"),
         (([[0.5]],), "prompts must be an int tensor"),
         ((5 * [[[1]]],), "prompts must be an int tensor"),
         ((PROMPTS, 0), "max_new_tokens must be at least 1"),

@@ -62,10 +62,14 @@ def bias(name: str, *weights: str) -> StoredTensor:
 
 def _gpt2_arguments(config):
     hidden = config["n_embd"]
-    if config.get("scale_attn_by_inverse_layer_idx") or config.get("add_cross_attention"):
-        raise InputError(
-            "GPT-2's scale_attn_by_inverse_layer_idx and cross attention are not built"
-        )
+    usual = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
+    for name, value in usual.items():
+        if config.get(name, value) != value:
+            raise InputError(f"{name}={config[name]!r} is not built for GPT-2's blocks")
     return {
         "hidden_size": hidden,
         "num_heads": config["n_head"],
@@ -83,7 +87,17 @@ def _gpt2_arguments(config):
 
 
 def _gpt2_config(arguments):
-    require(arguments, positions="learned", norm="layer_norm", gated=False, use_bias=True)
+    require(
+        arguments,
+        positions="learned",
+        norm="layer_norm",
+        gated=False,
+        use_bias=True,
+        qkv_bias=True,
+        num_kv_heads=arguments["num_heads"],
+        head_dim=arguments["hidden_size"] // arguments["num_heads"],
+        window=None,
+    )
     return {
         "n_embd": arguments["hidden_size"],
         "n_head": arguments["num_heads"],
@@ -181,7 +195,14 @@ def _rotary(config):
 
 
 def _llama_config(arguments):
-    require(arguments, positions="rotary", norm="rms_norm", gated=True, use_bias=False)
+    require(
+        arguments,
+        positions="rotary",
+        norm="rms_norm",
+        gated=True,
+        use_bias=False,
+        rotary_fraction=1.0,
+    )
     hidden, heads = arguments["hidden_size"], arguments["num_heads"]
     scaling = dict(arguments["rotary_scaling"] or {"type": "default"})
     return {
@@ -245,10 +266,12 @@ def _plain_llama_arguments(config):
 
 
 def _mistral_arguments(config):
-    return {**_llama_arguments(config), "window": config.get("sliding_window")}
+    # A config that says nothing of it means 4096, as that of the first Mistral.
+    return {**_llama_arguments(config), "window": config.get("sliding_window", 4096)}
 
 
 def _mistral_config(arguments):
+    require(arguments, qkv_bias=False)
     return {**_llama_config(arguments), "sliding_window": arguments["window"]}
 
 
@@ -313,7 +336,12 @@ def require(arguments: dict, **wanted) -> None:
         InputError: names the argument that differs.
     """
     wanted |= {"embedding_scale": 1.0, "head_bias": False, "post_layernorm_residual": False}
-    usual = {"qkv_bias": arguments["use_bias"]}
+    heads = arguments["num_heads"]
+    usual = {
+        "qkv_bias": arguments["use_bias"],
+        "num_kv_heads": heads,
+        "head_dim": arguments["hidden_size"] // heads,
+    }
     for name, value in wanted.items():
         own = usual.get(name) if arguments[name] is None else arguments[name]
         if own != value:

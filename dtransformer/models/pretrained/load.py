@@ -47,7 +47,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> CausalLM:
 
     content, family, found = together(opened, "pretrained/folder")
     network = _built({**found, **arguments}, content.path / CONFIG)
-    stored = together(lambda: _Stored(content, family, network.arguments), "pretrained/tensors")
+    stored = together(lambda: _Stored(content, family, network), "pretrained/tensors")
     for variable in network.variables:
         path = own_path(variable)
         for tensor in tensors_of(path, variable):
@@ -88,10 +88,10 @@ def network_arguments(family, config: dict, path: os.PathLike) -> dict:
             f"{ours}_id": _special_id(config.get(f"{theirs}_token_id"))
             for ours, theirs in {"pad": "pad", "start": "bos", "end": "eos"}.items()
         }
-        arguments["pad_id"] = _in_vocabulary(arguments["pad_id"], arguments["vocab_size"])
+        arguments["pad_id"] = _padding(**arguments)
     except KeyError as error:
         raise InputError(f"{path}: lacks the field {error}") from None
-    except (InputError, TypeError, ValueError) as error:
+    except (InputError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{path}: {error}") from None
     return {**arguments, "embedding_scale": 1.0}
 
@@ -101,8 +101,10 @@ def _special_id(value):
     return value[0] if isinstance(value, list) and value else value
 
 
-def _in_vocabulary(value, vocab_size):
-    return value if value is not None and 0 <= value < vocab_size else None
+def _padding(pad_id, start_id, end_id, vocab_size, **_):
+    """Return the id of padding; None where it is none of the vocabulary, or has a meaning too."""
+    is_padding = pad_id is not None and 0 <= pad_id < vocab_size
+    return pad_id if is_padding and pad_id not in (start_id, end_id) else None
 
 
 def own_path(variable) -> str:
@@ -113,8 +115,8 @@ def own_path(variable) -> str:
 class _Stored:
     """The tensors of a folder by the paths of our weights."""
 
-    def __init__(self, content, family, arguments):
-        self._content = content
+    def __init__(self, content, family, network):
+        self._content, arguments = content, network.arguments
         names = {name.removeprefix(family.prefix): name for name in content.shapes}
         tensors = family.tensors(arguments)
         unused = names.keys() - {tensor.name for tensor in tensors}
@@ -123,6 +125,9 @@ class _Stored:
             unused -= {"lm_head.weight"}
         told = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         told += [f"it also has {name}" for name in sorted(unused)]
+        held = {weight for tensor in tensors for weight in tensor.weights}
+        others = {own_path(variable) for variable in network.variables} - held
+        told += [f"the network also has {weight}" for weight in sorted(others)]
         if told:
             raise InputError(_told(content.path, told))
         self._places = {

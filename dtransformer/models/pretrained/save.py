@@ -8,6 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
+from dtransformer.files import adding_to
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
@@ -71,9 +72,9 @@ def _write(folder, config, tensors, variables, network):
         for x in tensors
     }
     config = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
-    folder.mkdir(parents=True)
-    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with adding_to(folder) as fresh:
+        save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _config_of(arguments, family):

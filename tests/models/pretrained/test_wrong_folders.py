@@ -25,6 +25,14 @@ LLAMA = {
     "pad_id": None,
 }
 
+GPT_2 = {
+    "positions": "learned",
+    "norm": "layer_norm",
+    "gated": False,
+    "use_bias": True,
+    "num_kv_heads": None,
+}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -87,6 +95,11 @@ def test_weights_of_another_format(folder):
         ({"vocab_size": 21}, "embed_tokens.weight is [20, 16], not [21, 16]"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"tie_word_embeddings": "yes"}, "tied_head must be a bool, got 'yes'"),
+        ({"num_attention_heads": 0, "head_dim": KeyError}, "division"),
+        (
+            {"model_type": "gpt2", "n_embd": 16, "scale_attn_weights": False},
+            "scale_attn_weights=False is not built",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit(folder, fields, told):
@@ -115,6 +128,24 @@ def test_values_that_are_not_finite(folder):
         from_pretrained(folder)
 
 
+def test_arguments_that_need_other_weights(folder):
+    with pytest.raises(InputError, match="the network also has head/bias"):
+        from_pretrained(folder, head_bias=True)
+
+
+@pytest.mark.parametrize("pad_id, found", [(None, None), (0, 0), (3, None), (2, None), (-1, None)])
+def test_padding_that_has_another_meaning_is_none(folder, pad_id, found):
+    """Many published models pad with their end token, which their texts have, too."""
+    change_config(folder, pad_token_id=pad_id, bos_token_id=2, eos_token_id=3)
+    assert from_pretrained(folder).pad_id == found
+
+
+def test_the_window_of_the_first_mistral(folder):
+    for given, window in (({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)):
+        change_config(folder, **{"model_type": "mistral", "sliding_window": KeyError, **given})
+        assert from_pretrained(folder).arguments["window"] == window
+
+
 def test_an_index_that_does_not_fit(folder):
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "x": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -133,6 +164,11 @@ def test_an_index_that_does_not_fit(folder):
         ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
         ("qwen2", {}, "the network has qkv_bias=False, the published family True"),
         ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' has no name in published configs"),
+        ("llama", {"rotary_fraction": 0.5}, "rotary_fraction=0.5, the published family 1.0"),
+        ("mistral", {"qkv_bias": True}, "qkv_bias=True, the published family False"),
+        ("gpt2", {**GPT_2, "num_kv_heads": 2}, "num_kv_heads=2, the published family 4"),
+        ("gpt2", {**GPT_2, "head_dim": 8}, "head_dim=8, the published family 4"),
+        ("gpt2", {**GPT_2, "window": 8}, "window=8, the published family None"),
     ],
 )
 def test_a_network_that_is_none_of_the_family(tmp_path, family, options, told):
@@ -141,6 +177,15 @@ def test_a_network_that_is_none_of_the_family(tmp_path, family, options, told):
     with pytest.raises(InputError, match=told):
         save_pretrained(network, tmp_path / "new", family)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_could_not_be_written_whole_is_not_there(tmp_path, monkeypatch):
+    network = CausalLM(20, **LLAMA)
+    network.build()
+    monkeypatch.setattr("json.dumps", lambda *_, **__: "\ud800")  # is no UTF-8
+    with pytest.raises(ValueError):
+        save_pretrained(network, tmp_path / "new", "llama")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(folder):
