@@ -1,5 +1,7 @@
 """What networks of tokens have in common: embeddings, building and the config."""
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -57,6 +59,24 @@ class TokenModel(KeepsSettings, keras.Model):
     def logits_vocab_size(self) -> int:
         """Return the number V of entries that logits [..., V'] are of; those after it are padding."""
         return self.vocab_size
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all weights by their paths, before any is made.
+
+        They are those of every layout: a vocabulary's without its padding.
+        """
+        raise NotImplementedError
+
+    def num_parameters(self) -> int:
+        """Return the number of elements of all weights, before any is made.
+
+        Example:
+
+        >>> from dtransformer.models import CausalLM
+        >>> CausalLM(50257, hidden_size=768, num_heads=12, num_layers=12).num_parameters()
+        124439808
+        """
+        return sum(math.prod(shape) for shape in self.weight_shapes().values())
 
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]

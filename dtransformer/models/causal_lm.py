@@ -9,6 +9,7 @@ from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
+from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.continuation import Continuation, SpecialIds, as_prompts, without_padding
 from dtransformer.models.one_stack import OneStackModel, tokens_of
@@ -208,6 +209,9 @@ class CausalLM(OneStackModel):
         """
         layers = self.embedding, self.positions, self.dropout
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return weight_shapes.causal_lm(self.arguments)
 
     def generate(
         self,

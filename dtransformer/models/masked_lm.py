@@ -12,6 +12,7 @@ from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
 from dtransformer.layers.norm import LayerNorm
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.token_type import TokenTypeEmbedding
+from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.one_stack import OneStackModel
 
@@ -205,6 +206,9 @@ class MaskedLM(OneStackModel):
         if self.sentence_head is None:
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return weight_shapes.masked_lm(self.arguments)
 
     def logits_vocab_size(self) -> int | dict[str, int]:
         """Return the number of classes of the outputs, in their structure; more are padding."""

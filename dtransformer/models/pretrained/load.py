@@ -2,34 +2,29 @@
 
 import os
 
-import numpy as np
-import tensorflow as tf
-
 from dtransformer.errors import InputError
-from dtransformer.inputs.safetensors_file import convert
-from dtransformer.models.causal_lm import CausalLM
-from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.models.base import TokenModel
+from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.folder import CONFIG, PretrainedFolder
+from dtransformer.models.pretrained.stored_weights import StoredWeights, own_path
 from dtransformer.parallel.object_collectives import together
 from dtransformer.parallel.sharded_tensor import tensors_of
 
-_MAX_TOLD = 5
 
-
-def from_pretrained(folder: str | os.PathLike, **arguments) -> CausalLM:
+def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     """Return the network of a folder as `transformers` saves it, with its weights.
 
     The folder has a `config.json`, and weights in one or several `.safetensors` files. Each rank
-    reads the shards that it holds, one tensor after the other. Families: GPT-2, Llama, Mistral and
-    Qwen2, by the config's `model_type`.
+    reads the shards that it holds, one tensor after the other. The config's `model_type` tells the
+    family: GPT-2, Llama, Mistral and Qwen2 are a `CausalLM`, BERT and RoBERTa a `MaskedLM`.
 
     Args:
         folder: its path.
-        **arguments: arguments of `CausalLM` that replace those of the config, such as
+        **arguments: arguments of the network that replace those of the config, such as
             `dropout_rate`, `dtype` or `lambda_func`.
 
     Returns:
-        A built `CausalLM`.
+        A built network.
 
     Raises:
         InputError: there is no such folder, its family is not known, its config lacks a field or
@@ -46,8 +41,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> CausalLM:
         return content, family, network_arguments(family, content.config, content.path / CONFIG)
 
     content, family, found = together(opened, "pretrained/folder")
-    network = _built({**found, **arguments}, content.path / CONFIG)
-    stored = together(lambda: _Stored(content, family, network), "pretrained/tensors")
+    network = _built(family, {**found, **arguments}, content.path / CONFIG)
+    stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     for variable in network.variables:
         path = own_path(variable)
         for tensor in tensors_of(path, variable):
@@ -55,16 +50,16 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> CausalLM:
     return network
 
 
-def _built(arguments, path):
+def _built(family, arguments, path):
     try:
-        network = CausalLM(**arguments)
+        network = family.network(**arguments)
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     network.build()
     return network
 
 
-def family_of(config: dict, path: os.PathLike):
+def family_of(config: dict, path: os.PathLike) -> Family:
     """Return the `Family` of a published config.
 
     Raises:
@@ -76,8 +71,8 @@ def family_of(config: dict, path: os.PathLike):
     return FAMILIES[kind]
 
 
-def network_arguments(family, config: dict, path: os.PathLike) -> dict:
-    """Return the arguments of `CausalLM` that a published config asks for.
+def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
+    """Return the arguments of a network that a published config asks for.
 
     Raises:
         InputError: a field is lacking, or asks for what is not built.
@@ -85,15 +80,14 @@ def network_arguments(family, config: dict, path: os.PathLike) -> dict:
     try:
         arguments = {"vocab_size": config["vocab_size"], **family.arguments(config)}
         arguments |= {
-            f"{ours}_id": _special_id(config.get(f"{theirs}_token_id"))
-            for ours, theirs in {"pad": "pad", "start": "bos", "end": "eos"}.items()
+            ours: _special_id(config.get(theirs)) for ours, theirs in family.special_ids.items()
         }
-        arguments["pad_id"] = _padding(**arguments)
+        arguments["pad_id"] = _padding(family, **arguments)
     except KeyError as error:
         raise InputError(f"{path}: lacks the field {error}") from None
     except (InputError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InputError(f"{path}: {error}") from None
-    return {**arguments, "embedding_scale": 1.0}
+    return arguments
 
 
 def _special_id(value):
@@ -101,93 +95,8 @@ def _special_id(value):
     return value[0] if isinstance(value, list) and value else value
 
 
-def _padding(pad_id, start_id, end_id, vocab_size, **_):
+def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):
     """Return the id of padding; None where it is none of the vocabulary, or has a meaning too."""
+    others = (start_id, end_id) if family.own_padding else ()
     is_padding = pad_id is not None and 0 <= pad_id < vocab_size
-    return pad_id if is_padding and pad_id not in (start_id, end_id) else None
-
-
-def own_path(variable) -> str:
-    """Return a variable's path without the network's name."""
-    return variable.path.partition("/")[2]
-
-
-class _Stored:
-    """The tensors of a folder by the paths of our weights."""
-
-    def __init__(self, content, family, network):
-        self._content, arguments = content, network.arguments
-        names = {name.removeprefix(family.prefix): name for name in content.shapes}
-        tensors = family.tensors(arguments)
-        unused = names.keys() - {tensor.name for tensor in tensors}
-        unused -= {name for name in unused if name.endswith(family.ignored or ("\0",))}
-        if arguments["tied_head"]:
-            unused -= {"lm_head.weight"}
-        told = [f"it lacks {x.name}" for x in tensors if x.name not in names]
-        told += [f"it also has {name}" for name in sorted(unused)]
-        held = {weight for tensor in tensors for weight in tensor.weights}
-        others = {own_path(variable) for variable in network.variables} - held
-        told += [f"the network also has {weight}" for weight in sorted(others)]
-        if told:
-            raise InputError(_told(content.path, told))
-        self._places = {
-            weight: (tensor, number, names[tensor.name])
-            for tensor in tensors
-            for number, weight in enumerate(tensor.weights)
-        }
-        self._check_shapes(arguments, tensors, names)
-
-    def _check_shapes(self, arguments, tensors, names):
-        shapes = weight_shapes(arguments)
-        told = []
-        for tensor in tensors:
-            expected = tensor.shape([shapes[weight] for weight in tensor.weights])
-            found = self._content.shapes[names[tensor.name]]
-            if found != expected:
-                told.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
-        if told:
-            raise InputError(_told(self._content.path, told))
-        self._shapes = shapes
-
-    def value(self, path, tensor):
-        """Return what this rank holds of a weight."""
-        stored, number, name = self._places[path]
-        shapes = [self._shapes[weight] for weight in stored.weights]
-        weight = stored.of(self._content[name], number, shapes)
-        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
-        told = f"{self._content.path}: {name}"
-        read = lambda bounds: convert(
-            np.ascontiguousarray(weight[tuple(slice(*ends) for ends in bounds)]), kind, told
-        )
-        return tensor.assemble(read)
-
-
-def weight_shapes(arguments: dict) -> dict[str, tuple[int, ...]]:
-    """Return the paths and shapes of all weights of a `CausalLM`, whatever the layout is."""
-    h, f, n = (arguments[key] for key in ("hidden_size", "ffn_hidden_size", "num_heads"))
-    d, m = arguments["head_dim"] or h // n, arguments["num_kv_heads"] or n
-    vocab, blocks = arguments["vocab_size"], "blocks/"
-    shapes = {
-        "embedding/table": (vocab, h),
-        "positions/table": (arguments["max_length"], h),
-        "head/kernel": (h, vocab),
-        f"{blocks}final_norm/gamma": (h,),
-        f"{blocks}final_norm/beta": (h,),
-    }
-    block = {"feed_forward/projection_bias": (h,), "attention/output_bias": (h,)}
-    for norm in ("attention_norm", "feed_forward_norm"):
-        block |= {f"{norm}/gamma": (h,), f"{norm}/beta": (h,)}
-    for name, heads in {"query": n, "key": m, "value": m}.items():
-        block |= {f"attention/{name}_kernel": (h, heads, d), f"attention/{name}_bias": (heads, d)}
-    for name in ("mapping", "gate"):
-        block |= {f"feed_forward/{name}_kernel": (h, f), f"feed_forward/{name}_bias": (f,)}
-    block |= {"feed_forward/projection_kernel": (f, h), "attention/output_kernel": (n, d, h)}
-    for number in range(arguments["num_layers"]):
-        shapes |= {f"{blocks}block_{number}/{name}": shape for name, shape in block.items()}
-    return shapes
-
-
-def _told(path, told):
-    more = len(told) - _MAX_TOLD
-    ending = f" and {more} more" if more > 0 else ""
-    return f"{path} does not fit its config: {'; '.join(told[:_MAX_TOLD])}{ending}"
+    return pad_id if is_padding and pad_id not in others else None

@@ -9,25 +9,25 @@ from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
-from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
-from dtransformer.models.pretrained.load import own_path, weight_shapes
+from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import together
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
 
 
-def save_pretrained(network: CausalLM, folder: str | os.PathLike, family: str) -> None:
+def save_pretrained(network: TokenModel, folder: str | os.PathLike, family: str) -> None:
     """Write a network into a folder that `transformers`, and `from_pretrained`, load.
 
     All ranks have to call; rank 0 writes, and needs memory for all weights.
 
     Args:
-        network: a built `CausalLM`.
+        network: a built network.
         folder: the folder, which must not exist.
-        family: `"gpt2"`, `"llama"`, `"mistral"` or `"qwen2"`: a network that was made by
-            `from_pretrained` may be saved as its family.
+        family: `"gpt2"`, `"llama"`, `"mistral"`, `"qwen2"`, `"bert"` or `"roberta"`: a network
+            that was made by `from_pretrained` may be saved as its family.
 
     Raises:
         InputError: the network is none of the family's, stages of a pipeline share it, or the
@@ -38,7 +38,7 @@ def save_pretrained(network: CausalLM, folder: str | os.PathLike, family: str) -
     def checked():
         if family not in FAMILIES:
             raise InputError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
-        config = _config_of(network.arguments, family)
+        config = _config_of(network, family)
         if job.is_chief() and folder.exists():
             raise InputError(f"{folder}: is there already: give another, or remove it")
         tensors = FAMILIES[family].tensors(network.arguments)
@@ -59,7 +59,7 @@ def save_pretrained(network: CausalLM, folder: str | os.PathLike, family: str) -
 def _write(folder, config, tensors, variables, network):
     if not job.is_chief():
         return
-    shapes = weight_shapes(network.arguments)
+    shapes = network.weight_shapes()
 
     def value(path):  # without a vocabulary's padding
         full = np.asarray(variables[path])
@@ -77,13 +77,18 @@ def _write(folder, config, tensors, variables, network):
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _config_of(arguments, family):
-    special = {"pad": "pad", "bos": "start", "eos": "end"}
+def _config_of(network, name):
+    family, arguments = FAMILIES[name], network.arguments
+    if not isinstance(network, family.network):
+        raise InputError(
+            f"the network is a {type(network).__name__}, those of the family {name!r} are "
+            f"{family.network.__name__}s: it cannot be saved as one of them"
+        )
     return {
-        "architectures": [FAMILIES[family].architecture],
-        "model_type": family,
+        "architectures": [family.architecture],
+        "model_type": name,
         "vocab_size": arguments["vocab_size"],
-        **FAMILIES[family].config(arguments),
-        **{f"{theirs}_token_id": arguments[f"{ours}_id"] for theirs, ours in special.items()},
+        **family.config(arguments),
+        **{theirs: arguments[ours] for ours, theirs in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
     }

@@ -17,8 +17,14 @@ FAMILY_OF = {
     "llama_tied": "llama",
     "mistral": "mistral",
     "qwen2": "qwen2",
+    "bert": "bert",
+    "bert_sentences": "bert",
+    "roberta": "roberta",
 }
-# As `reference_models.py` has them.
+TEXTS = [
+    name for name, family in FAMILY_OF.items() if family in ("gpt2", "llama", "mistral", "qwen2")
+]
+# As `reference_kinds.py` has them.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, END = 20, 2
 with_transformers = pytest.mark.skipif(
@@ -36,8 +42,39 @@ def published() -> pathlib.Path:
 
 
 def results(name) -> dict:
-    """Return what `transformers` computed with a model: ids, logits and three steps' losses."""
+    """Return what `transformers` computed with a model: outputs and three steps' losses."""
     return dict(np.load(published() / f"{name}.npz"))
+
+
+def batch_of(expected) -> tuple:
+    """Return inputs and labels of `results` as our networks take them."""
+    return tuple(_nested(expected, kind) for kind in ("inputs", "labels"))
+
+
+def _nested(expected, kind):
+    """Return a dict of what there is of a kind; or, where it is one, an array."""
+    found = {
+        name.removeprefix(f"{kind}/"): x.astype("int32")
+        for name, x in expected.items()
+        if name.startswith(f"{kind}/")
+    }
+    return next(iter(found.values())) if len(found) == 1 else found
+
+
+def errors(outputs, expected) -> dict:
+    """Return how far outputs are from those of `results`, relative to the largest, by name.
+
+    Where texts are padded nothing is compared.
+    """
+    outputs = outputs if isinstance(outputs, dict) else {"": outputs}
+    found, is_token = {}, expected.get("is_token", ...)
+    for name, own in outputs.items():
+        theirs = expected[f"outputs/{name}"]
+        own = np.asarray(own)[..., : theirs.shape[-1]]
+        if own.ndim == 3:
+            own, theirs = own[is_token], theirs[is_token]
+        found[name] = np.abs(own - theirs).max() / np.abs(theirs).max()
+    return found
 
 
 def check(folder) -> None:
@@ -46,8 +83,7 @@ def check(folder) -> None:
 
 
 def _run(*arguments):
-    script = pathlib.Path(__file__).with_name("reference_models.py")
-    done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-m", "tests.models.pretrained.reference_models", *arguments]
+    root = pathlib.Path(__file__).parents[3]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,10 +1,10 @@
-"""Models of `transformers` on PyTorch, for the tests: a program that is run by itself.
+"""Small random models of `transformers`, in a process of its own.
 
-    python reference_models.py make FOLDER
-    python reference_models.py check MADE FOLDER
+    python -m tests.models.pretrained.reference_models make FOLDER
+    python -m tests.models.pretrained.reference_models check MADE FOLDER
 
-`make` saves small random models, before and after three steps of SGD, and what they compute in
-float32. `check` loads models of the same names from FOLDER, and compares what they compute.
+`make` saves models, before and after three steps of SGD, and what they compute in float32.
+`check` loads models of the same names from FOLDER, and compares what they compute.
 """
 
 import pathlib
@@ -14,8 +14,10 @@ import numpy as np
 import torch
 import transformers
 
+from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Texts
+
 SIZES = {
-    "vocab_size": 61,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -24,7 +26,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "attention_dropout": 0.0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
     "pad_token_id": None,
 }
 LLAMA_3 = {
@@ -37,7 +39,7 @@ LLAMA_3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 GPT_2 = {
-    "vocab_size": 61,
+    "vocab_size": VOCAB_SIZE,
     "n_embd": 32,
     "n_head": 4,
     "n_layer": 2,
@@ -46,80 +48,82 @@ GPT_2 = {
     "attn_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
 }
+BERT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": PADDING,
+}
+# The name of a model -> class, config, and what it is asked for.
 MODELS = {
-    "gpt2": (transformers.GPT2Config, GPT_2),
-    "llama": (transformers.LlamaConfig, SIZES),
-    "llama_3": (transformers.LlamaConfig, {**SIZES, "rope_parameters": LLAMA_3}),
+    "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
+    "llama": (transformers.LlamaForCausalLM, SIZES, Texts()),
+    "llama_3": (transformers.LlamaForCausalLM, {**SIZES, "rope_parameters": LLAMA_3}, Texts()),
     "llama_tied": (
-        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
         {**SIZES, "tie_word_embeddings": True, "rope_parameters": LINEAR, "head_dim": 16},
+        Texts(),
     ),
-    "mistral": (transformers.MistralConfig, {**SIZES, "sliding_window": 5}),
-    "qwen2": (transformers.Qwen2Config, SIZES),
+    "mistral": (transformers.MistralForCausalLM, {**SIZES, "sliding_window": 5}, Texts()),
+    "qwen2": (transformers.Qwen2ForCausalLM, SIZES, Texts()),
+    "bert": (transformers.BertForMaskedLM, {**BERT, "hidden_act": "gelu_new"}, Masked()),
+    "bert_sentences": (transformers.BertForPreTraining, BERT, Masked(next_sentence=True)),
+    "roberta": (
+        transformers.RobertaForMaskedLM,
+        {**BERT, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+        Masked(num_token_types=1),
+    ),
 }
-STEPS, LEARNING_RATE = 3, 0.5
-PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
-NEW_TOKENS, END = 20, 2
+STEPS = 3
 
 
 def make(folder):
-    for number, (name, (config, options)) in enumerate(MODELS.items()):
+    for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
-        options = {**options, "attn_implementation": "eager"}
-        model = transformers.AutoModelForCausalLM.from_config(config(**options)).float()
+        config = model_class.config_class(**options, attn_implementation="eager")
+        model = model_class(config).float()
         with torch.no_grad():
             for weight in model.parameters():  # biases and norms, too, are drawn
                 weight.add_(torch.randn_like(weight) * 0.1)
         # One of them in several files, with an index.
         size = "20KB" if name == "llama" else "5GB"
         model.save_pretrained(folder / name, max_shard_size=size)
-        ids = torch.randint(0, 61, (3, 20))
+        batch = kind.batch()
         with torch.no_grad():
-            logits = model(ids).logits.numpy()
-        generated = generate(model)
-        optimizer, losses = torch.optim.SGD(model.parameters(), LEARNING_RATE), []
+            outputs = kind.outputs(model, batch)
+        generated = kind.generate(model)
+        optimizer, losses = torch.optim.SGD(model.parameters(), kind.learning_rate), []
         for _ in range(STEPS):
-            loss = model(ids, labels=ids).loss
+            loss = kind.loss(model, batch)
             losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         model.save_pretrained(folder / f"{name}_after")
-        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits, losses=losses, **generated)
-
-
-def generate(model):
-    """Return what comes after prompts of different lengths, greedily and by three beams."""
-    longest = max(map(len, PROMPTS))
-    rows = [[0] * (longest - len(row)) + row for row in PROMPTS]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS]
-    found = {}
-    for beams in (1, 3):
-        ids = model.generate(
-            torch.tensor(rows),
-            attention_mask=torch.tensor(mask),
-            max_new_tokens=NEW_TOKENS,
-            num_beams=beams,
-            do_sample=False,
-            length_penalty=0.0,
-            pad_token_id=END,
-        )
-        found[f"generated_{beams}"] = ids[:, longest:].numpy()
-    return found
+        arrays = {key: np.asarray(value) for key, value in {**batch, **outputs}.items()}
+        told = {"losses": losses, "learning_rate": kind.learning_rate}
+        np.savez(folder / f"{name}.npz", **arrays, **told, **generated)
 
 
 def check(made, folder):
-    for name in MODELS:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    for name, (model_class, _, kind) in MODELS.items():
+        model, info = model_class.from_pretrained(
             folder / name, output_loading_info=True, attn_implementation="eager"
         )
         assert not any(info.values()), (name, info)
-        expected = np.load(made / f"{name}.npz")
+        expected = dict(np.load(made / f"{name}.npz"))
+        batch = {key: torch.tensor(x) for key, x in expected.items() if x.dtype.kind in "ib"}
         with torch.no_grad():
-            logits = model(torch.tensor(expected["ids"])).logits.numpy()
-        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
+            outputs = kind.outputs(model, batch)
+        for key, value in outputs.items():
+            np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, from_pretrained, save_pretrained
+from dtransformer.models import CausalLM, MaskedLM, from_pretrained, save_pretrained
 
 LLAMA = {
     "hidden_size": 16,
@@ -98,7 +98,7 @@ def test_weights_of_another_format(folder):
         ({"num_attention_heads": 0, "head_dim": KeyError}, "division"),
         (
             {"model_type": "gpt2", "n_embd": 16, "scale_attn_weights": False},
-            "scale_attn_weights=False is not built",
+            "scale_attn_weights=false is not built",
         ),
     ],
 )
@@ -158,7 +158,8 @@ def test_an_index_that_does_not_fit(folder):
 @pytest.mark.parametrize(
     "family, options, told",
     [
-        ("bert", {}, "family is 'bert', expected one of"),
+        ("mamba", {}, "family is 'mamba', expected one of"),
+        ("bert", {}, "the network is a CausalLM, those of the family 'bert' are MaskedLMs"),
         ("gpt2", {}, "the network has positions='rotary', the published family 'learned'"),
         ("llama", {"window": 3}, "the network has window=3, the published family None"),
         ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
@@ -186,6 +187,76 @@ def test_what_could_not_be_written_whole_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(ValueError):
         save_pretrained(network, tmp_path / "new", "llama")
     assert not list(tmp_path.iterdir())
+
+
+BERT = {"hidden_size": 16, "num_heads": 4, "num_layers": 1, "ffn_hidden_size": 24, "max_length": 9}
+
+
+@pytest.fixture
+def bert(tmp_path):
+    """A good folder of a BERT."""
+    network = MaskedLM(20, **BERT, next_sentence=True)
+    network.build()
+    save_pretrained(network, tmp_path / "bert", "bert")
+    return tmp_path / "bert"
+
+
+def test_files_of_the_first_bert(bert):
+    """Its norms have older names, and what it is without next sentences is spare in them."""
+
+    def as_older(tensors):
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            older = name.replace("weight", "gamma").replace("bias", "beta")
+            tensors[older] = tensors.pop(name)
+        table = tensors["bert.embeddings.word_embeddings.weight"]
+        tensors["cls.predictions.decoder.weight"] = table.copy()
+
+    expected = from_pretrained(bert)
+    change_tensors(bert, as_older)
+    change_config(bert, architectures=["BertForMaskedLM"])
+    assert not from_pretrained(bert).arguments["next_sentence"]
+    again = from_pretrained(bert, next_sentence=True)
+    for own, other in zip(expected.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy())
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"is_decoder": True}, "is_decoder=true is not built for BERT's blocks"),
+        ({"position_embedding_type": "relative_key"}, "is not built"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=false is not built"),
+        ({"type_vocab_size": 3}, "token_type_embeddings.weight is [2, 16], not [3, 16]"),
+        ({"model_type": "roberta"}, 'hidden_act="gelu_new" is not built for RoBERTa\'s'),
+    ],
+)
+def test_a_config_of_bert_that_does_not_fit(bert, fields, told):
+    change_config(bert, hidden_act="gelu_new")
+    change_config(bert, **fields)
+    assert told in refusal(bert)
+
+
+@pytest.mark.parametrize("pad_id", [None, KeyError])
+def test_positions_of_roberta_need_its_padding(bert, pad_id):
+    change_config(bert, model_type="roberta", pad_token_id=pad_id)
+    assert "pad_token_id" in refusal(bert)
+
+
+@pytest.mark.parametrize(
+    "family, options, told",
+    [
+        ("llama", {}, "the network is a MaskedLM, those of the family 'llama' are CausalLMs"),
+        ("bert", {"position_offset": 2}, "position_offset=2, the published family 0"),
+        ("bert", {"tied_head": False}, "tied_head=False, the published family True"),
+        ("roberta", {}, "position_offset=0, the published family 1"),
+        ("roberta", {"position_offset": 1, "hidden_act": "relu"}, "hidden_act='relu'"),
+    ],
+)
+def test_a_masked_network_that_is_none_of_the_family(tmp_path, family, options, told):
+    network = MaskedLM(20, **{**BERT, **options})
+    network.build()
+    with pytest.raises(InputError, match=told):
+        save_pretrained(network, tmp_path / "new", family)
 
 
 def test_nothing_is_overwritten(folder):

@@ -1,0 +1,16 @@
+"""The families of published models, a file for each: what their configs say, where weights lie."""
+
+from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
+from dtransformer.models.pretrained.families.family import Family
+from dtransformer.models.pretrained.families.gpt2 import GPT2
+from dtransformer.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2
+
+# The `model_type` of a config -> the family.
+FAMILIES: dict[str, Family] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "bert": BERT,
+    "roberta": ROBERTA,
+}

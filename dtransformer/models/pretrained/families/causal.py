@@ -1,0 +1,12 @@
+"""What the families of language models have in common."""
+
+from dtransformer.models.pretrained.families.family import linear
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
+
+# What no config of theirs can say otherwise.
+PLAIN = {"embedding_scale": 1.0, "head_bias": False, "post_layernorm_residual": False}
+
+
+def head(arguments: dict) -> list[StoredTensor]:
+    """Return the tensors of a language model's head: none where it is tied."""
+    return [] if arguments["tied_head"] else [linear("lm_head.weight", "head/kernel")]

@@ -1,0 +1,159 @@
+"""What a family of published models is, and what the families' files have in common."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+from dtransformer.errors import InputError
+from dtransformer.models.base import TokenModel
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
+
+# Names of activations in published configs -> ours.
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "silu": "silu",
+    "relu": "relu",
+}
+# Special tokens of texts: our arguments -> fields of published configs.
+TEXT_IDS = {"pad_id": "pad_token_id", "start_id": "bos_token_id", "end_id": "eos_token_id"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of published models.
+
+    Args:
+        architecture: the class in `transformers`, with the head that it was trained with.
+        network: the class of its networks.
+        arguments: a function of a published config that returns arguments of the network.
+        config: a function of a network's arguments that returns a published config.
+        tensors: a function of a network's arguments that returns the `StoredTensor`s of a file.
+        special_ids: dict of arguments that are ids of tokens, and the fields that hold them.
+        own_padding: whether padding that is the start or end token, too, is none.
+        prefix: what names may begin with, or not.
+        copies: names of tensors that hold once more what another one does.
+        ignored: endings of names that hold no weights of the network.
+        renamed: dict of endings of names in older files, and what they are now.
+    """
+
+    architecture: str
+    network: type[TokenModel]
+    arguments: Callable[[dict], dict]
+    config: Callable[[dict], dict]
+    tensors: Callable[[dict], list[StoredTensor]]
+    special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)
+    own_padding: bool = True
+    prefix: str = ""
+    copies: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def own_name(self, name: str) -> str:
+        """Return what a tensor of a file is called by `tensors`."""
+        name = name.removeprefix(self.prefix)
+        for older, newer in self.renamed.items():
+            if name.endswith(older):
+                return name.removesuffix(older) + newer
+        return name
+
+    def is_spare(self, name: str) -> bool:
+        """Return whether a file may have a tensor of that name besides the network's."""
+        return name in self.copies or (bool(self.ignored) and name.endswith(self.ignored))
+
+
+def linear(name: str, *weights: str, num_inputs: int = 1) -> StoredTensor:
+    """Return a kernel as PyTorch's `Linear` has it: [outputs, inputs]."""
+    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs)
+
+
+def bias(name: str, *weights: str) -> StoredTensor:
+    """Return a tensor [features]: a bias, or what a norm multiplies with."""
+    return StoredTensor(name, weights, num_inputs=0)
+
+
+def dense(theirs: str, ours: str, num_inputs: int = 1) -> list[StoredTensor]:
+    """Return the kernel and the bias of a dense layer; `ours` ends in `_` or `/`."""
+    return [
+        linear(f"{theirs}.weight", f"{ours}kernel", num_inputs=num_inputs),
+        bias(f"{theirs}.bias", f"{ours}bias"),
+    ]
+
+
+def norm(theirs: str, ours: str) -> list[StoredTensor]:
+    """Return the gain and the shift of a norm."""
+    return [bias(f"{theirs}.weight", f"{ours}/gamma"), bias(f"{theirs}.bias", f"{ours}/beta")]
+
+
+def table(name: str, weight: str) -> StoredTensor:
+    """Return a table of embeddings: [entries, features]."""
+    return StoredTensor(name, (weight,))
+
+
+def of_blocks(number: int, block: Callable[[int], list[StoredTensor]]) -> list[StoredTensor]:
+    """Return the tensors of so many blocks, of a function of a block's number."""
+    return [tensor for i in range(number) for tensor in block(i)]
+
+
+def activation(name: str) -> str:
+    """Return our name of a published config's activation.
+
+    Raises:
+        InputError: it has none.
+    """
+    if name not in _ACTIVATIONS:
+        raise InputError(f"the activation {name!r} is none of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def published_activation(arguments: dict) -> str:
+    """Return what published configs call a network's activation.
+
+    Raises:
+        InputError: it has no name there.
+    """
+    theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
+    name = arguments["hidden_act"]
+    if name not in theirs:
+        raise InputError(f"hidden_act={name!r} has no name in published configs")
+    return theirs[name]
+
+
+def require(arguments: dict, **wanted) -> None:
+    """Check that a network has what its family's config cannot say otherwise.
+
+    Raises:
+        InputError: names the argument that differs.
+    """
+    heads = arguments["num_heads"]
+    usual = {
+        "qkv_bias": arguments.get("use_bias"),
+        "num_kv_heads": heads,
+        "head_dim": arguments["hidden_size"] // heads,
+    }
+    for name, value in wanted.items():
+        own = usual.get(name) if arguments[name] is None else arguments[name]
+        if own != value:
+            raise InputError(
+                f"the network has {name}={own!r}, the published family {value!r}: it cannot be "
+                "saved as one of that family"
+            )
+
+
+def refuse(config: dict, name: str, **usual) -> None:
+    """Check that a published config asks for nothing that is not built.
+
+    Args:
+        config: its fields.
+        name: the family's.
+        **usual: the fields' values where nothing is said, which are all that is built.
+
+    Raises:
+        InputError: names the field that differs.
+    """
+    for field, value in usual.items():
+        given = config.get(field)
+        if given is not None and given != value:
+            told = json.dumps(given)
+            raise InputError(f"{field}={told} is not built for {name}'s blocks")

@@ -1,0 +1,81 @@
+"""The tensors of a folder of published weights, by the paths of our weights."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.errors import InputError
+from dtransformer.inputs.safetensors_file import convert
+from dtransformer.models.base import TokenModel
+from dtransformer.models.pretrained.families import Family
+from dtransformer.models.pretrained.folder import PretrainedFolder
+from dtransformer.parallel.sharded_tensor import ShardedTensor
+
+_MAX_TOLD = 5
+
+
+def own_path(variable: keras.Variable) -> str:
+    """Return a variable's path without the network's name."""
+    return variable.path.partition("/")[2]
+
+
+class StoredWeights:
+    """What a folder holds of a network's weights.
+
+    Args:
+        content: the folder.
+        family: the `Family` that it is of.
+        network: a network of that family, built.
+
+    Raises:
+        InputError: tensors lack, are too many or of other shapes; lists them.
+    """
+
+    def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
+        self._content = content
+        names = {family.own_name(name): name for name in content.shapes}
+        tensors = family.tensors(network.arguments)
+        unused = names.keys() - {tensor.name for tensor in tensors}
+        unused -= set(filter(family.is_spare, unused))
+        told = [f"it lacks {x.name}" for x in tensors if x.name not in names]
+        told += [f"it also has {name}" for name in sorted(unused)]
+        held = {weight for tensor in tensors for weight in tensor.weights}
+        others = {own_path(variable) for variable in network.variables} - held
+        told += [f"the network also has {weight}" for weight in sorted(others)]
+        if told:
+            raise InputError(_told(content.path, told))
+        self._places = {
+            weight: (tensor, number, names[tensor.name])
+            for tensor in tensors
+            for number, weight in enumerate(tensor.weights)
+        }
+        self._shapes = network.weight_shapes()
+        self._check_shapes(tensors, names)
+
+    def _check_shapes(self, tensors, names):
+        told = []
+        for tensor in tensors:
+            expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
+            found = self._content.shapes[names[tensor.name]]
+            if found != expected:
+                told.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
+        if told:
+            raise InputError(_told(self._content.path, told))
+
+    def value(self, path: str, tensor: ShardedTensor) -> np.ndarray:
+        """Return what this rank holds of a weight, by its path, or of a part of it."""
+        stored, number, name = self._places[path]
+        shapes = [self._shapes[weight] for weight in stored.weights]
+        weight = stored.of(self._content[name], number, shapes)
+        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
+        told = f"{self._content.path}: {name}"
+        read = lambda bounds: convert(
+            np.ascontiguousarray(weight[tuple(slice(*ends) for ends in bounds)]), kind, told
+        )
+        return tensor.assemble(read)
+
+
+def _told(path, told):
+    more = len(told) - _MAX_TOLD
+    ending = f" and {more} more" if more > 0 else ""
+    return f"{path} does not fit its config: {'; '.join(told[:_MAX_TOLD])}{ending}"

@@ -1,0 +1,98 @@
+"""The shapes of networks' weights: pure functions of the networks' arguments.
+
+Each returns a dict of weights' paths, without the network's name, and their shapes, whatever the
+layout is: without a vocabulary's padding.
+"""
+
+from collections.abc import Iterable
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def causal_lm(arguments: dict) -> Shapes:
+    """Return the shapes of a `CausalLM`'s weights."""
+    h, vocab_size = arguments["hidden_size"], arguments["vocab_size"]
+    shapes = {"embedding/table": (vocab_size, h)}
+    if arguments["positions"] == "learned":
+        shapes["positions/table"] = (arguments["max_length"], h)
+    return {**shapes, **_stack("blocks", arguments), **_head(vocab_size, arguments)}
+
+
+def masked_lm(arguments: dict) -> Shapes:
+    """Return the shapes of a `MaskedLM`'s weights."""
+    h, vocab_size = arguments["hidden_size"], arguments["vocab_size"]
+    shapes = {
+        "embedding/table": (vocab_size, h),
+        "positions/table": (arguments["max_length"] + arguments["position_offset"], h),
+        "token_types/table": (arguments["num_token_types"], h),
+        **_norm("embedding_norm", arguments),
+        **_stack("blocks", arguments),
+        **_dense("head/dense", h, h),
+        **_norm("head/norm", arguments),
+        "head/logits/bias": (vocab_size,),
+    }
+    if not arguments["tied_head"]:
+        shapes["head/logits/kernel"] = (h, vocab_size)
+    if arguments["next_sentence"]:
+        shapes |= _dense("sentence_head/pooler", h, h) | _dense("sentence_head/classifier", h, 2)
+    return shapes
+
+
+def _head(vocab_size, arguments):
+    kernel = {"head/kernel": (arguments["hidden_size"], vocab_size)}
+    bias = {"head/bias": (vocab_size,)}
+    return {
+        **({} if arguments["tied_head"] else kernel),
+        **(bias if arguments["head_bias"] else {}),
+    }
+
+
+def _stack(name, arguments, number=None, attentions: Iterable[str] = ("attention",)):
+    """Return the shapes of a stack of a number of blocks, which have these attentions."""
+    block = {**_sublayer("feed_forward", _feed_forward(arguments), arguments)}
+    for attention in attentions:
+        block |= _sublayer(attention, _attention(arguments), arguments)
+    number = arguments["num_layers"] if number is None else number
+    shapes = {
+        f"{name}/block_{i}/{path}": shape for i in range(number) for path, shape in block.items()
+    }
+    if number and not arguments["post_layernorm_residual"]:
+        shapes |= _norm(f"{name}/final_norm", arguments)
+    return shapes
+
+
+def _sublayer(name, shapes, arguments):
+    """Return the shapes of a sublayer and its norm, by their paths in the block."""
+    own = {f"{name}/{path}": shape for path, shape in shapes.items()}
+    return {**own, **_norm(f"{name}_norm", arguments)}
+
+
+def _attention(arguments):
+    h, n = arguments["hidden_size"], arguments["num_heads"]
+    d, m = arguments.get("head_dim") or h // n, arguments.get("num_kv_heads") or n
+    use_bias, shapes = arguments.get("use_bias", True), {"output_kernel": (n, d, h)}
+    qkv_bias = arguments.get("qkv_bias")
+    for name, heads in {"query": n, "key": m, "value": m}.items():
+        shapes[f"{name}_kernel"] = (h, heads, d)
+        if use_bias if qkv_bias is None else qkv_bias:
+            shapes[f"{name}_bias"] = (heads, d)
+    return {**shapes, "output_bias": (h,)} if use_bias else shapes
+
+
+def _feed_forward(arguments):
+    h, f = arguments["hidden_size"], arguments["ffn_hidden_size"]
+    mappings = ("mapping", "gate") if arguments.get("gated") else ("mapping",)
+    shapes = {f"{name}_kernel": (h, f) for name in mappings} | {"projection_kernel": (f, h)}
+    if not arguments.get("use_bias", True):
+        return shapes
+    return {**shapes, **{f"{name}_bias": (f,) for name in mappings}, "projection_bias": (h,)}
+
+
+def _norm(name, arguments):
+    h = arguments["hidden_size"]
+    has_beta = arguments.get("norm", "layer_norm") == "layer_norm"
+    return {f"{name}/gamma": (h,), **({f"{name}/beta": (h,)} if has_beta else {})}
+
+
+def _dense(name, inputs, outputs):
+    return {f"{name}/kernel": (inputs, outputs), f"{name}/bias": (outputs,)}

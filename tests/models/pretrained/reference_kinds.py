@@ -1,0 +1,110 @@
+"""What `transformers` is asked for by the kinds of models: inputs, losses and what they generate.
+
+Names of inputs, outputs and labels are those of our networks; -100 is no label.
+"""
+
+import numpy as np
+import torch
+
+PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
+NEW_TOKENS, VOCAB_SIZE, END, PADDING = 20, 61, 2, 3
+ROWS, LENGTH = 3, 20
+
+
+def random_ids(lengths, length=LENGTH):
+    """Return rows of tokens of different lengths, padded."""
+    ids = torch.randint(4, VOCAB_SIZE, (len(lengths), length))
+    for row, own in enumerate(lengths):
+        ids[row, own:] = PADDING
+    return ids
+
+
+class Texts:
+    """Language models: labels are the texts, one token further."""
+
+    learning_rate = 0.5
+
+    def batch(self):
+        ids = torch.randint(0, VOCAB_SIZE, (ROWS, LENGTH))
+        last = torch.full((ROWS, 1), -100)
+        return {"inputs/tokens": ids, "labels/": torch.cat([ids[:, 1:], last], dim=1)}
+
+    def outputs(self, model, batch):
+        return {"outputs/": model(batch["inputs/tokens"]).logits}
+
+    def loss(self, model, batch):
+        return model(batch["inputs/tokens"], labels=batch["inputs/tokens"]).loss
+
+    def generate(self, model):
+        """Return what comes after prompts of different lengths, greedily and by three beams."""
+        longest = max(map(len, PROMPTS))
+        rows = [[0] * (longest - len(row)) + row for row in PROMPTS]
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS]
+        inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+        options = {"pad_token_id": END, "max_new_tokens": NEW_TOKENS}
+        return searches(model, inputs, longest, **options)
+
+
+class Masked:
+    """Models of masked tokens: padded texts of two sentences, a sixth of whose tokens are labels."""
+
+    learning_rate = 0.1
+
+    def __init__(self, num_token_types=2, next_sentence=False):
+        self.num_token_types, self.next_sentence = num_token_types, next_sentence
+
+    def batch(self):
+        ids = random_ids([LENGTH, LENGTH - 3, 5])
+        types = (torch.arange(LENGTH) > 3).long() * (self.num_token_types - 1)
+        is_label = (torch.rand(ids.shape) < 1 / 6) & (ids != PADDING)
+        is_label[:, 1] = True
+        batch = {
+            "inputs/tokens": ids,
+            "inputs/token_types": types.expand_as(ids),
+            "labels/masked_lm": torch.where(is_label, ids, -100),
+            "is_token": ids != PADDING,
+        }
+        if not self.next_sentence:
+            batch["labels/"] = batch.pop("labels/masked_lm")
+            return batch
+        return {**batch, "labels/next_sentence": torch.tensor([0, 1, 1])}
+
+    def _call(self, model, batch, **labels):
+        return model(
+            batch["inputs/tokens"],
+            attention_mask=batch["is_token"].long(),
+            token_type_ids=batch["inputs/token_types"],
+            **labels,
+        )
+
+    def outputs(self, model, batch):
+        found = self._call(model, batch)
+        if not self.next_sentence:
+            return {"outputs/": found.logits}
+        return {
+            "outputs/masked_lm": found.prediction_logits,
+            "outputs/next_sentence": found.seq_relationship_logits,
+        }
+
+    def loss(self, model, batch):
+        if not self.next_sentence:
+            return self._call(model, batch, labels=batch["labels/"]).loss
+        labels = {
+            "labels": batch["labels/masked_lm"],
+            "next_sentence_label": batch["labels/next_sentence"],
+        }
+        return self._call(model, batch, **labels).loss
+
+    def generate(self, model):
+        return {}
+
+
+def searches(model, inputs, start, **options):
+    """Return what is generated after the first `start` tokens, greedily and by three beams."""
+    found = {}
+    for beams in (1, 3):
+        ids = model.generate(
+            **inputs, num_beams=beams, do_sample=False, length_penalty=0.0, **options
+        )
+        found[f"generated_{beams}"] = np.asarray(ids[:, start:])
+    return found

@@ -1,0 +1,49 @@
+"""Shapes of weights are known before any is made, and are those that are made."""
+
+import pytest
+
+from dtransformer import parallel_config
+from dtransformer.models import CausalLM, MaskedLM
+
+SIZES = {"hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 40, "num_layers": 2}
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "tied_head": False,
+}
+NETWORKS = {
+    "gpt2": lambda: CausalLM(23, **SIZES, max_length=12),
+    "sinusoidal": lambda: CausalLM(23, **SIZES, positions="sinusoidal", head_bias=True),
+    "post": lambda: CausalLM(23, **SIZES, post_layernorm_residual=True),
+    "llama": lambda: CausalLM(23, **SIZES, **LLAMA),
+    "qwen2": lambda: CausalLM(23, **SIZES, **LLAMA, qkv_bias=True),
+    "gated": lambda: CausalLM(23, **SIZES, gated=True, qkv_bias=False),
+    "bert": lambda: MaskedLM(23, **SIZES, next_sentence=True),
+    "roberta": lambda: MaskedLM(23, **SIZES, num_token_types=1, position_offset=2),
+    "untied": lambda: MaskedLM(23, **SIZES, tied_head=False, post_layernorm_residual=False),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_shapes_are_those_of_the_weights(name):
+    network = NETWORKS[name]()
+    shapes = network.weight_shapes()
+    assert not network.weights
+    network.build()
+    found = {x.path.removeprefix(f"{network.name}/"): tuple(x.shape) for x in network.variables}
+    assert shapes == found
+    assert network.num_parameters() == network.count_params()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_shapes_have_no_padding(name):
+    expected = NETWORKS[name]().weight_shapes()
+    with parallel_config(model_parallel=2):
+        network = NETWORKS[name]()
+        network.build()
+        assert network.weight_shapes() == expected
+        assert network.count_params() > network.num_parameters()
