@@ -5,7 +5,7 @@ import filecmp
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dtransformer.errors import InputError
 
@@ -102,6 +102,53 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
         if not was_there:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # it is empty: nothing was written
+
+
+@contextlib.contextmanager
+def new_folder(
+    folder: str | os.PathLike, may_replace: Callable[[pathlib.Path], bool] | None = None
+) -> Iterator[pathlib.Path]:
+    """Give a folder beside one; what is written there becomes that one, complete.
+
+    An error, or a kill, leaves what was there as it was.
+
+    Args:
+        folder: the folder, which is missing or empty. Folders above it are made.
+        may_replace: a function of a folder with files that is there: whether it is replaced.
+
+    Raises:
+        InputError: the folder cannot be written, or may not be replaced.
+
+    Example:
+
+    >>> with new_folder("letters") as fresh:
+    ...     _ = (fresh / "morning.txt").write_text("Good morning.")
+    """
+    target = pathlib.Path(os.path.realpath(folder))
+    fresh, old = partial_path(target), beside(partial_path(target), ".replaced")
+    try:
+        has_files = os.path.lexists(target) and bool(os.listdir(target))
+        if has_files and not (may_replace is not None and may_replace(target)):
+            raise InputError(f"{folder}: is not empty: give another folder, or --overwrite it")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        yield fresh
+        for path in (*fresh.rglob("*"), fresh):
+            _sync(path)
+        if has_files:
+            os.rename(target, old)
+        os.rename(fresh, target)  # an empty folder is replaced
+        _sync(target.parent)
+    except OSError as error:
+        if not os.path.lexists(target) and old.is_dir():
+            os.rename(old, target)
+        raise InputError(
+            f"{folder}: cannot be written ({error.strerror}): make room, or give a place that you "
+            "may write to"
+        ) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:

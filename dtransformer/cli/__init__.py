@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dtransformer.cli.options import Parser, number, option_of
+from dtransformer.cli.options import Parser, option_of
+from dtransformer.cli.prepare import add_options, prepare
 from dtransformer.errors import InputError, one_line
 from dtransformer.version import __version__
 
@@ -24,26 +25,7 @@ def _parser():
     parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    prepare = commands.add_parser("prepare", help="write the files that training reads")
-    source = prepare.add_mutually_exclusive_group(required=True)
-    source.add_argument("--source", help="a folder or tar archive with WMT14's newstest2014 files")
-    source.add_argument(
-        "--download", action="store_true", help="download the official archive, and check it"
-    )
-    source.add_argument(
-        "--embedded", action="store_true", help="generate the embedded English-French corpus"
-    )
-    prepare.add_argument("--out", required=True, help="the folder to write")
-    prepare.add_argument(
-        "--seed", type=number(0, 2**31 - 1), default=0, help="of the embedded corpus"
-    )
-    prepare.add_argument(
-        "--num-train", type=number(0, 200_000), default=30_000,
-        help="training pairs of the embedded corpus",
-    )  # fmt: skip
-    prepare.add_argument(
-        "--overwrite", action="store_true", help="replace files that are there with other content"
-    )
+    add_options(commands.add_parser("prepare", help="write the files that training reads"))
 
     train = commands.add_parser("train", help="train a translation model")
     train.add_argument("--config", required=True, help="a YAML file")
@@ -99,24 +81,6 @@ def _parser():
     return parser
 
 
-def _prepare(arguments):
-    out, overwrite = arguments.out, arguments.overwrite
-    if arguments.embedded:
-        from dtransformer.datasets.embedded import write_corpus
-
-        numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
-        paths = write_corpus(out, **numbers, overwrite=overwrite).values()
-    else:
-        from dtransformer.datasets import wmt14
-
-        source = (
-            wmt14.download(out, overwrite=overwrite) if arguments.download else arguments.source
-        )
-        paths = wmt14.prepare(source, out, overwrite)
-    for path in paths:
-        print(path)
-
-
 def _doctor(arguments):
     if not arguments.install_horovod:
         from dtransformer.cli.doctor import doctor
@@ -133,7 +97,7 @@ def _doctor(arguments):
 
 def _run(arguments):
     if arguments.command == "prepare":
-        return _prepare(arguments)
+        return prepare(arguments)
     if arguments.command == "doctor":
         return _doctor(arguments)
     if arguments.command == "train":

@@ -10,7 +10,10 @@ import sys
 from dtransformer.cli.install_horovod import COMMAND, built_with, compiler
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
-_OPTIONAL = {"matplotlib": "pictures: pip install 'dtransformer[plot]'"}
+_OPTIONAL = {
+    "matplotlib": "pictures: pip install 'dtransformer[plot]'",
+    "pyarrow": "Arrow and Parquet files: pip install 'dtransformer[arrow]'",
+}
 
 
 def examine():

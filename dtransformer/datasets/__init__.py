@@ -1,28 +1,40 @@
-"""Sentence pairs, from files to batches.
+"""Sentence pairs and documents, from files to batches.
 
-Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the sample's,
-`embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`), `wmt14_examples`.
-Batches: `batching` (on `batch_plan` and `padding`), `synthetic`.
+Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the
+sample's, `embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`),
+`wmt14_examples`. Batches: `batching` (on `batch_plan`, `padding` and `packing`), `synthetic`.
+
+Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
+(on `shard_files` and `shard_manifest`), `token_shards` reads them. Batches: `language_model` (on
+`token_stream`), by `indexed_batches` (on `permutation`); where a run stands, `epochs` says for all.
 """
 
 from dtransformer.datasets.batch_plan import plan_batches
 from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.documents import read_documents
+from dtransformer.datasets.language_model import LanguageModelBatches
 from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs, write_sgm
+from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.synthetic import random_translation_batches
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv
+from dtransformer.datasets.token_shards import TokenShards
 
 __all__ = [
+    "LanguageModelBatches",
     "SubwordTokenizer",
+    "TokenShards",
     "TranslationBatches",
     "clean_pairs",
     "plan_batches",
     "random_translation_batches",
+    "read_documents",
     "read_lines",
     "read_pairs",
     "read_sgm",
     "read_sgm_pairs",
     "read_tsv",
     "write_sgm",
+    "write_token_shards",
 ]
 
 

@@ -1,12 +1,13 @@
 """Batches of sentence pairs for `Trainer.fit`: a plan of each epoch, and a thin tf.data pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
+from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.packing import (
     END_OF_ROW,
     PackedPlan,
@@ -21,7 +22,7 @@ from dtransformer.inputs.autotuning import without_autotuning
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 
 
-class TranslationBatches:
+class TranslationBatches(Epochs):
     """Batches of sentence pairs for `Trainer.fit`.
 
     Each epoch has an order of its own, chosen by `set_epoch` before it begins (as
@@ -109,11 +110,7 @@ class TranslationBatches:
         ):
             if value < 1:
                 raise InputError(f"{name}={value} has to be at least 1")
-        if not 0 <= shard_index < num_shards:
-            raise InputError(
-                f"shard_index={shard_index} is not one of {num_shards} shards: give 0 to "
-                f"{num_shards - 1}"
-            )
+        check_shard(shard_index, num_shards)
         self._ids = _as_ragged(source_ids), _as_ragged(target_ids)
         lengths = [np.diff(ids.row_splits.numpy()) for ids in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
@@ -122,7 +119,6 @@ class TranslationBatches:
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
         self._shard = shard_index, num_shards
-        self._epoch, self._first_batch, self._seed = 0, 0, seed
         special = {"pad_id": pad_id, "start_id": start_id, "end_id": end_id}
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
@@ -145,72 +141,14 @@ class TranslationBatches:
             own += -own % pad_rows_to_multiple_of
             self._layout = PackedRows(packed_length, max_length, own, **special)
         first_epoch = self._plan(0)
-        self._num_batches = len(first_epoch)
+        super().__init__(len(first_epoch), seed)
         longest = lambda batch: packed_length or int(self._lengths[batch].max())
         self.max_tokens = max((len(batch) * longest(batch) for batch in first_epoch), default=0)
-        if not self._num_batches:
+        if not first_epoch:
             raise InputError(
                 f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "
                 "more pairs, smaller batches or fewer ranks"
             )
-
-    def __len__(self) -> int:
-        """The number of batches of a full epoch, the same on every rank."""
-        return self._num_batches
-
-    def set_epoch(self, epoch: int, start: int | None = None) -> None:
-        """Choose the epoch that the next iteration goes through, and its first batch.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            start: the batch to begin with. By default 0; or, where this epoch is already
-                chosen, what was chosen with it, so that `Trainer.fit` keeps the position
-                that `restore` has set.
-
-        Raises:
-            InputError: there is no such batch.
-        """
-        if start is None:
-            start = self._first_batch if epoch == self._epoch else 0
-        if epoch < 0 or not 0 <= start <= len(self):
-            raise InputError(
-                f"epoch {epoch}, batch {start} is no position in epochs of {len(self)} batches: "
-                "restore with the data and options that the run began with"
-            )
-        self._epoch, self._first_batch = int(epoch), int(start)
-
-    def position(self, batches_done: int = 0) -> dict[str, int]:
-        """Return where training stands, to go on from there with `restore`.
-
-        Args:
-            batches_done: number of batches that were trained on since the iteration began. (The
-                pipeline itself cannot tell: it is always some batches ahead.)
-
-        Returns:
-            The `epoch` and `batch` that come next, `num_batches` and `seed`.
-        """
-        epoch, batch = self._epoch, self._first_batch + int(batches_done)
-        if batch >= len(self):
-            epoch, batch = epoch + batch // len(self), batch % len(self)
-        return {"epoch": epoch, "batch": batch, "num_batches": len(self), "seed": self._seed}
-
-    def restore(self, position: Mapping[str, int]) -> None:
-        """Go to a position: the next iteration begins with its batch.
-
-        Args:
-            position: what `position` returned.
-
-        Raises:
-            InputError: the position is of other data or options, so that the batches that
-                remain would be others.
-        """
-        for name, own in (("num_batches", len(self)), ("seed", self._seed)):
-            if position.get(name, own) != own:
-                raise InputError(
-                    f"the saved position has {name}={position[name]}, this data has {own}: "
-                    "resume with the data, seed and batch size that the run began with"
-                )
-        self.set_epoch(position["epoch"], position["batch"])
 
     def plan(self) -> list[np.ndarray]:
         """Return the epoch's remaining batches: the numbers of this rank's sentences in each.

@@ -20,13 +20,13 @@ def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
     return parse_json(read_bytes(path, limit), path, limit)
 
 
-def parse_json(data: bytes, name: FilePath, limit: int = MAX_BYTES) -> object:
+def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> object:
     """Return the content of a JSON text.
 
     Args:
-        data: the text, UTF-8.
+        data: the text, or its bytes in UTF-8.
         name: where it comes from, for messages.
-        limit: the most bytes that it may have.
+        limit: the most bytes, or characters, that it may have.
 
     Raises:
         InputError: it is too large, too deep or no JSON, a key is there twice, or a number is not
@@ -41,7 +41,7 @@ def parse_json(data: bytes, name: FilePath, limit: int = MAX_BYTES) -> object:
         raise InputError(f"{name} is damaged: more than {limit:,} bytes of JSON")
     try:
         value = json.loads(
-            decode(data, name),
+            decode(data, name) if isinstance(data, bytes) else data,
             object_pairs_hook=_object,
             parse_constant=_not_finite,
             parse_int=_integer,

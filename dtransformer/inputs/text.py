@@ -1,13 +1,18 @@
 r"""Bytes to lines of text."""
 
+import itertools
+import sys
+from collections.abc import Iterator
+
 from dtransformer.errors import InputError
 from dtransformer.inputs.archives import unpacked
-from dtransformer.inputs.files import opened, read_limited
+from dtransformer.inputs.files import MEBIBYTE, opened, read_limited
 from dtransformer.inputs.machine import free_memory
 from dtransformer.inputs.paths import FilePath
 
 WHITE_SPACE = " \t\v\f\r\n"  # what separates words; a no-break space is text
 MAX_LINE = 2**17  # bytes: no sentence is as long, and a tokenizer takes a line at a time
+MAX_DOCUMENT = 64 * MEBIBYTE  # bytes
 _BYTES_OF_A_LINE = 120  # that Python takes for a short one
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -26,24 +31,62 @@ def read_text_lines(path: FilePath) -> list[str]:
     return decode_lines(data, path)
 
 
-def decode(data: bytes, path: FilePath) -> str:
-    """Return the text of UTF-8 bytes; a byte order mark is dropped.
+def iterate_lines(path: FilePath, limit: int = MAX_DOCUMENT) -> Iterator[tuple[int, str]]:
+    """Return the lines of a file of any size with their numbers, from 1, read block by block.
+
+    Lines end at `\\n` and `\\r\\n` only, as those of `decode_lines`.
+
+    Args:
+        path: a file of UTF-8 text, unpacked where its name ends in `.gz`.
+        limit: the most bytes that a line may have.
+
+    Raises:
+        InputError: the file is missing, damaged or not UTF-8, or has too long a line; says the line.
+    """
+    with opened(path) as file:
+        if str(path).endswith(".gz"):
+            blocks = unpacked(file, path, limit=sys.maxsize)
+        else:
+            blocks = iter(lambda: file.read(MEBIBYTE), b"")
+        number, rest = 1, bytearray()
+        for block in itertools.chain(blocks, [None]):
+            rest += block or b""
+            end = len(rest) if block is None else rest.rfind(b"\n", len(rest) - len(block)) + 1
+            if len(rest) - end > limit:
+                earlier = rest.count(b"\n", 0, end)
+                raise InputError(
+                    f"{path}, line {number + earlier} has more than the "
+                    f"{limit:,} bytes that a document may have: divide it"
+                )
+            lines = decode(bytes(rest[:end]), path, number).split("\n")
+            del rest[:end]
+            if lines[-1] == "":  # what follows the last line end is no line
+                lines.pop()
+            for line in lines:
+                yield number, line.removesuffix("\r")
+                number += 1
+
+
+def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
+    """Return the text of UTF-8 bytes; a byte order mark at a file's beginning is dropped.
 
     Args:
         data: the bytes.
         path: where they come from, for messages.
+        first_line: number of the line that they begin with.
 
     Raises:
         InputError: the bytes are not UTF-8 text; says the line and the byte.
     """
-    data = data.removeprefix(_BYTE_ORDER_MARK)
+    if first_line == 1:
+        data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         text, start, why = data.decode("utf-8"), data.find(b"\0"), "text has none; is it UTF-16?"
     except UnicodeDecodeError as error:
         start, why = error.start, error.reason
     if start < 0:
         return text
-    number = data.count(b"\n", 0, start) + 1
+    number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
     raise InputError(
         f"{path}, line {number}: byte 0x{data[start]:02x} at column {column} is not "

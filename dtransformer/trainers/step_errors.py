@@ -9,10 +9,13 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from dtransformer.errors import InputError
+
 # As an operation of a graph tells it, or one that is run by itself.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+_REFUSED = re.compile(r"InputError: ([^\n]*)")
 _WITHOUT_RULE = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
 
 
@@ -44,11 +47,14 @@ def told_in_one_line() -> Iterator[None]:
     After an error of an operation on a mesh TensorFlow computes nothing more on it in this process.
 
     Raises:
+        InputError: what reads the data refuses them.
         ValueError: labels or ids are out of range, or the mesh cannot compute an operation.
     """
     try:
         yield
     except tf.errors.OpError as error:
+        if refused := _REFUSED.search(error.message):  # by what reads the data
+            raise InputError(refused[1]) from None
         told = _told(error.message)
         if told is None and isinstance(error, tf.errors.CancelledError):
             told = "another device of the mesh failed: an id that is in no table, most often"

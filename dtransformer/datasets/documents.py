@@ -1,0 +1,135 @@
+"""Documents from files of any size and number, one after the other."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dtransformer.datasets.text import read_lines
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_columns
+from dtransformer.inputs.json_file import parse_json
+from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, iterate_lines
+
+Document = str | Sequence[str]
+BOUNDARIES = "blank_line", "line", "file"
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_SGM = (".sgm", ".sgm.gz")
+
+
+def read_documents(
+    paths: Iterable[FilePath],
+    *,
+    field: str | Sequence[str] = "text",
+    boundary: str = "blank_line",
+    sentences: bool = False,
+) -> Iterator[Document]:
+    """Read documents from files, one at a time: of no file more than a document is held.
+
+    What a file is its name tells: JSON lines (`.jsonl`, `.ndjson`), Arrow (`.arrow`, `.feather`,
+    `.ipc`) and Parquet (`.parquet`), which need pyarrow, SGM (`.sgm`), and else UTF-8 text. Text and
+    JSON lines are unpacked first where the name ends in `.gz`.
+
+    Args:
+        paths: the files, in the order in which they are read.
+        field: the key, or the column, that the text of a document is in. Or several, for documents
+            of several parts, such as `["prompt", "answer"]`.
+        boundary: what ends a document of a text file: `"blank_line"`, `"line"` or `"file"`.
+        sentences: whether the lines of a document are its parts, as next-sentence prediction needs
+            them; blank ones are left out.
+
+    Returns:
+        An iterator of texts; or, where documents have parts, of lists of texts.
+
+    Raises:
+        InputError: a file is missing, damaged or too large a document; or several fields are asked
+            for of a text file, or together with `sentences`. Says the line or row.
+
+    Example:
+
+    >>> import pathlib
+    >>> _ = pathlib.Path("two.txt").write_text("One.\\nTwo.\\n\\nThree.\\n")
+    >>> list(read_documents(["two.txt"], sentences=True))
+    [['One.', 'Two.'], ['Three.']]
+    """
+    if boundary not in BOUNDARIES:
+        raise InputError(f"boundary is {boundary!r}, expected one of {', '.join(BOUNDARIES)}")
+    fields = [field] if isinstance(field, str) else list(field)
+    if sentences and len(fields) > 1:
+        raise InputError(f"{len(fields)} fields and sentences: documents have parts of one kind")
+    for path in paths:
+        for document in _documents_of(path, fields, boundary):
+            if sentences:
+                yield [line for line in document.split("\n") if line.strip(WHITE_SPACE)]
+            else:
+                yield document
+
+
+def _documents_of(path, fields, boundary):
+    name = str(path).lower()
+    if name.endswith(_JSON_LINES):
+        return _json_lines(path, fields)
+    if name.endswith((*PARQUET, *ARROW)):
+        return _rows(path, fields)
+    if len(fields) > 1:
+        raise InputError(
+            f"{path} is read as text, which has no fields {', '.join(fields)}: give .jsonl, .arrow "
+            "or .parquet files"
+        )
+    return _texts(path, boundary)
+
+
+def _texts(path, boundary):
+    """Yield the documents of a file of text."""
+    if str(path).lower().endswith(_SGM):
+        lines = enumerate(read_lines(path), start=1)
+    else:
+        lines = iterate_lines(path)
+    held, size = [], 0
+    for number, line in lines:
+        if boundary == "line":
+            yield line
+            continue
+        if boundary == "blank_line" and not line.strip(WHITE_SPACE):
+            if held:
+                yield "\n".join(held)
+            held, size = [], 0
+            continue
+        held.append(line)
+        size += len(line)
+        if size > MAX_DOCUMENT:
+            raise InputError(
+                f"{path}, line {number}: a document that ends at a {boundary.replace('_', ' ')} has "
+                f"more than {MAX_DOCUMENT:,} characters: let each line be one (--documents line)"
+            )
+    if held:
+        yield "\n".join(held)
+
+
+def _json_lines(path, fields):
+    """Yield the documents of a file with a JSON object on each line."""
+    for number, line in iterate_lines(path):
+        if not line.strip(WHITE_SPACE):
+            continue
+        place = f"{path}, line {number}"
+        value = parse_json(line, place, MAX_DOCUMENT)
+        if not isinstance(value, dict):
+            raise InputError(f"{place}: expected an object with keys, got {shown(value)}")
+        for name in fields:
+            if name not in value:
+                known = shown(", ".join(value), 100)
+                raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
+        yield _document([value[name] for name in fields], fields, place)
+
+
+def _rows(path, fields):
+    """Yield the documents of a file of columns."""
+    for number, row in iterate_columns(path, fields):
+        yield _document(row, fields, f"{path}, row {number}")
+
+
+def _document(values, fields, place):
+    """Return a document of the values of its fields; null is no text."""
+    for name, value in zip(fields, values):
+        if not isinstance(value, str | None):
+            raise InputError(f"{place}: {shown(name)} is {shown(value)}, expected a text")
+    texts = [value or "" for value in values]
+    return texts[0] if len(texts) == 1 else texts

@@ -1,0 +1,126 @@
+"""Batches of rows that are made when they are read, each by its number alone."""
+
+import abc
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.datasets.epochs import Epochs, check_shard
+from dtransformer.datasets.permutation import permuted
+from dtransformer.errors import InputError
+from dtransformer.inputs.autotuning import without_autotuning
+
+Example = tuple[dict[str, np.ndarray], np.ndarray | dict[str, np.ndarray]]
+IGNORED = -100  # a label that no loss counts
+
+
+class IndexedBatches(Epochs, abc.ABC):
+    """Batches of one shape for `Trainer.fit`, of rows that a subclass makes by their numbers.
+
+    An epoch's order is a permutation that needs no memory; a batch is made of its number, seed
+    and epoch. So every rank knows its rows of each global batch, and an epoch can begin anywhere.
+
+    Args:
+        num_rows: number of rows of an epoch.
+        batch_size: number of rows of a global batch.
+        shuffle: whether each epoch is shuffled.
+        seed: what the shuffling, and all else that is drawn, depends on, besides the epoch.
+        shard_index, num_shards: this rank's share of each global batch: rows
+            shard_index, shard_index + num_shards, …
+        pad_rows_to_multiple_of: empty rows are added to this rank's rows of a batch until their
+            number is a multiple of this; a pipeline's micro-batches need it.
+        drop_remainder: whether the rows that fill no batch are left out; else empty ones fill it.
+        what: what the rows are made of, for messages.
+        **same: what else has to be the same when a run goes on; see `Epochs`.
+
+    Raises:
+        InputError: the batch size or a multiple is less than 1 or than the number of ranks, or no
+            batch can be made.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        shard_index: int,
+        num_shards: int,
+        pad_rows_to_multiple_of: int,
+        drop_remainder: bool,
+        what: str,
+        **same: object,
+    ):
+        check_shard(shard_index, num_shards)
+        if batch_size < num_shards:
+            raise InputError(
+                f"batch_size={batch_size} is less than the {num_shards} data ranks that share a "
+                f"batch: give at least {num_shards}"
+            )
+        if pad_rows_to_multiple_of < 1:
+            raise InputError(
+                f"pad_rows_to_multiple_of={pad_rows_to_multiple_of} has to be at least 1"
+            )
+        num_batches = num_rows // batch_size if drop_remainder else -(-num_rows // batch_size)
+        if not num_batches:
+            raise InputError(
+                f"{what} make {num_rows} rows, which fill no batch of {batch_size}: give more text, "
+                "shorter rows or smaller batches"
+            )
+        super().__init__(num_batches, seed, batch_size=batch_size, **same)
+        self.num_rows, self.batch_size = num_rows, batch_size
+        self._shuffle, self._shard = shuffle, (shard_index, num_shards)
+        own = -(-batch_size // num_shards)
+        self._own_rows = own + -own % pad_rows_to_multiple_of
+
+    @abc.abstractmethod
+    def row(self, epoch: int, number: int) -> Example:
+        """Return the inputs and labels of a row, arrays without the batch's dimension."""
+
+    @abc.abstractmethod
+    def empty_row(self) -> Example:
+        """Return a row in which nothing counts."""
+
+    def rows(self, epoch: int, batch: int) -> np.ndarray:
+        """Return the numbers of this rank's rows of a batch, int64 [n]."""
+        index, count = self._shard
+        places = np.arange(
+            batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows)
+        )
+        places = places[index::count]
+        return permuted(places, self.num_rows, [self._seed, epoch]) if self._shuffle else places
+
+    def batch(self, epoch: int, batch: int) -> Example:
+        """Return this rank's rows of a batch of an epoch."""
+        rows = [self.row(epoch, int(number)) for number in self.rows(epoch, batch)]
+        rows += [self.empty_row()] * (self._own_rows - len(rows))
+        return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
+
+    def as_dataset(self) -> tf.data.Dataset:
+        """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
+
+        Its `cardinality()` is that of a full epoch. An epoch that begins in its middle has
+        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
+        """
+        empty = self.empty_row()
+        flat = tf.nest.flatten(empty)
+        shapes = [(self._own_rows, *np.shape(array)) for array in flat]
+
+        def numbers_of_batches(_):
+            begin = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
+            epoch, first = tf.numpy_function(begin, [], [tf.int64, tf.int64])
+            numbers = tf.data.Dataset.range(tf.reshape(first, []), len(self))
+            return numbers.map(lambda number: (tf.reshape(epoch, []), number))
+
+        def batch_of(epoch, number):
+            make = lambda epoch, number: tf.nest.flatten(self.batch(int(epoch), int(number)))
+            arrays = tf.numpy_function(make, [epoch, number], [array.dtype for array in flat])
+            arrays = [tf.ensure_shape(array, shape) for array, shape in zip(arrays, shapes)]
+            return tf.nest.pack_sequence_as(empty, arrays)
+
+        dataset = tf.data.Dataset.range(1).flat_map(numbers_of_batches)
+        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
+        return _compat.with_cardinality(dataset, len(self))

@@ -1,0 +1,169 @@
+"""`shards.json`: what a folder of token shards holds, and the checksums of its files."""
+
+import hashlib
+import json
+import pathlib
+import typing
+from typing import Annotated, Literal
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from dtransformer.errors import InputError
+from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.files import MEBIBYTE, opened
+from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.manifest import Count, FileName
+from dtransformer.inputs.paths import FilePath, check_path, inside
+
+MANIFEST, TOKENIZER = "shards.json", "tokenizer"
+KINDS = "tokens", "documents", "parts"
+FORMAT, VERSION = "dtransformer.TokenShards", 1
+_MAX_BYTES = 64 * MEBIBYTE
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _File(pydantic.BaseModel):
+    """A file of the folder."""
+
+    model_config = STRICT
+    bytes: Count
+    sha256: _Digest
+
+
+class _Shard(pydantic.BaseModel):
+    """The numbers of what a shard holds."""
+
+    model_config = STRICT
+    tokens: Annotated[int, Field(ge=1, lt=2**53)]
+    documents: Annotated[int, Field(ge=1, lt=2**53)]
+    parts: Count | None
+
+
+class Manifest(pydantic.BaseModel):
+    """What `shards.json` holds."""
+
+    model_config = STRICT
+    format: Literal[FORMAT]
+    version: Literal[VERSION]
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(ge=1, lt=2**31)]
+    special_ids: dict[str, _Id]
+    tokenizer: _Digest
+    left_out: Count
+    shards: Annotated[list[_Shard], Field(min_length=1, max_length=10**5)]
+    files: dict[FileName, _File]
+
+    @pydantic.model_validator(mode="after")
+    def _names_all_files(self):
+        expected = set()
+        for number, shard in enumerate(self.shards):
+            kinds = KINDS if shard.parts is not None else KINDS[:2]
+            expected |= {shard_file(number, kind) for kind in kinds}
+        if expected - self.files.keys():
+            raise ValueError(f"expected {min(expected - self.files.keys())} among the files")
+        return self
+
+
+class Shard(typing.NamedTuple):
+    """The arrays of a shard.
+
+    Args:
+        tokens: uint [T], of all documents, one after the other.
+        documents: int64 [D + 1]: document d is `tokens[documents[d]:documents[d + 1]]`.
+        parts: int64 [P + 1], the same of parts; None where documents have none.
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    parts: np.ndarray | None
+
+
+def shard_file(number: int, kind: str) -> str:
+    """Return the name of a file of a shard.
+
+    Example:
+
+    >>> shard_file(3, "tokens")
+    'shard-00003.tokens.npy'
+    """
+    return f"shard-{number:05d}.{kind}.npy"
+
+
+def read_manifest(folder: FilePath) -> dict:
+    """Return what the manifest of a folder says.
+
+    Raises:
+        InputError: the folder holds no token shards, or its manifest is damaged.
+    """
+    path = check_path(folder) / MANIFEST
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: holds no token shards ({MANIFEST} is missing): write them with 'dtransformer "
+            "prepare --lm'"
+        )
+    return typed(read_json(path, _MAX_BYTES), Manifest, path)
+
+
+def write_manifest(folder: pathlib.Path, manifest: dict) -> None:
+    """Write the manifest of a folder, with the sizes and checksums of all files that are there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": file_digest(path),
+        }
+        for path in paths
+    }
+    text = json.dumps({"format": FORMAT, "version": VERSION, **manifest, "files": files}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def file_digest(path: FilePath) -> str:
+    """Return the SHA-256 of a file."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(manifest: dict) -> str:
+    """Return 16 hexadecimal digits that other tokens, or another tokenizer, would change."""
+    text = json.dumps(manifest, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
+    """Return the arrays of a shard, which are read from its files where they are used.
+
+    Raises:
+        InputError: a file is missing, or is not as the manifest says.
+    """
+    says, dtype = manifest["shards"][number], manifest["dtype"]
+    lengths = {"tokens": says["tokens"], "documents": says["documents"] + 1}
+    if says["parts"] is not None:
+        lengths["parts"] = says["parts"] + 1
+    arrays = {}
+    for kind, length in lengths.items():
+        path = inside(folder, shard_file(number, kind))
+        array = _mapped(path)
+        if array.dtype != (dtype if kind == "tokens" else "int64") or array.shape != (length,):
+            raise InputError(
+                f"{path} holds {array.dtype.name} {list(array.shape)}, expected {length} numbers as "
+                f"{MANIFEST} says: copy the folder again"
+            )
+        if kind != "tokens" and (array[0] != 0 or array[-1] != says["tokens"]):
+            raise InputError(f"{path} is damaged: it does not end with its tokens: copy it again")
+        arrays[kind] = array
+    return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))
+
+
+def _mapped(path):
+    try:
+        with opened(path):  # says why it cannot be
+            # A plain array over the mapping: NumPy's memmap is slow to take small parts of.
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, EOFError, SyntaxError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is damaged, or no array of NumPy's: copy it again") from None

@@ -1,0 +1,35 @@
+"""Promise: a language model trained on token shards has one process' losses, and goes on bit by bit."""
+
+import numpy as np
+import pytest
+
+from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks.language_model import STOP
+from tests.shared_runs import each
+
+TASK = "tests.distributed.tasks.language_model:train"
+QUICK = [f"{TASK}/{layout}" for layout in ("dp2@2x1",)]
+LONG = [f"{TASK}/{layout}" for layout in ("dp2mp2@2x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")]
+ALONE = f"{TASK}/alone@1x1"
+each_run = each([*QUICK, *LONG], LONG, lambda run: [ALONE])
+
+
+@each_run
+def test_losses_are_those_of_one_process(run, ranks_of):
+    (expected,) = ranks_of(ALONE)
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
+
+
+@each_run
+def test_a_run_goes_on_from_any_step_bit_by_bit(run, ranks_of):
+    for rank in (*ranks_of(run), *ranks_of(ALONE)):
+        np.testing.assert_array_equal(rank["resumed"], rank["losses"][STOP:])
+        assert rank["same_weights"]
+
+
+@pytest.mark.runs(ALONE)
+def test_it_learns(ranks_of):
+    losses = ranks_of(ALONE)[0]["losses"]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
