@@ -103,7 +103,20 @@ def _searches(model, inputs):
         generate = functools.partial(model.generate, inputs, max_new_tokens=8)
     else:
         generate = functools.partial(model.generate, inputs["source"], max_length=8)
-    return {"greedy": generate().numpy(), "beam": generate(beam_size=3).numpy()}
+    told = {}
+    tell = lambda number, ids: told.setdefault(number, []).extend(ids)
+    drawn = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
+    ruled = {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    found = {
+        "greedy": generate(),
+        "beam": generate(beam_size=3, num_return_sequences=2),
+        "drawn": generate(num_return_sequences=2, **drawn),
+        "ruled": generate(on_tokens=tell, **ruled),
+    }
+    for number, ids in enumerate(found["ruled"].numpy()):  # what was told is what was found
+        assert told[number] == ids[: len(told[number])].tolist()
+        assert not ids[len(told[number]) :].any()
+    return {name: ids.numpy() for name, ids in found.items()}
 
 
 def weights_file(folder, network, layout):

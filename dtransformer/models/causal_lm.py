@@ -11,10 +11,10 @@ from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
-from dtransformer.models.continuation import Continuation, SpecialIds, as_prompts, without_padding
+from dtransformer.models.continuation import Continuation, as_prompts
+from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.generator import Generator, OnTokens
 from dtransformer.models.one_stack import OneStackModel, tokens_of
-from dtransformer.models.search import check_options, make_search
-from dtransformer.parallel import decoding
 
 _POSITIONS = "learned", "sinusoidal", "rotary"
 
@@ -151,7 +151,9 @@ class CausalLM(OneStackModel):
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
-        self._generate_functions = {}
+        # DTensor does not compile the loop of a cache with a prefix.
+        never = (pad_id,)
+        self._generator = Generator(self, Continuation, never, loops_on_mesh=False)
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
@@ -217,45 +219,38 @@ class CausalLM(OneStackModel):
         self,
         prompts: tf.Tensor | list[list[int]],
         max_new_tokens: int = 64,
-        beam_size: int = 1,
-        length_penalty: float = 0.6,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        seed: int = 0,
+        on_tokens: OnTokens | None = None,
+        **options,
     ) -> tf.Tensor:
         """Continue texts, by greedy or beam search, or by sampling.
 
         Args:
             prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids.
             max_new_tokens: most tokens of a continuation, the end token included.
-            beam_size: number of hypotheses kept; 1 is greedy search.
-            length_penalty: exponent α of the length penalty of beam search (Wu et al., 2016,
-                arXiv 1609.08144, §7).
-            temperature: above 0, draw each token from the softmax of the logits divided by it.
-            top_k: draw from the k most likely tokens only; 0 for all.
-            seed: int, for drawing.
+            on_tokens: called as `on_tokens(number, ids)` as soon as the text of a number has got
+                other ids, its end token included; not where there are beams. On one device a token
+                then costs a call from TensorFlow to Python more, some 50 µs; elsewhere nothing, as
+                each token is a call of its own anyway. Every rank calls its own.
+            **options: those of `GenerationOptions`, by their names; greedy search by default.
 
         Returns:
-            An int32 tensor [b, t ≤ max_new_tokens]: what comes after the prompts, with end tokens,
-            padded with `pad_id`; with `end_id` where there is none.
+            An int32 tensor [b·n, t ≤ max_new_tokens] of n = `num_return_sequences` continuations of
+            each prompt, one after the other, with end tokens, padded with `pad_id`; with an end
+            token where there is none.
 
         Raises:
+            TypeError: there is no such option.
             ValueError: an option is out of range, a prompt is empty, beams are asked for together
-                with a temperature, or there are not enough learned positions.
+                with a temperature or `on_tokens`, or there are not enough learned positions.
         """
         check_size("max_new_tokens", max_new_tokens)
-        check_options(beam_size, length_penalty, None, temperature, top_k, seed)
+        options = GenerationOptions.of(**options)
         self.build()
-        source, ids = as_prompts(prompts, self.vocab_size, self.pad_id), SpecialIds.of(self)
+        source = as_prompts(prompts, self.vocab_size, self.pad_id)
         needed = source.shape[1] + max_new_tokens - 1
         if self.arguments["positions"] == "learned" and needed > self.arguments["max_length"]:
             raise ValueError(
                 f"{needed} positions are asked for, but the learned positions end at "
                 f"max_length={self.arguments['max_length']}"
             )
-        options = (beam_size, length_penalty, temperature, top_k)
-        if options not in self._generate_functions:
-            make = lambda *args: Continuation(self, make_search(ids, *args, *options))
-            self._generate_functions[options] = decoding.compiled(self, make, loops_on_mesh=False)
-        found = self._generate_functions[options](tf.constant(source), max_new_tokens, seed)
-        return without_padding(found, ids)
+        return self._generator(tf.constant(source), max_new_tokens, options, on_tokens)

@@ -1,40 +1,14 @@
 """What a language model computes for a search that continues texts."""
 
-import dataclasses
-
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.models.generation import taken_entries
-from dtransformer.models.search import NEVER
+from dtransformer.models.logits_rules import NO_TOKEN
 from dtransformer.parallel import cache as kv_cache
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.decoding import Search
 from dtransformer.parallel.shapes import static_or_dynamic_shape
-
-NO_TOKEN = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class SpecialIds:
-    """What a search knows of a vocabulary.
-
-    Args:
-        vocab_size: number V of entries.
-        pad_id: what results are padded with.
-        end_id: the token that ends a text; `NO_TOKEN` where none does.
-    """
-
-    vocab_size: int
-    pad_id: int
-    end_id: int
-
-    @classmethod
-    def of(cls, model) -> "SpecialIds":
-        """Return those of a `CausalLM`: its ends pad where it has no padding, as 0 where none."""
-        end_id = NO_TOKEN if model.end_id is None else model.end_id
-        pad_id = max(end_id, 0) if model.pad_id is None else model.pad_id
-        return cls(model.vocab_size, pad_id, end_id)
 
 
 class Continuation:
@@ -52,9 +26,9 @@ class Continuation:
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
-    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the last tokens of the texts, int32 [b]."""
-        return source[:, -1]
+    def texts(self, source: tf.Tensor) -> tf.Tensor:
+        """Return the texts themselves, int32 [b, s]."""
+        return source
 
     def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
         """Return where there is a token before the last: bool [b, p]."""
@@ -88,10 +62,7 @@ class Continuation:
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after.
-
-        Padding is never next, unless it is the end too.
-        """
+        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
         position = state["position"]
@@ -100,10 +71,7 @@ class Continuation:
         mask, memory_mask = self._in_window(cache, mask, memory_mask, position)
         x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
-        logits = tf.cast(logits, "float32")
-        if model.pad_id not in (None, model.end_id):
-            logits = tf.where(tf.range(model.vocab_size) == model.pad_id, NEVER, logits)
-        return logits, {"blocks": blocks, "entries": entries}
+        return tf.cast(logits, "float32"), {"blocks": blocks, "entries": entries}
 
     def _in_window(self, cache, mask, memory_mask, position):
         """Return the masks without what lies before the window of a token at a position."""
@@ -157,13 +125,3 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None) -> np.ndarray:
     longest = max(map(len, rows))
     aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
     return np.array(aligned, "int32")
-
-
-def without_padding(found: tf.Tensor, ids: SpecialIds) -> tf.Tensor:
-    """Return results [b, max_length] without the columns that are padding alone."""
-    if ids.end_id == NO_TOKEN:
-        return found
-    columns = np.nonzero(np.any(np.asarray(found) != ids.pad_id, axis=0))[0]
-    length = np.max(columns, initial=-1) + 1
-    is_end_too = ids.pad_id == ids.end_id and length < found.shape[1]
-    return found[:, : int(length + is_end_too)]

@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from dtransformer.models.search import NEVER
 from dtransformer.parallel import cache as kv_cache
 from dtransformer.parallel.decoding import Search
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -24,9 +23,9 @@ class Generation:
     def __init__(self, model, search: Search):
         self.search, self._model = search, model
 
-    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the tokens that translations begin after, int32 [b]."""
-        return tf.fill(static_or_dynamic_shape(source)[:1], self._model.start_id)
+    def texts(self, source: tf.Tensor) -> tf.Tensor:
+        """Return what translations begin with, the start tokens: int32 [b, 1]."""
+        return tf.fill([static_or_dynamic_shape(source)[0], 1], self._model.start_id)
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None) -> dict:
         """Return the cache of source ids [b, s]: the decoder's, and what `search` tells of it."""
@@ -57,16 +56,10 @@ class Generation:
     def next_logits(
         self, state: dict, cache: dict, memory_mask: tf.Tensor
     ) -> tuple[tf.Tensor, dict]:
-        """Return the logits [r, V] of the next tokens, and the cache for the ones after.
-
-        Padding and start tokens are never next, unless they are the end too.
-        """
+        """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
         logits, blocks = model.decode_step(
             state["last"], state["position"], cache["blocks"], memory_mask, mask
         )
-        vocabulary = tf.range(model.vocab_size)
-        is_never = (vocabulary == model.pad_id) | (vocabulary == model.start_id)
-        is_never &= vocabulary != model.end_id
-        return tf.where(is_never, NEVER, logits), {"blocks": blocks, "entries": entries}
+        return logits, {"blocks": blocks, "entries": entries}

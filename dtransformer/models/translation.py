@@ -11,8 +11,8 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, completed, first_given
 from dtransformer.models.generation import Generation
-from dtransformer.models.search import check_options, make_search
-from dtransformer.parallel import decoding
+from dtransformer.models.generation_options import GenerationOptions, check_int
+from dtransformer.models.generator import Generator, OnTokens
 from dtransformer.parallel.axis_rules import constrain
 
 
@@ -132,7 +132,7 @@ class TranslationTransformer(TokenModel):
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = target_vocab_size
         self._add_layers(lambda_func)
-        self._generate_functions = {}
+        self._generator = Generator(self, Generation, never=(pad_id, start_id))
 
     def _add_layers(self, lambda_func):
         options, policy = self.arguments, self.dtype_policy
@@ -256,36 +256,34 @@ class TranslationTransformer(TokenModel):
     def generate(
         self,
         source: tf.Tensor,
-        beam_size: int = 1,
-        length_penalty: float = 0.6,
         max_length: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        seed: int = 0,
+        on_tokens: OnTokens | None = None,
+        **options,
     ) -> tf.Tensor:
         """Translate, by greedy or beam search, or by sampling.
 
         Args:
             source: int tensor [b, s], padded with `pad_id`.
-            beam_size: number of hypotheses kept; 1 is greedy search.
-            length_penalty: exponent α of the length penalty of beam search (Wu et
-                al., 2016, arXiv 1609.08144, §7).
             max_length: most tokens of a translation, the end token included; by
                 default 2·s + 10, or what learned positions allow.
-            temperature: above 0, draw each token from the softmax of the logits
-                divided by it.
-            top_k: draw from the k most likely tokens only; 0 for all.
-            seed: int, for drawing.
+            on_tokens: called as `on_tokens(number, ids)` as soon as the translation of a number has
+                got other ids; as of `CausalLM.generate`. On a mesh each token then is a call, which
+                takes five times as long as all of them in one.
+            **options: those of `GenerationOptions`, by their names; greedy search by default. On a
+                mesh `repetition_penalty` and `no_repeat_ngram_size` make each token a call, too.
 
         Returns:
-            An int32 tensor [b, t ≤ max_length]: the best hypotheses with their end
-            tokens, padded with `pad_id`.
+            An int32 tensor [b·n, t ≤ max_length] of n = `num_return_sequences` translations of each
+            source, one after the other, with their end tokens, padded with `pad_id`.
 
         Raises:
-            ValueError: an option is out of range, or beams are asked for together
-                with a temperature.
+            TypeError: there is no such option.
+            ValueError: an option is out of range, beams are asked for together with a temperature
+                or `on_tokens`, or there are not enough learned positions.
         """
-        check_options(beam_size, length_penalty, max_length, temperature, top_k, seed)
+        options = GenerationOptions.of(**options)
+        if max_length is not None:
+            check_int("max_length", max_length, 1)
         self.build()
         source = tf.convert_to_tensor(source, dtype="int32")
         self._check_positions(max_source_length=source.shape[1], max_target_length=max_length)
@@ -293,13 +291,7 @@ class TranslationTransformer(TokenModel):
             max_length = 2 * int(tf.shape(source)[1]) + 10
             if self.arguments["positions"] == "learned":
                 max_length = min(max_length, self.arguments["max_target_length"])
-        options = (beam_size, length_penalty, temperature, top_k)
-        if options not in self._generate_functions:
-            make = lambda *args: Generation(self, make_search(self, *args, *options))
-            self._generate_functions[options] = decoding.compiled(self, make)
-        ids = self._generate_functions[options](source, max_length, seed)
-        longest = tf.reduce_max(tf.math.count_nonzero(ids != self.pad_id, axis=1))
-        return ids[:, :longest]
+        return self._generator(source, max_length, options, on_tokens)
 
     def _check_positions(self, **lengths):
         if self.arguments["positions"] != "learned":

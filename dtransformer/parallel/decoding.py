@@ -31,14 +31,16 @@ class Search(typing.Protocol):
 
     Attributes:
         num_beams: number k of hypotheses of each source.
+        num_results: number n of results of each source.
         max_length: most tokens of a result, an int or an int scalar.
     """
 
     num_beams: int
+    num_results: int
     max_length: int | tf.Tensor
 
-    def start(self, first: tf.Tensor) -> dict:
-        """Return the state at first, from the last tokens that are known, int32 [b]."""
+    def start(self, texts: tf.Tensor) -> dict:
+        """Return the state at first; see `Decoding.texts`."""
 
     def ended(self, state: dict) -> tf.Tensor:
         """Return which sources want no other token, bool [b]."""
@@ -50,7 +52,7 @@ class Search(typing.Protocol):
         """Return the next state, from the logits [r, V] of the tokens after the last ones."""
 
     def result(self, state: dict) -> tf.Tensor:
-        """Return the ids that were found, an int32 tensor [b, max_length]."""
+        """Return the ids that were found, an int32 tensor [b, n, max_length]."""
 
 
 class Decoding(typing.Protocol):
@@ -58,8 +60,8 @@ class Decoding(typing.Protocol):
 
     search: Search
 
-    def first_tokens(self, source: tf.Tensor) -> tf.Tensor:
-        """Return the tokens that those of a result come after, int32 [b]."""
+    def texts(self, source: tf.Tensor) -> tf.Tensor:
+        """Return what results come after: int32 [b, t], -1 before what is shorter."""
 
     def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None):
         """Return the cache of source ids [b, s], nested tensors.
@@ -91,7 +93,7 @@ def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
     """
     search, step = decoding.search, _step(decoding, decoding.memory_mask(source))
     cache = decoding.encode(source)
-    state = search.start(decoding.first_tokens(source))
+    state = search.start(decoding.texts(source))
     state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
     return search.result(state)
 
@@ -117,10 +119,17 @@ _MORE_TOKENS = 16
 _SHARE_THAT_ENDED = 0.25
 
 
-def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
+def decode_what_is_left(
+    decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = None
+) -> tf.Tensor:
     """Decode as `decode`, for shapes that may change: batch and cache are as large as is needed.
 
     Sources that have ended are left out from time to time, and the cache grows with the position.
+
+    Args:
+        decoding: a `Decoding`.
+        source: int32 tensor [b, s].
+        on_tokens: see `compiled`.
     """
     search, max_length = decoding.search, decoding.search.max_length
     batch_size = tf.shape(source)[0]
@@ -137,7 +146,15 @@ def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
         # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
         # are updated in place.
         cache = decoding.take(cache, tf.range(number), _MORE_TOKENS)
-        state, cache = tf.while_loop(enough, _step(decoding, memory_mask), (state, cache))
+        step = _step(decoding, memory_mask)
+
+        def told_step(state, cache):
+            state, cache = step(state, cache)
+            tf.numpy_function(on_tokens, [numbers, state["last"]], [])
+            return state, cache
+
+        loop = (step if on_tokens is None else told_step), (state, cache)
+        state, cache = tf.while_loop(enough, *loop)
         # Of those that go on there is more to come.
         ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
         left = tf.cast(tf.reshape(tf.where(~search.ended(state)), [-1]), "int32")
@@ -152,10 +169,10 @@ def decode_what_is_left(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
 
     variables = (
         tf.range(batch_size),
-        search.start(decoding.first_tokens(source)),
+        search.start(decoding.texts(source)),
         decoding.encode(source, capacity=0),
         decoding.memory_mask(source),
-        tf.zeros([batch_size, max_length], "int32"),
+        tf.zeros([batch_size, search.num_results, max_length], "int32"),
     )
     *_, ids = tf.while_loop(
         lambda numbers, state, *_: (tf.size(numbers) > 0) & (state["position"] < max_length),
@@ -173,7 +190,10 @@ def _any_batch_and_length(x):
 
 
 def compiled(
-    network: keras.Model, make: Callable[..., Decoding], loops_on_mesh: bool = True
+    network: keras.Model,
+    make: Callable[..., Decoding],
+    loops_on_mesh: bool = True,
+    on_tokens: Callable | None = None,
 ) -> Callable:
     """Compile decoding for where this rank computes; every rank decodes all rows.
 
@@ -183,24 +203,29 @@ def compiled(
             returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
         loops_on_mesh: whether all tokens are one function on a mesh; else each is a call, which
             takes five times as long. DTensor compiles few loops.
+        on_tokens: called after each token as `on_tokens(numbers, tokens)`, int32 arrays [m]: the
+            numbers of the sources that were not left out yet, and their last tokens.
 
     Returns:
         A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
         result of the search. Every rank of the job calls it.
     """
+    loops_on_mesh = loops_on_mesh and on_tokens is None
     if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
-        return _in_stages(network, make)
-    return _on_one_device(network, make) if job.mesh() is None else _on_mesh(network, make)
+        return _in_stages(network, make, on_tokens)
+    if job.mesh() is None:
+        return _on_one_device(network, make, on_tokens)
+    return _on_mesh(network, make)
 
 
-def _on_one_device(network, make):
+def _on_one_device(network, make, on_tokens):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
             with around_loop(network.variables):
-                return decode_what_is_left(make(max_length, seed), source)
+                return decode_what_is_left(make(max_length, seed), source, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
@@ -220,7 +245,7 @@ def _on_mesh(network, make):
         def on_mesh(source, seed):
             with override_rules({"batch": None}):
                 ids = decode(make(max_length, seed), source)
-            return relayout(ids, (None, None))
+            return relayout(ids, (None, None, None))
 
         if max_length not in functions:
             functions[max_length] = MeshFunction(on_mesh, network.variables)
@@ -230,14 +255,14 @@ def _on_mesh(network, make):
     return run
 
 
-def _in_stages(network, make):
+def _in_stages(network, make, on_tokens):
     """Every token goes through all stages; the loop is Python."""
     functions = {}  # shape of the source, max_length -> _StagedDecoding
 
     def run(source, max_length, seed):
         key = tuple(source.shape), max_length
         if key not in functions:
-            functions[key] = _StagedDecoding(network, make, *key)
+            functions[key] = _StagedDecoding(network, make, on_tokens, *key)
         return functions[key](source, seed)
 
     return run
@@ -246,8 +271,8 @@ def _in_stages(network, make):
 class _StagedDecoding:
     """Decoding in a pipeline, for sources of one shape."""
 
-    def __init__(self, network, make, source_shape, max_length):
-        self._shape = source_shape
+    def __init__(self, network, make, on_tokens, source_shape, max_length):
+        self._shape, self._on_tokens = source_shape, on_tokens
         self._make = lambda seed=None: make(max_length, seed)
         self._encode = ForwardPass(network, self._compute_cache, "encode")
         self._step = ForwardPass(network, self._compute_logits, "decode")
@@ -278,7 +303,8 @@ class _StagedDecoding:
         put = self._devices.put_numbers
         decoding = self._make(seed)
         search = decoding.search
-        state, source = search.start(decoding.first_tokens(source)), put(source)
+        state, source = search.start(decoding.texts(source)), put(source)
+        numbers_of_all = np.arange(self._shape[0], dtype="int32")
         _, caches = self._encode(source)
         more = True
         while more:
@@ -290,4 +316,6 @@ class _StagedDecoding:
             chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
             state["last"], state["beams"] = tf.split(chosen[:-2], 2)
             state["position"], more = chosen[-2], bool(chosen[-1])
+            if self._on_tokens is not None:
+                self._on_tokens(numbers_of_all, state["last"].numpy())
         return from_last(search.result(state), "ids")

@@ -115,7 +115,7 @@ def test_evaluation_and_prediction_are_those_of_one_process(run, ranks_of):
 
 
 @each_generating
-@pytest.mark.parametrize("search", ["greedy", "beam"])
+@pytest.mark.parametrize("search", ["greedy", "beam", "drawn", "ruled"])
 def test_translations_are_those_of_one_process(run, search, ranks_of):
     (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):

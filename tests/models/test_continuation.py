@@ -1,5 +1,7 @@
 """Promise: a language model continues texts as if all of it were computed anew for each token."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -112,6 +114,66 @@ def test_an_end_that_is_padding_too_is_found():
         assert tokens[1] in network.generate(PROMPTS[:1], NEW, **options).numpy()
 
 
+def test_no_two_tokens_follow_each_other_twice():
+    for options in ({"beam_size": 3}, {"temperature": 1.0}, {}):
+        found = model("llama").generate(PROMPTS, 9, no_repeat_ngram_size=2, **options).numpy()
+        for prompt, ids in zip(PROMPTS, found.tolist(), strict=True):
+            ids = prompt + ids[: ids.index(0)] if 0 in ids else prompt + ids
+            pairs = list(itertools.pairwise(ids))
+            assert len(set(pairs)) == len(pairs)
+
+
+def test_several_results_of_a_prompt():
+    network = model("llama")
+    best = network.generate(PROMPTS, NEW, beam_size=4).numpy()
+    several = network.generate(PROMPTS, NEW, beam_size=4, num_return_sequences=3).numpy()
+    np.testing.assert_array_equal(several[::3, : best.shape[1]], best)
+    assert len({tuple(row) for row in several}) == 9
+    drawn = network.generate(PROMPTS, NEW, temperature=2.0, num_return_sequences=3).numpy()
+    assert len(drawn) == 9 and len({tuple(row) for row in drawn}) > 6
+
+
+@pytest.mark.parametrize("variant", ["llama", "no_padding"])
+def test_other_tokens_may_end_a_text(variant):
+    network = model(variant)
+    never = [anew(network, prompt) for prompt in PROMPTS]
+    stop_ids = [never[0][2], never[2][5]]
+    found = network.generate(PROMPTS, NEW, stop_ids=stop_ids).numpy()
+    for ids, row in zip(never, found.tolist(), strict=True):
+        length = next((n for n, x in enumerate(ids, 1) if x in stop_ids), len(ids))
+        assert row[:length] == ids[:length]
+        assert set(row[length:]) <= {stop_ids[0] if variant == "no_padding" else 0}
+    assert network.generate(PROMPTS, NEW, stop_ids=[]).shape == (3, NEW)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "num_return_sequences": 2}], ids=str)
+def test_what_is_told_is_what_is_found(options):
+    network, told = model("llama"), []
+    end = anew(network, PROMPTS[0])[1]
+    for _ in range(2):  # the second time nothing is compiled
+        told.clear()
+        tell = lambda number, ids: told.append((number, *ids))
+        found = network.generate(PROMPTS, NEW, on_tokens=tell, stop_ids=[end], **options)
+        rows = [[x for number, x in told if number == row] for row in range(len(found))]
+        for row, ids in zip(rows, found.numpy().tolist(), strict=True):
+            assert row == ids[: len(row)] and not any(ids[len(row) :])
+            assert len(row) == NEW or row[-1] == end
+    assert told != sorted(told), "texts go on side by side"
+
+
+def test_an_error_of_the_callback_ends_it():
+    class Enough(Exception):
+        pass
+
+    def tell(number, ids):
+        raise Enough(f"after {number}")
+
+    with pytest.raises(Enough, match="after 0"):
+        model().generate(PROMPTS, NEW, on_tokens=tell)
+    with pytest.raises(ValueError, match="on_tokens .*set beam_size=1"):
+        model().generate(PROMPTS, NEW, on_tokens=tell, beam_size=2)
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
@@ -128,7 +190,6 @@ def test_an_end_that_is_padding_too_is_found():
             (PROMPTS, 11),
             "17 positions are asked for, but the learned positions end at max_length=16",
         ),
-        ((PROMPTS, 3, 0), "beam_size must be an int of at least 1"),
     ],
 )
 def test_wrong_options(arguments, told):

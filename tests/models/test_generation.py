@@ -1,12 +1,16 @@
 """Greedy and beam search and sampling, against searches that use no cache."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dtransformer.models import TranslationTransformer
+from dtransformer.models.beam_search import BeamSearch
 from dtransformer.models.generation import Generation
-from dtransformer.models.search import BeamSearch
+from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.special_ids import SpecialIds
 from dtransformer.models.translator import Translator
 from dtransformer.parallel.decoding import decode
 from tests.layers.reference_compare import dtype_policy
@@ -169,10 +173,10 @@ class TestGreedy:
 
     def test_one_compiled_function_for_all_shapes(self, model):
         model.generate(sources(model), max_length=4)
-        before = dict(model._generate_functions)
+        before = dict(model._generator._functions)
         for batch, length in ((1, 1), (2, 9), (8, 3)):
             assert model.generate(np.full((batch, length), 5, "int32")).shape[0] == batch
-        assert model._generate_functions == before
+        assert model._generator._functions == before
 
     def test_a_beam_of_one_and_top_k_of_one_are_greedy(self, model):
         expected = greedy(model, sources(model), max_length=10)
@@ -185,7 +189,7 @@ class TestGreedy:
 
 
 def exhaustive(model, source, max_length, alpha):
-    """Every translation with its score: those that end, then those that are cut off."""
+    """Every translation with its score, those that are cut off included, best first."""
     words = [token for token in range(model.vocab_size) if token not in (PAD, START, END)]
     ended, living = [], {(): 0.0}
     for length in range(1, max_length + 1):
@@ -197,24 +201,26 @@ def exhaustive(model, source, max_length, alpha):
             longer.update({(*prefix, word): log_p + next_log_p[word] for word in words})
         living = longer
     cut_off = [(list(ids), log_p / penalty) for ids, log_p in living.items()]
-    return [*sorted(ended, key=lambda e: -e[1]), *sorted(cut_off, key=lambda e: -e[1])]
+    return sorted([*ended, *cut_off], key=lambda e: -e[1])
 
 
 def compiled_search(model, beam_size):
     """A function of (source, max_length, alpha): all hypotheses with their scores."""
+    ids = SpecialIds.of(model, never=(PAD, START))
 
-    def hypotheses(source, max_length, alpha):
-        search = BeamSearch(model, max_length, beam_size, alpha)
-        search.result = search.hypotheses
-        return decode(Generation(model, search), source)
+    @functools.cache
+    def function_of(alpha):
+        options = GenerationOptions(beam_size=beam_size, length_penalty=alpha)
 
-    function = tf.function(
-        hypotheses,
-        input_signature=[IDS, tf.TensorSpec([], "int32"), tf.TensorSpec([])],
-    )
+        def hypotheses(source, max_length):
+            search = BeamSearch(ids, max_length, options)
+            search.result = lambda state: (state["ended"], state["ended_score"])
+            return decode(Generation(model, search), source)
+
+        return tf.function(hypotheses, input_signature=[IDS, tf.TensorSpec([], "int32")])
 
     def search(source, max_length, alpha):
-        ids, scores = function(source, max_length, alpha)
+        ids, scores = function_of(alpha)(source, max_length)
         assert ids.shape == (len(source), beam_size, max_length)
         return [rows(sentence) for sentence in ids.numpy()], scores.numpy()
 
@@ -258,8 +264,7 @@ class TestBeamSearch:
             found, scores = search(ids, 6, alpha)
             for source, hypotheses, row in zip(ids, found, scores):
                 assert len({tuple(hypothesis) for hypothesis in hypotheses}) == 4
-                ends = [hypothesis[-1] == END for hypothesis in hypotheses]
-                assert ends == sorted(ends, reverse=True), "those that end come first"
+                assert list(row) == sorted(row, reverse=True), "the best come first"
                 for hypothesis, score in zip(hypotheses, row):
                     log_p = sum(
                         log_probabilities(model, source, [hypothesis[:n]])[0, token]
@@ -321,7 +326,7 @@ class TestSampling:
         assert len({tuple(column) for column in ids.T}) == 12
         assert (ids[:, 1:] == ids[:, :-1]).mean() < 0.2
 
-    @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.5, 0), (3.0, 4), (1.0, 99)])
+    @pytest.mark.parametrize("temperature, top_k", [(0.5, 0), (3.0, 4), (1.0, 99)])
     def test_how_often_each_token_is_drawn(self, model, temperature, top_k):
         num_draws = 4000
         source = np.array([[5, 6, 7]], "int32")
@@ -330,7 +335,8 @@ class TestSampling:
             log_p[np.argsort(log_p)[:-top_k]] = -np.inf
         expected = np.exp(log_p - np.logaddexp.reduce(log_p))
         ids = model.generate(
-            np.repeat(source, num_draws, 0),
+            source,
+            num_return_sequences=num_draws,
             temperature=temperature,
             top_k=top_k,
             seed=3,
@@ -340,6 +346,19 @@ class TestSampling:
         assert (counts[expected == 0] == 0).all(), "only among the k most likely"
         spread = np.sqrt(num_draws * expected * (1 - expected))
         assert (np.abs(counts - num_draws * expected) <= 5 * spread + 1).all()
+
+    def test_likely_tokens_only(self, model):
+        options = {"temperature": 3.0, "num_return_sequences": 500, "max_length": 1}
+        source = np.array([[5, 6, 7], [8, 9, 0]], "int32")
+        p = np.exp(log_probabilities(model, source, [[], []]) / 3.0)
+        p /= p.sum(axis=1, keepdims=True)
+        expected = {
+            "top_p": [set(np.argsort(-x)[: 1 + np.sum(np.cumsum(-np.sort(-x)) < 0.5)]) for x in p],
+            "min_p": [set(np.flatnonzero(x >= 0.5 * x.max())) for x in p],
+        }
+        for name, wanted in expected.items():
+            ids = model.generate(source, **options, **{name: 0.5}).numpy()[:, 0]
+            assert [set(ids[:500]), set(ids[500:])] == wanted
 
     def test_later_tokens_stay_within_the_top_k(self, model):
         options = {"temperature": 3.0, "top_k": 4, "seed": 1, "max_length": 6}
@@ -371,6 +390,19 @@ class TestSampling:
         {"temperature": "hot"},
         {"top_k": -1},
         {"top_k": 1.5},
+        {"top_k": 5},
+        {"top_p": 1.5, "temperature": 1.0},
+        {"top_p": 0.5},
+        {"min_p": -0.5, "temperature": 1.0},
+        {"min_p": True, "temperature": 1.0},
+        {"repetition_penalty": 0},
+        {"no_repeat_ngram_size": -1},
+        {"early_stopping": 1},
+        {"num_return_sequences": 0},
+        {"num_return_sequences": 3, "beam_size": 2},
+        {"stop_ids": 3},
+        {"stop_ids": [99]},
+        {"stop_ids": [-2]},
         {"beam_size": 2, "temperature": 1.0},
         {"seed": 1.5},
         {"seed": "1"},
@@ -381,8 +413,14 @@ class TestSampling:
 def test_wrong_options(model, options):
     with pytest.raises(ValueError) as caught:
         model.generate(sources(model), **options)
-    for name, value in options.items():
-        assert name in str(caught.value) and str(value) in str(caught.value)
+    wrong, value = next(iter(options.items()))
+    value = value[0] if isinstance(value, list) else value
+    assert wrong in str(caught.value) and str(value) in str(caught.value)
+
+
+def test_an_unknown_option(model):
+    with pytest.raises(TypeError, match="no option 'top_q' of generate: beam_size, length_penalty"):
+        model.generate(sources(model), top_q=0.5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Texts
+from tests.models.pretrained.reference_searches import results_of_searches, save_rules
+from tests.models.pretrained.search_cases import SEARCHED
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -85,6 +87,7 @@ STEPS = 3
 
 
 def make(folder):
+    save_rules(folder / "rules.npz")
     for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
         config = model_class.config_class(**options, attn_implementation="eager")
@@ -99,6 +102,8 @@ def make(folder):
         with torch.no_grad():
             outputs = kind.outputs(model, batch)
         generated = kind.generate(model)
+        if name == SEARCHED:
+            generated |= results_of_searches(model)
         optimizer, losses = torch.optim.SGD(model.parameters(), kind.learning_rate), []
         for _ in range(STEPS):
             loss = kind.loss(model, batch)
@@ -127,4 +132,5 @@ def check(made, folder):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # of models as small as these more would wait for each other
     {"make": make, "check": check}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))

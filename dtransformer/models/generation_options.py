@@ -1,0 +1,146 @@
+"""How the next tokens are searched for: the options of every `generate`."""
+
+import dataclasses
+from collections.abc import Sequence
+
+_MAX_INT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions:
+    """The options of a search, checked.
+
+    Args:
+        beam_size: number of hypotheses kept; 1 is greedy search, or drawing.
+        length_penalty: exponent α of the length penalty of beam search (Wu et al., 2016, arXiv
+            1609.08144, §7).
+        early_stopping: whether beam search of a text ends as soon as `beam_size` hypotheses have
+            ended; else when none that lives can beat one of them.
+        num_return_sequences: number of results of each text, best first: of beams at most
+            `beam_size`; or of draws.
+        temperature: above 0, draw each token from the softmax of the logits divided by it.
+        top_k: draw from the k most likely tokens only; 0 for all.
+        top_p: draw from the fewest tokens that are as likely together (Holtzman et al., 2019,
+            arXiv 1904.09751, §3.1); 1 for all.
+        min_p: draw from tokens that are at least as likely as this share of the most likely one's
+            probability (Nguyen et al., 2024, arXiv 2407.01082); 0 for all.
+        repetition_penalty: what the logits of tokens that the text has are divided by, where they
+            are positive, and multiplied by elsewhere (Keskar et al., 2019, arXiv 1909.05858, §4.1).
+        no_repeat_ngram_size: no n tokens follow each other twice in a text; 0 for no such rule.
+        stop_ids: ids of which each ends a text; None for the network's `end_id`, () for none.
+        seed: int, for drawing.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option is out of range, or does not go together with another.
+
+    Example:
+
+    >>> GenerationOptions(top_p=0.9)
+    Traceback (most recent call last):
+    ...
+    ValueError: top_p=0.9 is for drawing: set a temperature, such as temperature=1.0
+    """
+
+    beam_size: int = 1
+    length_penalty: float = 0.6
+    early_stopping: bool = False
+    num_return_sequences: int = 1
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    stop_ids: Sequence[int] | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, least in _LEAST_INTS.items():
+            check_int(name, getattr(self, name), least)
+        for name, (least, most) in _NUMBERS.items():
+            _check_number(name, getattr(self, name), least, most)
+        if type(self.early_stopping) is not bool:
+            raise ValueError(f"early_stopping must be a bool, got {self.early_stopping!r}")
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be more than 0, got 0")
+        self._check_stop_ids()
+        self._check_together()
+
+    @classmethod
+    def of(cls, **given) -> "GenerationOptions":
+        """Return the options that are given by their names; errors as of the class."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in names:
+                raise TypeError(f"there is no option {name!r} of generate: {', '.join(names)}")
+        return cls(**given)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a rule depends on the tokens that a text has."""
+        return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
+
+    def _check_stop_ids(self):
+        ids = self.stop_ids
+        if ids is None:
+            return
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
+            raise ValueError(f"stop_ids must be a list of ints, got {ids!r}")
+        for one in ids:
+            check_int("stop_ids", one, 0)
+        object.__setattr__(self, "stop_ids", tuple(ids))
+
+    def _check_together(self):
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} is for drawing: set a temperature, such as "
+                        "temperature=1.0"
+                    )
+        elif self.beam_size > 1:
+            raise ValueError(
+                f"beam_size={self.beam_size} searches and temperature={self.temperature} samples: "
+                "set beam_size=1 or temperature=0"
+            )
+        if self.temperature == 0 and self.num_return_sequences > self.beam_size:
+            raise ValueError(
+                f"num_return_sequences={self.num_return_sequences} is more than "
+                f"beam_size={self.beam_size}: set a larger beam, or a temperature to draw several"
+            )
+
+
+_LEAST_INTS = {
+    "beam_size": 1,
+    "num_return_sequences": 1,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+    "seed": -(2**31),
+}
+_NUMBERS = {
+    "length_penalty": (0, None),
+    "temperature": (0, None),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, None),
+}
+
+
+def check_int(name: str, value: int, least: int) -> None:
+    """Check an int of 32 bits.
+
+    Raises:
+        ValueError: it is none, or less than `least`.
+    """
+    if type(value) is not int or not least <= value <= _MAX_INT:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+
+
+def _check_number(name, value, least, most):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and least <= value <= (3e38 if most is None else most):
+        return
+    if most is None:
+        raise ValueError(f"{name} must be a finite number of at least {least}, got {value!r}")
+    raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
