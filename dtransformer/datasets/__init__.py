@@ -4,6 +4,9 @@ Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches
 sample's, `embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`),
 `wmt14_examples`. Batches: `batching` (on `batch_plan`, `padding` and `packing`), `synthetic`.
 
+Published tokenizers: `tokenizer_folder` (on `json_tokenizer` and `sentencepiece_tokenizer`, and these
+on `published_tokenizer` and `special_tokens`).
+
 Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
 (on `shard_files` and `shard_manifest`), `token_shards` reads them. Batches: `language_model` (on
 `token_stream`), by `indexed_batches` (on `permutation`); where a run stands, `epochs` says for all.
@@ -25,6 +28,7 @@ __all__ = [
     "TokenShards",
     "TranslationBatches",
     "clean_pairs",
+    "load_tokenizer",
     "plan_batches",
     "random_translation_batches",
     "read_documents",
@@ -40,6 +44,10 @@ __all__ = [
 
 def __getattr__(name):
     # tensorflow-text takes its time to load, and reading files does not need it.
+    if name == "load_tokenizer":
+        from dtransformer.datasets.tokenizer_folder import load_tokenizer
+
+        return load_tokenizer
     if name == "SubwordTokenizer":
         from dtransformer.datasets.tokenizer import SubwordTokenizer
 

@@ -1,0 +1,109 @@
+"""What published tokenizers have in common, whatever their files are."""
+
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.datasets.special_tokens import FILES, SpecialTokens
+from dtransformer.errors import InputError
+from dtransformer.files import adding_to
+from dtransformer.inputs.files import read_bytes
+
+
+class PublishedTokenizer:
+    """A tokenizer of a published model, with the interface of `SubwordTokenizer`.
+
+    Args:
+        path: its file.
+        vocab_size: number of ids; the tables of its model may have more.
+        special: the special ids.
+
+    Attributes:
+        pad_id, unk_id, start_id, end_id: special ids; None for none.
+        stop_ids: tuple of all ids that end a text.
+        vocab_size: number of ids.
+    """
+
+    def __init__(self, path: pathlib.Path, vocab_size: int, special: SpecialTokens):
+        self._path, self.vocab_size = path, vocab_size
+        self.pad_id, self.unk_id = special.pad_id, special.unk_id
+        self.start_id, self.end_id = special.start_id, special.end_id
+        self.stop_ids = special.stop_ids
+
+    def encode(self, sentences: Iterable[str], add_special_ids: bool = False) -> tf.RaggedTensor:
+        """Return the ids of texts.
+
+        Args:
+            sentences: the texts, not a single string.
+            add_special_ids: whether a text has the start and end ids that its model was trained
+                with: Llama's begin with one, T5's end with one, GPT-2's have none.
+
+        Returns:
+            Ids [texts, (pieces)], int32.
+
+        Raises:
+            InputError: a single string was given.
+        """
+        ids, row_splits = self.encode_to_numpy(sentences, add_special_ids)
+        return tf.RaggedTensor.from_row_splits(ids, row_splits, validate=False)
+
+    def encode_to_numpy(
+        self, sentences: Iterable[str], add_special_ids: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `encode`, as arrays: text i is `ids[row_splits[i]:row_splits[i + 1]]`.
+
+        Returns:
+            `(ids, row_splits)`: int32 [pieces of all texts], int64 [texts + 1].
+        """
+        if isinstance(sentences, (str, bytes)):
+            raise InputError("encode takes a list of texts: put the string into a list")
+        rows = self._rows(list(sentences), add_special_ids)
+        ids = [np.asarray(row, "int32") for row in rows]
+        row_splits = np.cumsum([0, *map(len, ids)], dtype="int64")
+        return np.concatenate([np.zeros(0, "int32"), *ids]), row_splits
+
+    def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
+        """Return the texts of ids.
+
+        A text stops at its first end id, but for one that it starts with, as GPT-2's do. Special
+        ids leave no trace, nor do those after `vocab_size`, for which there is no text.
+
+        Args:
+            ids: one text a row: array or tensor [texts, pieces], `tf.RaggedTensor`, or a list of
+                lists.
+        """
+        if isinstance(ids, tf.RaggedTensor):
+            ids = ids.to_list()
+        rows = [self._until_end(np.asarray(row, "int64")) for row in ids]
+        return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write copies of the tokenizer's files into a folder, for `load_tokenizer`.
+
+        Raises:
+            InputError: the folder cannot be written, or has such files already.
+        """
+        paths = [self._path, *(self._path.parent / name for name in FILES)]
+        with adding_to(folder) as fresh:
+            for path in paths:
+                if path.exists():
+                    (fresh / path.name).write_bytes(read_bytes(path))
+
+    def _until_end(self, row):
+        if row.ndim != 1:
+            raise InputError("decode takes one row of ids a text: put a single row in a list")
+        ends = np.isin(row, [*self.stop_ids, -1 if self.end_id is None else self.end_id])
+        if self.start_id is not None and row.size and row[0] == self.start_id:
+            ends[0] = False
+        return row[: np.argmax(ends)] if ends.any() else row
+
+    def _rows(self, texts: list[str], add_special_ids: bool) -> list:
+        """Return the ids of texts, lists or arrays."""
+        raise NotImplementedError
+
+    def _texts(self, rows: list[list[int]]) -> list[str]:
+        """Return the texts of ids that are in the vocabulary, without special ones."""
+        raise NotImplementedError

@@ -1,0 +1,132 @@
+"""Published tokenizers in SentencePiece's `.model` files, by tensorflow-text.
+
+Reference: Kudo and Richardson, 2018, "SentencePiece", arXiv 1808.06226; the file is a `ModelProto` of
+its sentencepiece_model.proto.
+"""
+
+import pathlib
+
+import tensorflow as tf
+import tensorflow_text as tf_text
+
+from dtransformer.datasets.published_tokenizer import PublishedTokenizer
+from dtransformer.datasets.special_tokens import CONFIG, SpecialTokens
+from dtransformer.errors import InputError, shown
+
+_USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
+# Whether texts of these have a start and an end id; the ids of other classes are moved.
+_CLASSES = {
+    None: (False, False),
+    "LlamaTokenizer": (True, False),
+    "GemmaTokenizer": (True, False),
+    "T5Tokenizer": (False, True),
+}
+_PIECES, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
+_UNKNOWN, _CONTROL = 2, 3  # types of pieces
+
+
+class SentencePieceTokenizer(PublishedTokenizer):
+    """A tokenizer of SentencePiece: text comes back as its normalization has it.
+
+    Special tokens that stand in a text are text.
+
+    Args:
+        path: the file, whose folder may have files that name special tokens.
+        data: what is in it.
+
+    Raises:
+        InputError: it is no such file, or the files beside it do not fit, or say that the ids of
+            its model are others.
+    """
+
+    def __init__(self, path: pathlib.Path, data: bytes):
+        pieces = _pieces(data)
+        if not pieces:
+            raise InputError(f"{path}: is no model of SentencePiece, or is damaged")
+        ids = {text: number for number, (text, _) in enumerate(pieces)}
+        special = SpecialTokens.of(path.parent, ids.get, _USUAL)
+        super().__init__(path, len(pieces), special)
+        self._data, self._tokenizer = data, None
+        silent = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
+        self._silent = silent | {self.pad_id, self.start_id, self.end_id}
+        kind = special.config.get("tokenizer_class")
+        name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
+        if name not in _CLASSES:
+            raise InputError(
+                f"{path.parent / CONFIG}: the ids of {shown(kind)} are not those of its .model "
+                "file: put its tokenizer.json into the folder"
+            )
+        self._adds = tuple(
+            special.config.get(f"add_{end}_token", usual)
+            for end, usual in zip(("bos", "eos"), _CLASSES[name], strict=True)
+        )
+
+    def _rows(self, texts, add_special_ids):
+        if not texts:
+            return []
+        rows = self._made().tokenize(tf.constant(texts)).to_list()
+        if not add_special_ids:
+            return rows
+        start, end = (
+            [one] if adds and one is not None else []
+            for adds, one in zip(self._adds, (self.start_id, self.end_id), strict=True)
+        )
+        return [start + row + end for row in rows]
+
+    def _texts(self, rows):
+        if not rows:
+            return []
+        rows = [[one for one in row if one not in self._silent] for row in rows]
+        found = self._made().detokenize(tf.ragged.constant(rows, "int32", ragged_rank=1))
+        return [text.decode("utf-8", "replace") for text in found.numpy()]
+
+    def _made(self):
+        """Return TensorFlow's tokenizer, made where it is used: a mesh forgets earlier ones."""
+        if self._tokenizer is None:
+            self._tokenizer = tf_text.SentencepieceTokenizer(self._data, out_type=tf.int32)
+        return self._tokenizer
+
+
+def _pieces(data):
+    """Return (text, type) of each piece of a serialized `ModelProto`; [] where it is none."""
+    try:
+        found = []
+        for number, value in _fields(data):
+            if number == _PIECES:
+                fields = dict(_fields(value))
+                found.append((fields[_TEXT].decode("utf-8"), fields.get(_TYPE, 1)))
+        return found
+    except (IndexError, KeyError, ValueError, AttributeError, TypeError):
+        return []
+
+
+def _fields(data):
+    """Yield (number, value) of each field of a message: an int, or bytes."""
+    place = 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+        elif kind in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(kind)
+            if size is None:
+                size, place = _varint(data, place)
+            value, place = data[place : place + size], place + size
+            if place > len(data):
+                raise ValueError("cut off")
+        else:
+            raise ValueError("no such kind")
+        yield key >> 3, value
+
+
+def _varint(data, place):
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
+        if shift > 63:
+            raise ValueError("too long")

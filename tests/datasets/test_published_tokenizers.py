@@ -1,0 +1,183 @@
+"""Promise: published tokenizers give the ids that their own libraries give, and wrong files one line."""
+
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+import tensorflow as tf
+import tokenizers
+
+from dtransformer.datasets import SubwordTokenizer, load_tokenizer
+from dtransformer.errors import InputError
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "L'été dure 30 jours, ça va ?",
+    "こんにちは 世界",
+    "  two  spaces\nand a line",
+    "",
+]
+END = "<|endoftext|>"
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """Byte-pair encoding of bytes; one token starts, ends and pads."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END, "<extra>"], initial_alphabet=alphabet
+    )
+    own.train_from_iterator(TEXTS, trainer)
+    own.enable_padding(length=64)  # what some published files say, and none of our users wants
+    own.save(str(tmp_path / "tokenizer.json"))
+    return write(tmp_path, tokenizer_config={"bos_token": END, "eos_token": {"content": END}})
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A model of SentencePiece with bytes for what is unknown, whose texts have a start id."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 3),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=330,
+        byte_fallback=True,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.vocab").unlink()
+    return write(tmp_path, tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
+
+
+def test_ids_and_texts_of_json(gpt2):
+    tokenizer = load_tokenizer(gpt2)
+    own = tokenizers.Tokenizer.from_file(str(gpt2 / "tokenizer.json"))
+    own.no_padding()
+    ids = tokenizer.encode(TEXTS)
+    assert isinstance(ids, tf.RaggedTensor) and ids.dtype == "int32"
+    assert ids.to_list() == [own.encode(text).ids for text in TEXTS]
+    flat, row_splits = tokenizer.encode_to_numpy(TEXTS)
+    assert flat.dtype == np.int32 and row_splits[-1] == len(flat) and len(row_splits) == 6
+    for given in (ids, ids.to_list(), ids.to_tensor(tokenizer.end_id)):
+        assert tokenizer.decode(given) == TEXTS
+    assert tokenizer.vocab_size == own.get_vocab_size() == 300
+    assert tokenizer.encode([]).to_list() == []
+
+
+def test_special_ids(gpt2):
+    tokenizer = load_tokenizer(gpt2)
+    assert (tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id) == (0, 0, None)
+    assert tokenizer.stop_ids == (0,)
+    assert tokenizer.decode([[0, 50, 0, 51], [50, 299, 999, -1]]) == tokenizer.decode(
+        [[50], [50, 299]]
+    )
+    write(gpt2, generation_config={"eos_token_id": [0, 1]}, special_tokens_map={"pad_token": END})
+    tokenizer = load_tokenizer(gpt2)
+    assert tokenizer.stop_ids == (0, 1) and tokenizer.pad_id == 0
+    assert tokenizer.decode([[50, 1, 51]]) == tokenizer.decode([[50]])
+
+
+def test_ids_and_texts_of_sentencepiece(llama):
+    tokenizer = load_tokenizer(llama)
+    own = sentencepiece.SentencePieceProcessor(model_file=str(llama / "tokenizer.model"))
+    ids = tokenizer.encode(TEXTS)
+    assert ids.to_list() == own.encode(TEXTS)
+    assert tokenizer.decode(ids) == own.decode(own.encode(TEXTS))
+    assert (tokenizer.unk_id, tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id) == (
+        own.unk_id(), own.bos_id(), own.eos_id(), None,
+    )  # fmt: skip
+    assert tokenizer.vocab_size == own.vocab_size() and tokenizer.stop_ids == (own.eos_id(),)
+    with_start = tokenizer.encode(["dog"], add_special_ids=True).to_list()
+    assert with_start == [[own.bos_id(), *own.encode("dog")]]
+    assert tokenizer.decode([[*with_start[0], own.eos_id(), 7], [9999]]) == ["dog", ""]
+
+
+def test_ends_of_sentencepiece(llama):
+    """As T5's and as the config says otherwise."""
+    for config, add in (
+        ({"tokenizer_class": "T5TokenizerFast"}, (0, 1)),
+        ({"add_eos_token": True, "add_bos_token": True}, (1, 1)),
+        ({}, (0, 0)),
+    ):
+        tokenizer = load_tokenizer(write(llama, tokenizer_config=config))
+        plain, ids = (tokenizer.encode(["dog"], x).to_list()[0] for x in (False, True))
+        assert ids == add[0] * [tokenizer.start_id] + plain + add[1] * [tokenizer.end_id]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_copy_is_the_same(kind, request, tmp_path):
+    tokenizer = load_tokenizer(request.getfixturevalue(kind))
+    tokenizer.save(tmp_path / "copy")
+    again = load_tokenizer(tmp_path / "copy")
+    assert again.encode(TEXTS, True).to_list() == tokenizer.encode(TEXTS, True).to_list()
+    assert vars(again).keys() == vars(tokenizer).keys() and again.stop_ids == tokenizer.stop_ids
+
+
+def test_our_own_folder(tmp_path):
+    own = SubwordTokenizer.train(TEXTS, vocab_size=110)
+    own.save(tmp_path)
+    assert load_tokenizer(tmp_path).vocabulary == own.vocabulary
+
+
+def refusal(folder):
+    with pytest.raises(InputError) as caught:
+        load_tokenizer(folder)
+    text = str(caught.value)
+    assert str(folder) in text and "\n" not in text
+    return text
+
+
+def test_no_tokenizer(tmp_path):
+    assert "no such folder" in refusal(tmp_path / "none")
+    (tmp_path / "vocab.json").write_text("{}")
+    assert "expected tokenizer.json or tokenizer.model" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ("{}", "is no tokenizer of the library"),
+        ("[1", "is damaged"),
+        ('{"model": {"type": "Magic"}, "version": "1.0"}', "is no tokenizer of the library"),
+        ("\xff", "is damaged"),
+    ],
+)
+def test_json_of_something_else(tmp_path, content, told):
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert told in refusal(tmp_path)
+
+
+def test_models_of_something_else(llama):
+    data = (llama / "tokenizer.model").read_bytes()
+    for wrong in (b"", b"hello", data[:500], b"\x00" * 100, data[1:], b"\xff" * 50):
+        (llama / "tokenizer.model").write_bytes(wrong)
+        assert "is no model of SentencePiece" in refusal(llama)
+
+
+@pytest.mark.parametrize(
+    "files, told",
+    [
+        ({"tokenizer_config": []}, "expected an object of JSON"),
+        ({"tokenizer_config": {"eos_token": "<eot>"}}, "eos_token is '<eot>', which the tokenizer"),
+        ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "put its tokenizer.json"),
+        ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id must be an id, or a list"),
+    ],
+)
+def test_files_beside_it_that_do_not_fit(llama, files, told):
+    assert told in refusal(write(llama, **files))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_single_string(kind, request):
+    with pytest.raises(InputError, match="put the string into a list"):
+        load_tokenizer(request.getfixturevalue(kind)).encode("text")
