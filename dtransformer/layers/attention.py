@@ -3,8 +3,9 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.attention_core import attention, expand_mask
+from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
+from dtransformer.layers.attention_inputs import check_inputs, check_mask
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import (
     FlattenedInitializer,
     Layer,
@@ -13,8 +14,16 @@ from dtransformer.layers.base import (
     check_size,
     register,
 )
+from dtransformer.layers.cached_attention import (
+    bias_of_entries,
+    kept,
+    prefix_length,
+    with_new_positions,
+)
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
+from dtransformer.layers.norm import make_norm
+from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
 from dtransformer.layers.rotary import rotary_frequencies, rotate
 from dtransformer.parallel import cache as kv_cache
 from dtransformer.parallel.features import add_bias
@@ -49,17 +58,27 @@ class MultiHeadAttention(Layer):
         head_dim: number d of features of a head; h / n by default.
         use_bias: whether projections have a bias.
         qkv_bias: whether those of queries, keys and values do; `use_bias` by default.
-        rotary_base: turns queries and keys by rotary positions of this base, in attention of a
-            sequence to itself; None for no positions. See `rotary_frequencies`.
+        rotary_base: turns queries and keys by rotary positions of this base; None for no
+            positions. See `rotary_frequencies`.
         rotary_fraction: share of a head's features that turn.
         rotary_scaling: how the angles are scaled for longer texts; None for not.
+        causal: whether a query may attend to no later position; with a cache none does.
+        window: how far a query may attend; None for everywhere. See `is_near`.
+        alibi: whether scores have the bias of ALiBi; see `position_bias.alibi`.
+        relative_max_distance: of the table of positions of a call; see `relative_bias`.
+        query_scale: what queries are multiplied with; 1 / √d by default.
+        soft_cap: scores x become c·tanh(x / c); None for not. See `attention`.
+        qk_norm: the norm of each head's queries and keys before they turn, `"rms_norm"` or
+            `"layer_norm"`; None for none (Henry et al., 2020, arXiv 2010.04245, §2).
+        qk_norm_epsilon: what these add to the variance; their own default where it is None.
+        implementation: `"auto"`, `"reference"` or `"blockwise"`; see `attention`.
 
     Call arguments:
         query: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         key: tensor [b, t, h], or [b·t, h].
         value: tensor [b, t, h], or [b·t, h].
         attention_mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or
-            [b, n, s, t]; 1 where a query may attend.
+            [b, n, s, t]; 1 where a query may attend. Or `Segments`.
         cache: what earlier calls computed. From `init_cache`, for attention of a
             sequence to itself: the keys and values of the s new positions are put
             in at `cache["index"]`, and queries attend to positions up to their own.
@@ -70,6 +89,7 @@ class MultiHeadAttention(Layer):
             and `"prefix_value"` [b, m, p, d]. Together with what `init_cache` gives, the
             positions of all k sequences of a source come after its p ones.
         prefix_mask: bool tensor [b, p], what may be seen of the prefix; None for all.
+        position_table: tensor [r, n], the table of T5's relative positions; None for none.
         training: whether dropout applies.
 
     Output shape:
@@ -101,6 +121,15 @@ class MultiHeadAttention(Layer):
         rotary_base: float | None = None,
         rotary_fraction: float = 1.0,
         rotary_scaling: dict | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        alibi: bool = False,
+        relative_max_distance: int = 128,
+        query_scale: float | None = None,
+        soft_cap: float | None = None,
+        qk_norm: str | None = None,
+        qk_norm_epsilon: float | None = None,
+        implementation: str = "auto",
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -124,6 +153,19 @@ class MultiHeadAttention(Layer):
             self._frequencies = rotary_frequencies(
                 self.head_dim, rotary_base, rotary_fraction, rotary_scaling
             )
+        self.causal, self.alibi = causal, alibi
+        self.window = None if window is None else check_size("window", window)
+        self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
+        self.query_scale, self.soft_cap = query_scale, soft_cap
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"soft_cap must be more than 0, got {soft_cap}")
+        self.qk_norm, self.qk_norm_epsilon = qk_norm, qk_norm_epsilon
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got "
+                f"{implementation!r}: TensorFlow calls no fused attention of cuDNN's"
+            )
+        self.implementation = implementation
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
         self.attention_dropout_rate = check_rate("attention_dropout_rate", attention_dropout_rate)
         self.softmax_compute_type = softmax_compute_type
@@ -133,6 +175,12 @@ class MultiHeadAttention(Layer):
             attention_dropout_rate, dtype=policy, name="attention_dropout"
         )
         self.hidden_dropout = Dropout(hidden_dropout_rate, dtype=policy, name="hidden_dropout")
+        self.query_norm = self.key_norm = None
+        if qk_norm is not None:
+            self.query_norm, self.key_norm = (
+                make_norm(qk_norm, qk_norm_epsilon, dtype=policy, name=f"{name}_norm")
+                for name in ("query", "key")
+            )
 
     def build(
         self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
@@ -163,6 +211,8 @@ class MultiHeadAttention(Layer):
             self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
+        for norm in filter(None, (self.query_norm, self.key_norm)):
+            norm.build((None, None, None, d))
         self.built = True
 
     def call(
@@ -170,9 +220,10 @@ class MultiHeadAttention(Layer):
         query: tf.Tensor,
         key: tf.Tensor | None,
         value: tf.Tensor | None,
-        attention_mask: tf.Tensor | None = None,
+        attention_mask: tf.Tensor | Segments | None = None,
         cache: dict | None = None,
         prefix_mask: tf.Tensor | None = None,
+        position_table: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         given = query
@@ -181,30 +232,30 @@ class MultiHeadAttention(Layer):
             query if x is given else as_sequences(name, x, attention_mask)
             for name, x in {"key": key, "value": value}.items()
         )
-        self._check_inputs(query, key, value)
+        check_inputs(self.hidden_size, query, key, value)
         decodes = bool(cache)
         if not decodes:
-            self._check_mask(attention_mask, query, key.shape[1])
+            check_mask(attention_mask, query, key.shape[1], self.num_heads)
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
+            q, k = self._normalized(q, k)
             q, k = self._turned(q, k, cache if decodes else {})
             if decodes:
-                cache, attention_mask = self._extend(cache, k, v, attention_mask, prefix_mask)
+                bias = bias_of_entries(self._bias(position_table), cache, q)
+                masks = attention_mask, prefix_mask
+                cache, attention_mask = with_new_positions(cache, k, v, *masks, self.window)
             elif cache is not None:
                 cache = {"prefix_key": k, "prefix_value": v}
         else:
-            (q,) = self._project({"query": query})
-        keys, values = ([k], [v]) if not decodes else _kept(cache)
-        q = q * tf.cast(self.head_dim**-0.5, q.dtype)
+            (q,), bias = self._project({"query": query}), None
+        keys, values = ([k], [v]) if not decodes else kept(cache)
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        q = q * tf.cast(scale, q.dtype) if scale != 1 else q
         if decodes:
             q = kv_cache.side_by_side(q, static_or_dynamic_shape(keys[0])[0])
-        attend = lambda q, k, v: self._attend(q, [k], [v], attention_mask, training)
-        if decodes:
-            context = self._attend(q, keys, values, attention_mask, training)
-        elif self.recomputes and training:
-            context = recomputed(attend, [q, k, v], [])
+            context = self._attend(q, keys, values, attention_mask, bias)
         else:
-            context = attend(q, k, v)
+            context = self._attend_at_once(q, k, v, attention_mask, position_table, training)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
         if decodes:
             context = kv_cache.one_by_one(context, static_or_dynamic_shape(query)[1])
@@ -216,37 +267,6 @@ class MultiHeadAttention(Layer):
         output = self.hidden_dropout(output, training=training)
         output = in_form_of(output, given)
         return output if cache is None else (output, cache)
-
-    def _check_inputs(self, query, key, value):
-        """Refuse what would be broadcast, or fail in a product."""
-        h, batch, length = self.hidden_size, query.shape[:1], None
-        for name, x in {"query": query, "key": key, "value": value}.items():
-            if x is None:
-                continue
-            expected = [*batch, length, h]
-            if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
-                raise ValueError(
-                    f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, a length "
-                    f"and hidden_size={h}"
-                )
-            check_floating(name, x)
-            if name == "key":
-                length = x.shape[1]
-
-    def _check_mask(self, mask, query, length):
-        """Refuse a mask that would be broadcast over other sequences, or fail later."""
-        if mask is None:
-            return
-        batch, own = query.shape[:2]
-        forms = {2: [[batch, length]], 3: [[batch, s, length] for s in (1, own)]}
-        forms[4] = [[batch, n, *form[1:]] for n in (1, self.num_heads) for form in forms[3]]
-        allowed = forms.get(mask.shape.rank, ())
-        if not any(mask.shape.is_compatible_with(form) for form in allowed):
-            raise ValueError(
-                f"the attention mask has the shape {list(mask.shape)}, expected "
-                f"[{batch}, {length}], [{batch}, {own}, {length}] or [{batch}, {self.num_heads}, "
-                f"{own}, {length}] for queries of the shape {list(query.shape)}"
-            )
 
     def _project(self, inputs):
         """[batch, length, embed] -> [batch, heads, length, head_dim], of each projection.
@@ -267,39 +287,50 @@ class MultiHeadAttention(Layer):
         """Turn queries and keys of a sequence's next positions by the angles of these."""
         if self.rotary_base is None:
             return q, k
-        start = cache.get("index", 0)
-        if "prefix_key" in cache:
-            start += static_or_dynamic_shape(cache["prefix_key"])[2]
+        start = cache.get("index", 0) + prefix_length(cache)
         positions = start + tf.range(static_or_dynamic_shape(q)[2])
         return [rotate(x, positions, self._frequencies) for x in (q, k)]
 
-    def _attend(self, q, keys, values, mask, training):
-        dropout = lambda probabilities: self.attention_dropout(probabilities, training=training)
-        return attention(q, keys, values, mask, dropout, self.softmax_compute_type)
+    def _normalized(self, q, k):
+        if self.query_norm is None:
+            return q, k
+        return self.query_norm(q), self.key_norm(k)
 
-    def _extend(self, given, k, v, mask, prefix_mask):
-        """Put the new positions in; return the cache and a mask of what may be seen."""
-        num_sources, _, size, _ = static_or_dynamic_shape(given["key"])
-        rows, _, num_new, _ = static_or_dynamic_shape(k)
-        num_hypotheses, index = rows // num_sources, given["index"]
-        k, v = kv_cache.put([given["key"], given["value"]], [k, v], index)
-        extended = {**given, "key": k, "value": v, "index": index + num_new}
-        seen = kv_cache.seen(size, index, num_new, num_hypotheses)
-        if mask is not None:
-            seen &= expand_mask(mask)
-        if "prefix_key" not in given:
-            return extended, seen
-        length = static_or_dynamic_shape(given["prefix_key"])[2]
-        if prefix_mask is None:
-            prefix_mask = tf.ones([num_sources, length], "bool")
-        shape = [num_sources, 1, num_new * num_hypotheses]
-        return extended, tf.concat(
-            [
-                tf.broadcast_to(expand_mask(prefix_mask), [*shape, length]),
-                tf.broadcast_to(seen, [*shape, size]),
-            ],
-            axis=-1,
+    def _attend_at_once(self, q, k, v, mask, table, training):
+        """Attend without a cache: from all queries to all keys."""
+        options = {
+            "causal": self.causal,
+            "window": self.window,
+            "dropout": self.attention_dropout.by_blocks(training),
+        }
+
+        def attend(q, k, v, *tables):
+            return self._attend(q, [k], [v], mask, self._bias(*tables), **options)
+
+        tensors = [q, k, v] if table is None else [q, k, v, table]
+        stores_scores = chosen_implementation(self.implementation, q, [k]) == "reference"
+        if self.recomputes and training and stores_scores:
+            return recomputed(attend, tensors, [])
+        return attend(*tensors)
+
+    def _attend(self, q, keys, values, mask, bias, **options):
+        return attention(
+            q,
+            keys,
+            values,
+            mask,
+            bias,
+            soft_cap=self.soft_cap,
+            softmax_compute_type=self.softmax_compute_type,
+            implementation=self.implementation if options else "reference",
+            **options,
         )
+
+    def _bias(self, table=None) -> PositionBias | None:
+        """Return what positions add to scores."""
+        if table is not None:
+            return relative_bias(table, self.relative_max_distance, self.causal)
+        return alibi(self.num_heads) if self.alibi else None
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
@@ -353,11 +384,13 @@ class MultiHeadAttention(Layer):
             "rotary_base": self.rotary_base,
             "rotary_fraction": self.rotary_fraction,
             "rotary_scaling": self.rotary_scaling,
+            "causal": self.causal,
+            "window": self.window,
+            "alibi": self.alibi,
+            "relative_max_distance": self.relative_max_distance,
+            "query_scale": self.query_scale,
+            "soft_cap": self.soft_cap,
+            "qk_norm": self.qk_norm,
+            "qk_norm_epsilon": self.qk_norm_epsilon,
+            "implementation": self.implementation,
         }
-
-
-def _kept(cache):
-    """Return the keys and the values of a cache, those of a prefix first."""
-    pairs = [("prefix_key", "prefix_value")] if "prefix_key" in cache else []
-    pairs.append(("key", "value"))
-    return [cache[key] for key, _ in pairs], [cache[value] for _, value in pairs]

@@ -4,17 +4,30 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
+from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
+from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+IMPLEMENTATIONS = "auto", "reference", "blockwise"
+# From so many scores of a head on, "auto" takes blocks.
+_MANY_SCORES = 1024 * 1024
 
 
 def attention(
     q: tf.Tensor,
     keys: list[tf.Tensor],
     values: list[tf.Tensor],
-    mask: tf.Tensor | None = None,
-    dropout: Callable = lambda probabilities: probabilities,
+    mask: tf.Tensor | Segments | None = None,
+    bias: tf.Tensor | PositionBias | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    dropout: Callable | None = None,
     softmax_compute_type: str = "float32",
+    implementation: str = "auto",
 ) -> tf.Tensor:
     """Return the context of queries.
 
@@ -29,31 +42,56 @@ def attention(
             need not be put together; m divides n.
         values: list of tensors [b, m, t, d], one for each.
         mask: tensor of 0 and 1, or bool: [b, t], [b, s, t], [b, 1, t] or [b, n or 1, s, t], t
-            being all positions; 1 where a query may attend. None for everywhere.
-        dropout: a function of the probabilities.
+            being all positions; 1 where a query may attend. Or `Segments`. None for everywhere.
+        bias: what is added to scores: a `PositionBias`; or a tensor [n or 1, s or 1, t], where all
+            scores are kept.
+        causal: whether a query may attend to no later position, those of queries and keys beginning
+            together.
+        window: see `is_near`.
+        soft_cap: scores x become c·tanh(x / c) before they are masked (Gemma Team, 2024, arXiv
+            2408.00118, §2); None for not.
+        dropout: a function of the probabilities, or of some of them and the number of their block;
+            see `seen_blocks`. None for none.
         softmax_compute_type: type that the softmax is computed in.
+        implementation: `"reference"` keeps all scores, `"blockwise"` none, whose backward pass
+            computes them again; `"auto"` takes blocks where there are many scores.
 
     Returns:
         A tensor [b, n, s, d].
     """
-    scores = [
-        _by_shared_heads(lambda q, k=k: tf.matmul(q, k, transpose_b=True), q, k) for k in keys
-    ]
-    scores = scores[0] if len(keys) == 1 else tf.concat(scores, axis=-1)
+    by_blocks = chosen_implementation(implementation, q, keys) == "blockwise"
+    if by_blocks and not isinstance(bias, tf.Tensor):
+        options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
+        return blockwise_attention(q, keys[0], values[0], *options)
+    scores = [scores_of(q, k) for k in keys]
+    scores = joined(scores, axis=-1)
     scores = constrain(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
+    if soft_cap is not None:
+        scores = soft_cap * tf.tanh(scores / soft_cap)
+    s, t = static_or_dynamic_shape(scores)[2:]
+    if bias is not None:
+        if isinstance(bias, PositionBias):
+            bias = bias.block(bias.tensors, 0, s, 0, t)
+        scores += tf.cast(bias, scores.dtype)
+    allowed = None if mask is None else expand_mask(mask)
+    near = is_near(tf.range(s), tf.range(t), causal, window)
+    if near is not None:
+        allowed = near[None, None] if allowed is None else allowed & near
     any_allowed = None
-    if mask is not None:
-        allowed = expand_mask(mask)
-        any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
+    if allowed is not None:
         scores = tf.where(allowed, scores, tf.constant(scores.dtype.min, scores.dtype))
-    probabilities = [dropout(tf.cast(tf.nn.softmax(scores), values[0].dtype))]
+    if mask is not None:
+        any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
+    probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
+    if dropout is not None:
+        probabilities = _dropped_by_blocks(dropout, probabilities, causal, window)
+    probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
         probabilities = tf.split(probabilities[0], sizes, axis=-1)
     parts = [
-        _by_shared_heads(lambda p, v=v: tf.matmul(p, v), p, v)
-        for p, v in zip(probabilities, values)
+        by_shared_heads(lambda p, v=v: tf.matmul(p, v), p, v) for p, v in zip(probabilities, values)
     ]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if any_allowed is not None:
@@ -61,23 +99,39 @@ def attention(
     return constrain(context, ("batch", "heads", None, "head_dim"))
 
 
-def _by_shared_heads(product, x, shared):
-    """Return product(x) of x [b, n, s, …], as if `shared` [b, m, …] were repeated n / m times.
+def chosen_implementation(implementation: str, q: tf.Tensor, keys: list[tf.Tensor]) -> str:
+    """Return `"reference"` or `"blockwise"`.
 
-    The rows of the heads that share one are multiplied with it together.
+    Raises:
+        ValueError: "blockwise" is asked for where lengths are not known.
     """
-    b, n, s, d = static_or_dynamic_shape(x)
-    m = shared.shape[1]
-    if n == m:
-        return product(x)
-    axes = ("batch", "heads", None, None)
-    y = product(constrain(tf.reshape(x, [b, m, n // m * s, d]), axes))
-    return tf.reshape(constrain(y, axes), [b, n, s, static_or_dynamic_shape(y)[-1]])
+    s, t = q.shape[2], keys[0].shape[2]
+    has_blocks = len(keys) == 1 and s is not None and t is not None
+    if implementation == "blockwise" and not has_blocks:
+        raise ValueError(
+            "attention by blocks needs lengths that are known when it is traced: give batches of "
+            'fixed lengths, or implementation="auto"'
+        )
+    is_long = has_blocks and s * t >= _MANY_SCORES
+    return "blockwise" if implementation == "blockwise" or is_long else "reference"
 
 
-def expand_mask(mask: tf.Tensor) -> tf.Tensor:
-    """Return a mask as bool [b, n or 1, s or 1, t]."""
-    mask = tf.cast(mask, "bool")
-    if len(mask.shape) == 2:
-        return mask[:, None, None, :]
-    return mask[:, None, :, :] if len(mask.shape) == 3 else mask
+def _dropped_by_blocks(dropout, probabilities, causal, window):
+    """Drop out of all probabilities what would be dropped out of those of each block."""
+    s, t = probabilities.shape[2:]
+    if s is None or t is None:
+        return dropout(probabilities)
+    rows = []
+    for (first, last), columns in seen_blocks(s, t, causal, window):
+        seen = [
+            dropout(probabilities[:, :, first:last, start:end], number)
+            for (start, end), number in columns
+        ]
+        before, after = columns[0][0][0], columns[-1][0][1]
+        row = [
+            probabilities[:, :, first:last, :before],
+            *seen,
+            probabilities[:, :, first:last, after:],
+        ]
+        rows.append(joined([part for part in row if part.shape[3]], axis=3))
+    return joined(rows, axis=2)

@@ -1,9 +1,26 @@
 """What each position may attend to."""
 
+import typing
+
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+
+class Segments(typing.NamedTuple):
+    """A mask by the sequences that positions are of: each may attend to its own.
+
+    It takes the place of a mask [b, s, t] where lengths are great, and is made one block at a time.
+
+    Args:
+        queries: tensor [b, s], the number of the sequence of each query, from 1, and 0 for
+            padding; or bool, where there is a token.
+        keys: tensor [b, t], as the queries.
+    """
+
+    queries: tf.Tensor
+    keys: tf.Tensor
 
 
 def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
@@ -16,6 +33,41 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     if keys.dtype.is_bool:
         return queries[:, :, None] & keys[:, None, :]
     return (queries[:, :, None] == keys[:, None, :]) & (keys[:, None, :] != 0)
+
+
+def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
+    """Return a mask as bool [b, n or 1, s or 1, t]."""
+    if isinstance(mask, Segments):
+        mask = same_segment(*mask)
+    mask = tf.cast(mask, "bool")
+    if len(mask.shape) == 2:
+        return mask[:, None, None, :]
+    return mask[:, None, :, :] if len(mask.shape) == 3 else mask
+
+
+def is_near(
+    queries: tf.Tensor, keys: tf.Tensor, causal: bool, window: int | None
+) -> tf.Tensor | None:
+    """Return which keys are within reach of queries by their positions, bool [s, t].
+
+    Args:
+        queries: int tensor [s], their positions.
+        keys: int tensor [t].
+        causal: whether a query may attend to no later position.
+        window: a query may attend to positions that are less than this before its own, or, where
+            it is not causal, after it; None for all (Beltagy et al., 2020, arXiv 2004.05150, §3.1).
+
+    Returns:
+        A tensor; None where all are.
+    """
+    queries, keys = queries[:, None], keys[None, :]
+    near = queries >= keys if causal else None
+    if window is not None:
+        in_window = queries < keys + window
+        if not causal:
+            in_window &= keys < queries + window
+        near = in_window if near is None else near & in_window
+    return near
 
 
 @register
@@ -46,12 +98,9 @@ class AttentionMask(Layer):
 
     def call(self, input_mask: tf.Tensor) -> tf.Tensor:
         mask = tf.cast(same_segment(input_mask, input_mask), self.compute_dtype)
-        length = static_or_dynamic_shape(mask)[1]
-        positions = tf.range(length)
-        is_seen = positions[:, None] >= positions[None, :]
-        if self.window is not None:
-            is_seen &= positions[:, None] < positions[None, :] + self.window
-        return tf.where(is_seen, mask, tf.zeros_like(mask))
+        positions = tf.range(static_or_dynamic_shape(mask)[1])
+        near = is_near(positions, positions, causal=True, window=self.window)
+        return tf.where(near, mask, tf.zeros_like(mask))
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape, input_shape[-1])

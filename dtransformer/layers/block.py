@@ -11,6 +11,7 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
+from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel.alike_blocks import AlikeBlocks
 from dtransformer.parallel.config import (
@@ -111,6 +112,8 @@ class BlockStack(Layer):
         lambda_func: places each block; `spread_evenly` by default.
         offset: number of blocks of the network before this stack.
         network_layers: number of blocks of the network.
+        relative_ranges: number of ranges of T5's relative positions, whose table the blocks share;
+            None for no such positions. See `relative_bias`.
         **layer_arguments: other arguments of the blocks.
     """
 
@@ -125,6 +128,7 @@ class BlockStack(Layer):
         lambda_func: Callable | None = None,
         offset: int = 0,
         network_layers: int | None = None,
+        relative_ranges: int | None = None,
         **layer_arguments,
     ):
         own = {
@@ -141,6 +145,7 @@ class BlockStack(Layer):
             "ffn_hidden_size": ffn_hidden_size,
             "offset": offset,
             "network_layers": network_layers,
+            "relative_ranges": relative_ranges,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
@@ -160,6 +165,13 @@ class BlockStack(Layer):
             block.alike = alike
             block.recompute(get_parallel_config().recompute)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
+        self.position_table = None
+        if num_layers and relative_ranges is not None:
+            policy = self.dtype_policy
+            self.position_table = RelativePositionTable(
+                num_heads, relative_ranges, dtype=policy, name="relative_positions"
+            )
+            self.position_table.pipeline_stage = self.blocks[0].pipeline_stage
         self.final_norm = None
         if num_layers and not layer_arguments.get("post_layernorm_residual", False):
             self.final_norm = make_norm(
@@ -172,10 +184,16 @@ class BlockStack(Layer):
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
 
     def build(self, input_shape: tuple, *args) -> None:
-        for layer in [*self.blocks, self.final_norm]:
+        for layer in [self.position_table, *self.blocks, self.final_norm]:
             if layer is not None and not layer.built:
                 layer.build(input_shape)
         self.built = True
+
+    def position_options(self, inputs: tf.Tensor) -> dict:
+        """Return what blocks are told of relative positions, as options of their call."""
+        if self.position_table is None:
+            return {}
+        return {"position_table": self.position_table(inputs)}
 
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
@@ -32,12 +33,14 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
     Call arguments:
         inputs: tensor [b, t, h]; or [b·t, h] with a mask, which tells b.
         decoder_mask: what each position may attend to in the sequence: [b, t, t] of
-            0 and 1; None for everything. Causal masks come from `AttentionMask`.
+            0 and 1, or `Segments`; None for everything. Causal masks come from `AttentionMask`,
+            where the layer is not `causal`.
         encoder_output: the memory, tensor [b, s, h], or [b·s, h] with a mask; not read where
             there is a cache.
         memory_mask: what each position may attend to in the memory: [b, s],
-            [b, 1, s] or [b, t, s] of 0 and 1; None for everything.
+            [b, 1, s] or [b, t, s] of 0 and 1, or `Segments`; None for everything.
         cache: what earlier calls computed, from `init_cache`.
+        position_table: as `TransformerEncoderLayer`'s.
         training: whether dropout applies.
 
     Output shape:
@@ -48,17 +51,18 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         self.self_attention_norm = self.make_norm("self_attention_norm")
         self.self_attention = self.make_attention("self_attention")
         self.cross_attention_norm = self.make_norm("cross_attention_norm")
-        self.cross_attention = self.make_attention("cross_attention", rotates=False)
+        self.cross_attention = self.make_attention("cross_attention", to_itself=False)
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
         self.feed_forward = self.make_feed_forward("feed_forward")
 
     def call(
         self,
         inputs: tf.Tensor,
-        decoder_mask: tf.Tensor | None = None,
+        decoder_mask: tf.Tensor | Segments | None = None,
         encoder_output: tf.Tensor | None = None,
-        memory_mask: tf.Tensor | None = None,
+        memory_mask: tf.Tensor | Segments | None = None,
         cache: dict | None = None,
+        position_table: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is None and decoder_mask is None:
@@ -66,42 +70,42 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         if cache is None and memory_mask is None:
             memory_mask = _compat.mask_of(encoder_output)
         if cache is not None:
+            masks = decoder_mask, memory_mask
             with unsharding_ahead([inputs]):
-                return self._compute(
-                    inputs, decoder_mask, encoder_output, memory_mask, cache, False
-                )
-        compute = lambda x, memory, own_mask, mask_of_memory: self._compute(
-            x, own_mask, memory, mask_of_memory, None, training
-        )
+                return self._compute(inputs, encoder_output, position_table, *masks, cache)
+
+        def compute(x, memory, *others):
+            *tables, own_mask, mask_of_memory = others
+            table = tables[0] if tables else None
+            return self._compute(x, memory, table, own_mask, mask_of_memory, training=training)
+
         x = as_sequences("inputs", inputs, decoder_mask, memory_mask)
         memory = as_sequences("encoder_output", encoder_output, memory_mask, decoder_mask)
-        outputs = self.run_block(compute, [x, memory], [decoder_mask, memory_mask], training)
+        tensors = [x, memory] if position_table is None else [x, memory, position_table]
+        outputs = self.run_block(compute, tensors, [decoder_mask, memory_mask], training)
         return in_form_of(outputs, inputs)
 
-    def _compute(self, inputs, decoder_mask, encoder_output, memory_mask, cache, training):
+    def _compute(
+        self, inputs, encoder_output, table, decoder_mask, memory_mask, cache=None, training=False
+    ):
         new_cache = {}
 
-        def attend(name, attention, x, memory, mask):
+        def attend(name, attention, x, memory, mask, **options):
             if cache is None:
-                return attention(x, memory, memory, mask, training=training)
-            output, new_cache[name] = attention(
-                x, memory, memory, mask, cache=cache[name], training=training
-            )
+                return attention(x, memory, memory, mask, training=training, **options)
+            options |= {"cache": cache[name], "training": training}
+            output, new_cache[name] = attention(x, memory, memory, mask, **options)
             return output
 
-        x = self.residual(
-            self.self_attention_norm,
-            lambda x: attend("self", self.self_attention, x, x, decoder_mask),
-            inputs,
-        )
-        x = self.residual(
-            self.cross_attention_norm,
-            lambda x: attend("memory", self.cross_attention, x, encoder_output, memory_mask),
-            x,
-        )
-        x = self.residual(
-            self.feed_forward_norm, lambda x: self.feed_forward(x, training=training), x
-        )
+        def attend_to_itself(x):
+            return attend("self", self.self_attention, x, x, decoder_mask, position_table=table)
+
+        def attend_to_memory(x):
+            return attend("memory", self.cross_attention, x, encoder_output, memory_mask)
+
+        x = self.residual(self.self_attention_norm, attend_to_itself, inputs)
+        x = self.residual(self.cross_attention_norm, attend_to_memory, x)
+        x = self._fed_forward(x, training)
         return x if cache is None else (x, new_cache)
 
     def init_cache(
@@ -151,19 +155,20 @@ class TransformerDecoder(BlockStack):
     def call(
         self,
         inputs: tf.Tensor,
-        decoder_mask: tf.Tensor | None = None,
+        decoder_mask: tf.Tensor | Segments | None = None,
         encoder_output: tf.Tensor | None = None,
-        memory_mask: tf.Tensor | None = None,
+        memory_mask: tf.Tensor | Segments | None = None,
         cache: list[dict] | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
         new_cache = []
+        options = {"training": training, **self.position_options(inputs)}
         for number, block in enumerate(self.blocks):
             arguments = (inputs, decoder_mask, encoder_output, memory_mask)
             if cache is None:
-                inputs = block(*arguments, training=training)
+                inputs = block(*arguments, **options)
             else:
-                inputs, extended = block(*arguments, cache=cache[number], training=training)
+                inputs, extended = block(*arguments, cache=cache[number], **options)
                 new_cache.append(extended)
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)

@@ -1,6 +1,7 @@
 """Dropout without state: masks are a function of a seed, the layer and the rank."""
 
 import zlib
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -8,6 +9,7 @@ from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dropout_mask import kept_elements
 from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number
+from dtransformer.parallel.recompute import seed_after
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -45,24 +47,42 @@ class Dropout(Layer):
         return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
+        drop = self.by_blocks(training)
+        return inputs if drop is None else drop(inputs)
+
+    def by_blocks(self, training: bool) -> Callable | None:
+        """Return how to drop elements of one block after the other; None for nothing to drop.
+
+        Returns:
+            A function of a block, a tensor; its number, an int; and None, or, where a backward pass
+            drops the same ones once more, a tensor that is known by then.
+        """
         if not training or self.rate == 0:
-            return inputs
+            return None
         seed, number = current_dropout_seed(), layer_number(self)
 
-        @custom_gradient
-        def drop(x):
-            is_kept = kept_elements(static_or_dynamic_shape(x), self.rate, seed, number)
-            scale = tf.cast(1 / (1 - self.rate), x.dtype)
+        def drop(x, block=0, again=None):
+            own = seed if again is None else seed_after(seed, again)
+            return _drop(x, self.rate, own, number, block)
 
-            def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
-                return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
-
-            return mask(x), mask
-
-        return drop(inputs)
+        return drop
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
     def get_config(self) -> dict:
         return {**super().get_config(), "rate": self.rate}
+
+
+def _drop(x, rate, seed, number, block):
+    @custom_gradient
+    def drop(x):
+        is_kept = kept_elements(static_or_dynamic_shape(x), rate, seed, number, block)
+        scale = tf.cast(1 / (1 - rate), x.dtype)
+
+        def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
+            return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
+
+        return mask(x), mask
+
+    return drop(x)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.feed_forward import FeedForward
@@ -15,6 +16,27 @@ from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
 from dtransformer.parallel.zero.gather import unsharding_ahead
+
+# What blocks hand on to attention: to all of it, and to that of a sequence to itself.
+_OF_ATTENTION = (
+    "num_kv_heads",
+    "head_dim",
+    "qkv_bias",
+    "query_scale",
+    "soft_cap",
+    "qk_norm",
+    "qk_norm_epsilon",
+    "implementation",
+)
+_OF_OWN_ATTENTION = (
+    "rotary_base",
+    "rotary_fraction",
+    "rotary_scaling",
+    "causal",
+    "window",
+    "alibi",
+    "relative_max_distance",
+)
 
 
 @register
@@ -39,17 +61,19 @@ class TransformerEncoderLayer(TransformerBlock):
         norm_epsilon: what the norms add to the variance; their own default where it is None.
         gated: whether the feed-forward layer is; see `FeedForward`.
         use_bias: whether the dense layers have a bias.
-        num_kv_heads, head_dim, qkv_bias: as `MultiHeadAttention`'s.
-        rotary_base, rotary_fraction, rotary_scaling: as there, in attention of the sequence to
-            itself.
+        **kwargs: others of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
+            `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon` and `implementation`; and, for
+            attention of the sequence to itself, `rotary_base`, `rotary_fraction`,
+            `rotary_scaling`, `causal`, `window`, `alibi` and `relative_max_distance`.
 
     Call arguments:
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
         attention_mask: what each position may attend to: [b, s], [b, 1, s] or [b, s, s] of 0
-            and 1; None for everything.
+            and 1, or `Segments`; None for everything.
         cache: what earlier calls computed, from `init_cache`; or an empty dict, to begin one.
             See `MultiHeadAttention`.
         prefix_mask: bool tensor [b, p], what may be seen of the cache's beginning.
+        position_table: tensor [r, n], the table of T5's relative positions; None for none.
         training: whether dropout applies.
 
     Output shape:
@@ -71,14 +95,10 @@ class TransformerEncoderLayer(TransformerBlock):
         norm_epsilon: float | None = None,
         gated: bool = False,
         use_bias: bool = True,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        qkv_bias: bool | None = None,
-        rotary_base: float | None = None,
-        rotary_fraction: float = 1.0,
-        rotary_scaling: dict | None = None,
         **kwargs,
     ):
+        names = {*_OF_ATTENTION, *_OF_OWN_ATTENTION}
+        of_attention = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         super().__init__(**kwargs)
         self.arguments = {
             "hidden_size": hidden_size,
@@ -94,12 +114,7 @@ class TransformerEncoderLayer(TransformerBlock):
             "norm_epsilon": norm_epsilon,
             "gated": gated,
             "use_bias": use_bias,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "qkv_bias": qkv_bias,
-            "rotary_base": rotary_base,
-            "rotary_fraction": rotary_fraction,
-            "rotary_scaling": rotary_scaling,
+            **of_attention,
         }
         self.post_layernorm_residual = post_layernorm_residual
         self.add_sublayers()
@@ -120,9 +135,8 @@ class TransformerEncoderLayer(TransformerBlock):
             name=name,
         )
 
-    def make_attention(self, name: str, rotates: bool = True) -> MultiHeadAttention:
-        own = ("num_kv_heads", "head_dim", "use_bias", "qkv_bias")
-        rotary = ("rotary_base", "rotary_fraction", "rotary_scaling")
+    def make_attention(self, name: str, to_itself: bool = True) -> MultiHeadAttention:
+        names = (*_OF_ATTENTION, *(_OF_OWN_ATTENTION if to_itself else ()))
         return MultiHeadAttention(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
@@ -131,7 +145,8 @@ class TransformerEncoderLayer(TransformerBlock):
             softmax_compute_type=self.arguments["softmax_compute_type"],
             dtype=self.dtype_policy,
             name=name,
-            **{key: self.arguments[key] for key in (*own, *(rotary if rotates else ()))},
+            use_bias=self.arguments["use_bias"],
+            **{name: self.arguments[name] for name in names if name in self.arguments},
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:
@@ -161,30 +176,37 @@ class TransformerEncoderLayer(TransformerBlock):
     def call(
         self,
         inputs: tf.Tensor,
-        attention_mask: tf.Tensor | None = None,
+        attention_mask: tf.Tensor | Segments | None = None,
         cache: dict | None = None,
         prefix_mask: tf.Tensor | None = None,
+        position_table: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
         if cache is not None:
             with unsharding_ahead([inputs]):
-                return self._decode(inputs, attention_mask, cache, prefix_mask)
+                return self._decode(inputs, attention_mask, cache, prefix_mask, position_table)
         if attention_mask is None:
             attention_mask = _compat.mask_of(inputs)
-        compute = lambda x, mask: self._compute(x, mask, training)
-        x = as_sequences("inputs", inputs, attention_mask)
-        return in_form_of(self.run_block(compute, [x], [attention_mask], training), inputs)
 
-    def _compute(self, inputs, attention_mask, training):
-        attend = lambda x: self.attention(x, x, x, attention_mask, training=training)
+        def compute(x, *others):
+            *tables, mask = others
+            return self._compute(x, mask, training, *tables)
+
+        x = as_sequences("inputs", inputs, attention_mask)
+        tensors = [x] if position_table is None else [x, position_table]
+        return in_form_of(self.run_block(compute, tensors, [attention_mask], training), inputs)
+
+    def _compute(self, inputs, attention_mask, training, position_table=None):
+        options = {"position_table": position_table, "training": training}
+        attend = lambda x: self.attention(x, x, x, attention_mask, **options)
         x = self.residual(self.attention_norm, attend, inputs)
         return self._fed_forward(x, training)
 
-    def _decode(self, inputs, attention_mask, cache, prefix_mask):
+    def _decode(self, inputs, attention_mask, cache, prefix_mask, position_table):
         new = {}
+        options = {"cache": cache, "prefix_mask": prefix_mask, "position_table": position_table}
 
         def attend(x):
-            options = {"cache": cache, "prefix_mask": prefix_mask}
             output, extended = self.attention(x, x, x, attention_mask, **options)
             new.update(extended)
             return output
@@ -258,18 +280,18 @@ class TransformerEncoder(BlockStack):
     def call(
         self,
         inputs: tf.Tensor,
-        attention_mask: tf.Tensor | None = None,
+        attention_mask: tf.Tensor | Segments | None = None,
         cache: list[dict] | None = None,
         prefix_mask: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        new_cache = []
+        new_cache, options = [], self.position_options(inputs)
         for number, block in enumerate(self.blocks):
             if cache is None:
-                inputs = block(inputs, attention_mask, training=training)
+                inputs = block(inputs, attention_mask, training=training, **options)
             else:
-                options = {"cache": cache[number], "prefix_mask": prefix_mask}
-                inputs, extended = block(inputs, attention_mask, **options)
+                own = {"cache": cache[number], "prefix_mask": prefix_mask, **options}
+                inputs, extended = block(inputs, attention_mask, **own)
                 new_cache.append(extended)
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)

@@ -11,7 +11,7 @@ def as_sequences(name: str, x: tf.Tensor | None, *masks: tf.Tensor | None) -> tf
     Args:
         name: of the argument, for the error.
         x: tensor [b·s, h] or [b, s, h], or None.
-        *masks: tensors [b, ...], or None: the first that is there tells b.
+        *masks: tensors [b, ...], `Segments`, or None: the first that is there tells b.
 
     Returns:
         A tensor [b, s, h], or None.
@@ -21,7 +21,7 @@ def as_sequences(name: str, x: tf.Tensor | None, *masks: tf.Tensor | None) -> tf
     """
     if x is None or x.shape.rank != 2:
         return x
-    mask = next((mask for mask in masks if mask is not None), None)
+    mask = next((tf.nest.flatten(mask)[0] for mask in masks if mask is not None), None)
     if mask is None:
         raise ValueError(
             f"{name} has the shape {list(x.shape)}: give an attention mask, which tells how many "

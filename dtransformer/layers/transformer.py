@@ -29,14 +29,15 @@ class Transformer(Layer):
         ffn_hidden_size: inner size of the feed-forward layers.
         lambda_func: places each block on a pipeline stage; by default blocks are
             spread evenly, the decoder's after the encoder's.
+        causal: whether a position of the decoder may attend to no later one of it.
         **layer_arguments: other arguments of `TransformerEncoderLayer`, for both.
 
     Call arguments:
         encoder_inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
-        encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, or None.
+        encoder_mask: [b, s], [b, 1, s] or [b, s, s] of 0 and 1, `Segments`, or None.
         decoder_inputs: tensor [b, t, h], or [b·t, h] with a mask; None without a decoder.
-        decoder_mask: [b, t, t] of 0 and 1, or None.
-        memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, or None.
+        decoder_mask: [b, t, t] of 0 and 1, `Segments`, or None.
+        memory_mask: [b, s], [b, 1, s] or [b, t, s] of 0 and 1, `Segments`, or None.
         training: whether dropout applies.
 
     Output shape:
@@ -60,6 +61,7 @@ class Transformer(Layer):
         name: str | None = None,
         dtype: str | keras.DTypePolicy | None = None,
         trainable: bool = True,
+        causal: bool = False,
         **layer_arguments,
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
@@ -69,6 +71,7 @@ class Transformer(Layer):
             "hidden_size": hidden_size,
             "num_heads": num_heads,
             "ffn_hidden_size": ffn_hidden_size,
+            "causal": causal,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
@@ -86,7 +89,7 @@ class Transformer(Layer):
         self.decoder = None
         if decoder_layers:
             self.decoder = TransformerDecoder(
-                decoder_layers, name="decoder", offset=encoder_layers, **common
+                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **common
             )
         blocks = [*self.encoder.blocks, *(self.decoder.blocks if decoder_layers else [])]
         check_stages(blocks, get_parallel_config().placement.num_chunks)

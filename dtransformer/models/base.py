@@ -23,6 +23,12 @@ _BLOCK_ARGUMENTS = (
     "rotary_base",
     "rotary_fraction",
     "rotary_scaling",
+    "query_scale",
+    "soft_cap",
+    "qk_norm",
+    "qk_norm_epsilon",
+    "window",
+    "implementation",
 )
 
 # Arguments of networks that are sizes of at least 1, and those that are rates of dropout.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import AttentionMask
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
@@ -16,7 +16,7 @@ from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.generator import Generator, OnTokens
 from dtransformer.models.one_stack import OneStackModel, tokens_of
 
-_POSITIONS = "learned", "sinusoidal", "rotary"
+_POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
 
 
 @register
@@ -41,7 +41,8 @@ class CausalLM(OneStackModel):
         attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
-        positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` in each block.
+        positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` or `"alibi"` in each
+            block.
         max_length: number of learned positions, in tokens.
         tied_head: whether the head's kernel is the embedding's table.
         head_bias: whether the head has a bias.
@@ -49,11 +50,13 @@ class CausalLM(OneStackModel):
         pad_id, start_id, end_id: ids of the padding, start and end tokens; None for none.
         lambda_func: places each block on a pipeline stage.
         embedding_scale: what embeddings are multiplied with; √h by default.
-        norm, norm_epsilon, gated, use_bias, num_kv_heads, head_dim, qkv_bias: as
-            `TransformerEncoderLayer`'s.
+        norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
+        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon: as
+            `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
         window: how many positions each may attend to, its own and those before it; None for all.
+        implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
@@ -109,6 +112,11 @@ class CausalLM(OneStackModel):
         rotary_fraction: float = 1.0,
         rotary_scaling: dict | None = None,
         window: int | None = None,
+        query_scale: float | None = None,
+        soft_cap: float | None = None,
+        qk_norm: str | None = None,
+        qk_norm_epsilon: float | None = None,
+        implementation: str = "auto",
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -143,6 +151,11 @@ class CausalLM(OneStackModel):
             "rotary_fraction": rotary_fraction,
             "rotary_scaling": rotary_scaling,
             "window": window,
+            "query_scale": query_scale,
+            "soft_cap": soft_cap,
+            "qk_norm": qk_norm,
+            "qk_norm_epsilon": qk_norm_epsilon,
+            "implementation": implementation,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -160,15 +173,16 @@ class CausalLM(OneStackModel):
         options, policy = self.arguments, self.dtype_policy
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
         block_arguments, self.positions = self._block_arguments(), None
-        if options["positions"] == "rotary":
-            check_size("max_length", options["max_length"])
-        else:
+        if options["positions"] != "rotary":
             block_arguments["rotary_base"] = None
+        if options["positions"] in ("rotary", "alibi"):
+            check_size("max_length", options["max_length"])
+            block_arguments["alibi"] = options["positions"] == "alibi"
+        else:
             self.positions = PositionEmbedding(
                 options["max_length"], options["positions"], dtype=policy, name="positions"
             )
         self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
-        self.causal_mask = AttentionMask(options["window"], name="causal_mask")
         self.blocks = TransformerEncoder(
             options["num_layers"],
             options["hidden_size"],
@@ -176,6 +190,7 @@ class CausalLM(OneStackModel):
             options["ffn_hidden_size"],
             lambda_func=lambda_func,
             name="blocks",
+            causal=True,
             **block_arguments,
         )
         self.head = self._make_head()
@@ -189,9 +204,9 @@ class CausalLM(OneStackModel):
         ids = tokens_of(inputs)
         segments = inputs["segments"] if isinstance(inputs, dict) else None
         x, table = self.embed(ids, segments=segments, training=training)
-        if segments is None:
-            segments = tf.ones_like(ids, "bool") if self.pad_id is None else ids != self.pad_id
-        mask = self.causal_mask(segments)
+        if segments is None and self.pad_id is not None:
+            segments = ids != self.pad_id
+        mask = None if segments is None else Segments(segments, segments)
         return self.head(self.blocks(x, mask, training=training), table)
 
     def embed(

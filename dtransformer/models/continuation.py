@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.models.generation import taken_entries
 from dtransformer.models.logits_rules import NO_TOKEN
 from dtransformer.parallel import cache as kv_cache
@@ -42,7 +43,7 @@ class Continuation:
         is_token = self.memory_mask(source)
         x, _ = model.embed(tf.where(is_token, source[:, :-1], 0), start=-_count(~is_token))
         _, prefixes = model.blocks(
-            x, model.causal_mask(is_token), cache=[{} for _ in model.blocks.blocks]
+            x, Segments(is_token, is_token), cache=[{} for _ in model.blocks.blocks]
         )
         batch_size = static_or_dynamic_shape(source)[0]
         empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
@@ -65,26 +66,11 @@ class Continuation:
         """Return the logits [r, V] of the next tokens, and the cache for the ones after."""
         model, search = self._model, self.search
         entries, mask = search.next_entries(cache["entries"], state)
-        position = state["position"]
-        start = tf.repeat(_count(memory_mask), search.num_beams) + position
+        start = tf.repeat(_count(memory_mask), search.num_beams) + state["position"]
         x, table = model.embed(state["last"][:, None], start=start)
-        mask, memory_mask = self._in_window(cache, mask, memory_mask, position)
         x, blocks = model.blocks(x, mask, cache=cache["blocks"], prefix_mask=memory_mask)
         logits = constrain(model.head(x, table), ("batch", None, None))[:, 0, : model.vocab_size]
         return tf.cast(logits, "float32"), {"blocks": blocks, "entries": entries}
-
-    def _in_window(self, cache, mask, memory_mask, position):
-        """Return the masks without what lies before the window of a token at a position."""
-        window = self._model.arguments["window"]
-        if window is None:
-            return mask, memory_mask
-        length = static_or_dynamic_shape(memory_mask)[1]
-        memory_mask &= tf.range(length) > length + position - window
-        sizes = [x["key"].shape[2] or tf.shape(x["key"])[2] for x in cache["blocks"] if x]
-        if sizes:
-            is_near = tf.range(sizes[0]) // self.search.num_beams > position - window
-            mask = is_near[None, None, :] if mask is None else mask & is_near
-        return mask, memory_mask
 
 
 def _count(mask):

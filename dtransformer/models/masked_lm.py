@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import same_segment
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
@@ -198,7 +198,7 @@ class MaskedLM(OneStackModel):
             training=training,
         )
         if segments is not None:
-            mask = same_segment(segments, segments)
+            mask = Segments(segments, segments)
         else:
             mask = None if self.pad_id is None else ids != self.pad_id
         x = self.blocks(x, mask, training=training)

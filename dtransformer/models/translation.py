@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import AttentionMask, same_segment
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position import PositionEmbedding
@@ -152,7 +152,6 @@ class TranslationTransformer(TokenModel):
         rate = options["embedding_dropout_rate"]
         self.source_dropout = Dropout(rate, dtype=policy, name="source_dropout")
         self.target_dropout = Dropout(rate, dtype=policy, name="target_dropout")
-        self.causal_mask = AttentionMask(name="causal_mask")
         self.transformer = Transformer(
             options["encoder_layers"],
             options["decoder_layers"],
@@ -161,6 +160,7 @@ class TranslationTransformer(TokenModel):
             options["ffn_hidden_size"],
             lambda_func=lambda_func,
             name="transformer",
+            causal=True,
             **self._block_arguments(),
         )
         self.head = self._make_head()
@@ -192,9 +192,10 @@ class TranslationTransformer(TokenModel):
         memory, memory_mask = self.encode(inputs["source"], source_segments, training=training)
         target = inputs["target"]
         x, table = self._embed_target(target, segments=segments, training=training)
+        decoder_mask = Segments(target != self.pad_id, target != self.pad_id)
         if segments is not None:
-            memory_mask = same_segment(segments, source_segments)
-        decoder_mask = self.causal_mask(target != self.pad_id if segments is None else segments)
+            decoder_mask = Segments(segments, segments)
+            memory_mask = Segments(segments, source_segments)
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self.head(x, table)
 
@@ -214,7 +215,7 @@ class TranslationTransformer(TokenModel):
         mask = source != self.pad_id
         layers = self.source_embedding, self.source_positions, self.source_dropout
         x, _ = self._embed_ids(source, *layers, segments=segments, training=training)
-        own = mask if segments is None else same_segment(segments, segments)
+        own = mask if segments is None else Segments(segments, segments)
         return self.transformer.encoder(x, own, training=training), mask
 
     def _embed_target(self, target, **options):

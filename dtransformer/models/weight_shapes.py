@@ -76,6 +76,9 @@ def _attention(arguments):
         shapes[f"{name}_kernel"] = (h, heads, d)
         if use_bias if qkv_bias is None else qkv_bias:
             shapes[f"{name}_bias"] = (heads, d)
+    if kind := arguments.get("qk_norm"):
+        for name in ("query", "key"):
+            shapes |= _norm(f"{name}_norm", {"hidden_size": d, "norm": kind})
     return {**shapes, "output_bias": (h,)} if use_bias else shapes
 
 

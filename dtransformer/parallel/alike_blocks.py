@@ -40,7 +40,7 @@ class AlikeBlocks:
         Args:
             block: the block, a layer.
             compute: a function of tensors that reads the block's weights, and nothing else.
-            tensors: list of tensors, or None.
+            tensors: list of tensors, nested ones, or None; the first is like the result.
             training: whether dropout applies.
         """
         layers = _compat.flat_layers(block)
@@ -62,7 +62,8 @@ class AlikeBlocks:
 
     def _symbolic(self, key, compute, tensors):
         """As a call, where nothing but the shape is asked for: that of those alike is known."""
-        key = key, *(None if x is None else (tuple(x.shape), x.dtype) for x in tensors)
+        flat = tf.nest.flatten(tensors)
+        key = key, *(None if x is None else (tuple(x.shape), x.dtype) for x in flat)
         if key in self._like_inputs:
             return tf.identity(tensors[0])
         result = compute(*tensors)

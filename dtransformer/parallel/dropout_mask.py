@@ -18,7 +18,11 @@ _COLUMNS = 2**32  # added to a mask's number for its columns' thresholds
 
 
 def kept_elements(
-    shape: Sequence, rate: float, seed: tf.Tensor, number: int | tf.Tensor = 0
+    shape: Sequence,
+    rate: float,
+    seed: tf.Tensor,
+    number: int | tf.Tensor = 0,
+    block: int = 0,
 ) -> tf.Tensor:
     """Return which elements are kept: a bool tensor, False with the probability `rate`.
 
@@ -32,28 +36,30 @@ def kept_elements(
         rate: the probability, in [0, 1).
         seed: int32 tensor [2].
         number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
+        block: int in [0, 2³¹): masks of one number differ by it.
     """
     whole, fraction = divmod(rate * _LEVELS, 1)
+    offset = block * 2 * _COLUMNS
     if trace.is_on_mesh() or whole >= _LEVELS - 1:
-        return _random_floats(shape, seed, number) >= rate
+        return _random_floats(shape, seed, number, offset) >= rate
     threshold = tf.constant(int(whole), "uint8")
     if fraction:
-        columns = _random_floats(shape[-1:], seed, number, _COLUMNS)
+        columns = _random_floats(shape[-1:], seed, number, offset + _COLUMNS)
         threshold += tf.cast(columns < fraction, "uint8")
-    return _random_bytes(shape, seed, number) >= threshold
+    return _random_bytes(shape, seed, number, offset) >= threshold
 
 
-def _random_floats(shape, seed, number, offset=0):
+def _random_floats(shape, seed, number, offset):
     return tf.raw_ops.StatelessRandomUniformV2(
         shape=tf.convert_to_tensor(shape, "int32"), **_philox(seed, number, offset)
     )
 
 
-def _random_bytes(shape, seed, number):
+def _random_bytes(shape, seed, number, offset):
     is_known = all(isinstance(size, int) for size in shape)
     size = math.prod(shape) if is_known else tf.reduce_prod(tf.stack(shape))
     words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[-(-size // 4)], dtype="uint32", **_philox(seed, number)
+        shape=[-(-size // 4)], dtype="uint32", **_philox(seed, number, offset)
     )
     flat = tf.reshape(tf.bitcast(words, "uint8"), [-1])
     if not is_known or size % 4:
@@ -61,7 +67,7 @@ def _random_bytes(shape, seed, number):
     return tf.reshape(flat, shape)
 
 
-def _philox(seed, number, offset=0):
+def _philox(seed, number, offset):
     """Return the arguments of TensorFlow's random operations: key, counter and algorithm."""
     # Of int64, which sums have kernels for on GPUs.
     key = tf.reduce_sum(tf.cast(seed, "int64") * [2**32, 1], keepdims=True)

@@ -89,10 +89,10 @@ def recomputed(
         kept = [shard(x) for x in args[:num_inputs]]
 
         def gradient(dy, *of_losses):
-            again = [_after(unshard(x), dy) for x in kept] + args[num_inputs:]
+            again = [after(unshard(x), dy) for x in kept] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(again)
-                results = run(again, _seed_after(seed, dy), list(sums), dy)
+                results = run(again, seed_after(seed, dy), list(sums), dy)
             gradients = tape.gradient(
                 results, again, [dy, *of_losses], unconnected_gradients="zero"
             )
@@ -130,8 +130,8 @@ def sum_gradients_first(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     return inputs if trace.is_on_mesh() else [tf.identity(x) for x in inputs]
 
 
-def _after(x, dy):
-    """Return x once dy is known: nothing may be computed again before.
+def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
+    """Return x once dy is known: nothing may be computed from it before.
 
     Compilers, and DTensor, respect a dependence on values only: what is added is 0 where
     dy is a number.
@@ -142,7 +142,7 @@ def _after(x, dy):
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
-def _seed_after(seed, dy):
+def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     """Return the seed once dy is known: else masks are kept, as they depend on shapes only.
 
     On a mesh they are: a byte an element is less than what waiting for all devices costs.
@@ -177,4 +177,5 @@ def _unshard_length(x):
 
 
 def _specs(x):
+    """Return the mesh axes of an activation [b, s, h]; a table's dimensions are in no batch."""
     return activation_specs(("batch", "length", None), x.shape)

@@ -347,7 +347,7 @@ def test_learned_positions_end():
         ({"dropout_rate": 1.0}, ValueError, r"^dropout_rate must be in \[0, 1\), got 1.0"),
         ({"attention_dropout_rate": -0.1}, ValueError, "attention_dropout_rate must be in"),
         ({"embedding_dropout_rate": "0"}, TypeError, "embedding_dropout_rate must be a number"),
-        ({"positions": "turned"}, ValueError, "positions must be .*rotary, got 'turned'"),
+        ({"positions": "turned"}, ValueError, "positions must be .*alibi, got 'turned'"),
         ({"hidden_act": "gelo"}, ValueError, "gelo"),
         ({"num_beams": 2}, ValueError, "num_beams"),
     ],

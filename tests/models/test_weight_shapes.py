@@ -21,6 +21,8 @@ NETWORKS = {
     "post": lambda: CausalLM(23, **SIZES, post_layernorm_residual=True),
     "llama": lambda: CausalLM(23, **SIZES, **LLAMA),
     "qwen2": lambda: CausalLM(23, **SIZES, **LLAMA, qkv_bias=True),
+    "qk_norm": lambda: CausalLM(23, **SIZES, **LLAMA, qk_norm="rms_norm"),
+    "alibi": lambda: CausalLM(23, **SIZES, positions="alibi", qk_norm="layer_norm"),
     "gated": lambda: CausalLM(23, **SIZES, gated=True, qkv_bias=False),
     "bert": lambda: MaskedLM(23, **SIZES, next_sentence=True),
     "roberta": lambda: MaskedLM(23, **SIZES, num_token_types=1, position_offset=2),

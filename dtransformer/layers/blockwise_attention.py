@@ -1,0 +1,222 @@
+"""Attention whose memory grows with the length, not with its square.
+
+References: Rabe and Staats, 2021, "Self-attention does not need O(n²) memory", arXiv 2112.05682;
+Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1. Scores are computed for one block of
+queries and one of keys at a time, and summed up by an online softmax. The backward pass keeps
+queries, keys, values, the context and the logarithm of each query's sum of exponentials, and
+computes the scores again. Blocks of which nothing is seen are not computed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
+from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.position_bias import PositionBias
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.recompute import after
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+# Positions of a block: products of fewer are slower, scores of more are not in the cache.
+_QUERIES, _KEYS = 512, 2048
+
+Range = tuple[int, int]
+
+
+def seen_blocks(
+    num_queries: int, num_keys: int, causal: bool, window: int | None
+) -> list[tuple[Range, list[tuple[Range, int]]]]:
+    """Return the blocks of scores [s, t] of which something may be seen; see `is_near`.
+
+    Returns:
+        A list, for each block of queries, of its range of positions and of a list, for each block
+        of keys, of its range and the block's number.
+    """
+    rows = []
+    for row, (first, last) in enumerate(_ranges(0, num_queries, _QUERIES)):
+        start, end = 0, num_keys
+        if causal:
+            end = min(end, last)
+        if window is not None:
+            start = max(start, first - window + 1)
+            end = min(end, last + window - 1)
+        keys = _ranges(start, max(end, start + 1), _KEYS)
+        rows.append(((first, last), [(k, row * num_keys + i) for i, k in enumerate(keys)]))
+    return rows
+
+
+def _ranges(start, end, size):
+    return [(first, min(first + size, end)) for first in range(start, end, size)]
+
+
+def blockwise_attention(
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    mask: tf.Tensor | Segments | None = None,
+    bias: PositionBias | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    dropout: Callable | None = None,
+    softmax_compute_type: str = "float32",
+) -> tf.Tensor:
+    """Return the context of queries; see `attention`. Sums are of float32 at least."""
+    compute_type = "float64" if softmax_compute_type == "float64" else "float32"
+    if mask is not None and not isinstance(mask, Segments):
+        mask = expand_mask(mask)
+    blocks = _Blocks(mask, bias, causal, window, soft_cap, dropout, compute_type)
+    tensors = [] if bias is None else bias.tensors
+
+    @custom_gradient
+    def attend(q, k, v, *tensors):
+        context, log_sums = _forward(blocks, q, k, v, tensors)
+
+        def gradient(dy):
+            return _backward(blocks, q, k, v, tensors, context, log_sums, dy)
+
+        return context, gradient
+
+    return constrain(attend(q, k, v, *tensors), ("batch", "heads", None, "head_dim"))
+
+
+def _forward(blocks, q, k, v, tensors):
+    """Return the context, and the logarithms of the sums of exponentials [b, n, s, 1]."""
+    contexts, log_sums = [], []
+    for (first, last), columns in blocks.rows(q, k):
+        # One block of queries after the other: else all scores could be there at once.
+        own = q[:, :, first:last]
+        own = after(own, contexts[-1]) if contexts else own
+        context = highest = total = None
+        for (start, end), number in columns:
+            scores = blocks.scores(own, k[:, :, start:end], tensors, first, start)
+            # Of a query that sees nothing all exponentials are 0.
+            top = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
+            top = top if highest is None else tf.maximum(top, highest)
+            exponentials = tf.exp(scores - top)
+            new_total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
+            new = blocks.context(exponentials, v[:, :, start:end], number)
+            if highest is None:
+                context, total = new, new_total
+            else:
+                less = tf.exp(highest - top)
+                context, total = context * less + new, total * less + new_total
+            highest = top
+        total = tf.maximum(total, np.finfo(total.dtype.as_numpy_dtype).tiny)
+        contexts.append(tf.cast(context / total, q.dtype))
+        log_sums.append(highest + tf.math.log(total))
+    return joined(contexts, axis=2), joined(log_sums, axis=2)
+
+
+def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
+    """Return the gradients of q, k, v and the tensors."""
+    # The softmax's gradient needs the mean of the probabilities' gradients, which is this.
+    means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
+    of_q, of_k, of_v, of_tensors = [], tf.zeros_like(k), tf.zeros_like(v), []
+    for (first, last), columns in blocks.rows(q, k):
+        own_q, own_dy, own_sums, own_means = (x[:, :, first:last] for x in (q, dy, log_sums, means))
+        # One block of queries after the other; and so TensorFlow does not keep all that is added up.
+        own_q, own_dy = after(own_q, of_k if of_q else own_dy), after(own_dy, of_v)
+        of_own = []
+        for (start, end), number in columns:
+            own_k, own_v = k[:, :, start:end], v[:, :, start:end]
+            with tf.GradientTape() as tape:
+                tape.watch([own_q, own_k, *tensors])
+                scores = blocks.scores(own_q, own_k, tensors, first, start)
+            probabilities = tf.exp(scores - own_sums)
+            with tf.GradientTape() as context_tape:
+                context_tape.watch([probabilities, own_v])
+                own = blocks.context(probabilities, own_v, number, again=own_dy)
+            upstream = tf.cast(own_dy, own.dtype)
+            dp, dv = context_tape.gradient(own, [probabilities, own_v], upstream)
+            ds = probabilities * (dp - own_means)
+            dq, dk, *others = tape.gradient(scores, [own_q, own_k, *tensors], ds)
+            of_own.append(dq)
+            of_k += _within(k.shape[2], dk, start, end)
+            of_v += _within(v.shape[2], dv, start, end)
+            of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
+        of_q.append(tf.add_n(of_own))
+    return joined(of_q, axis=2), of_k, of_v, *of_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """What is computed for one block of queries and keys, by the arguments of `attention`."""
+
+    mask: tf.Tensor | Segments | None
+    bias: PositionBias | None
+    causal: bool
+    window: int | None
+    soft_cap: float | None
+    dropout: Callable | None
+    compute_type: str
+
+    def rows(self, q, k):
+        return seen_blocks(q.shape[2], k.shape[2], self.causal, self.window)
+
+    def scores(self, q, k, tensors, first, start):
+        """Return the scores of a block, -inf where a query may not attend."""
+        s, t = q.shape[2], k.shape[2]
+        scores = tf.cast(scores_of(q, k), self.compute_type)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * tf.tanh(scores / self.soft_cap)
+        if self.bias is not None:
+            scores += tf.cast(self.bias.block(tensors, first, s, start, t), scores.dtype)
+        allowed = None
+        if isinstance(self.mask, Segments):
+            queries, keys = self.mask.queries[:, first : first + s], self.mask.keys
+            allowed = expand_mask(Segments(queries, keys[:, start : start + t]))
+        elif self.mask is not None:
+            allowed = _block_of(self.mask, first, s, start, t)
+        if not self._are_all_near(first, first + s, start, start + t):
+            positions = first + tf.range(s), start + tf.range(t)
+            near = is_near(*positions, self.causal, self.window)[None, None]
+            allowed = near if allowed is None else allowed & near
+        if allowed is None:
+            return scores
+        return tf.where(allowed, scores, tf.constant(-np.inf, scores.dtype))
+
+    def _are_all_near(self, first, last, start, end):
+        if self.causal and first < end - 1:
+            return False
+        if self.window is None:
+            return True
+        return last - 1 < start + self.window and (self.causal or end - 1 < first + self.window)
+
+    def context(self, probabilities, v, number, again=None):
+        """Return what a block adds to the context, in the compute type.
+
+        Args:
+            probabilities: tensor [b, n, s, t], or multiples of them.
+            v: tensor [b, m, t, d].
+            number: of the block.
+            again: None the first time; then a tensor that is known when it is computed again.
+        """
+        probabilities = tf.cast(probabilities, v.dtype)
+        if self.dropout is not None:
+            probabilities = self.dropout(probabilities, number, again)
+        product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
+        return tf.cast(product, self.compute_type)
+
+
+def _block_of(x, first, s, start, t):
+    """Return the part [..., s or 1, t] of a tensor that has all positions, or one for all."""
+    if x.shape[-2] != 1:
+        x = x[..., first : first + s, :]
+    return x[..., start : start + t]
+
+
+def _within(length, x, start, end):
+    """Return x [b, n, end - start, d] at its positions of so many, with zeros around it."""
+    b, n, _, d = static_or_dynamic_shape(x)
+    zeros = [tf.zeros([b, n, size, d], x.dtype) for size in (start, length - end)]
+    return joined([part for part in (zeros[0], x, zeros[1]) if part.shape[2]], axis=2)
+
+
+def joined(parts: list[tf.Tensor], axis: int) -> tf.Tensor:
+    """Return tensors, or the only one, as one along an axis."""
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=axis)

@@ -1,0 +1,144 @@
+"""Attention by blocks gives what attention with all scores gives: masks, biases, dropout, gradients."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import blockwise_attention
+from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.position_bias import alibi, relative_bias
+from dtransformer.parallel.dropout_seed import dropout_seed
+
+B, N, M, S, D = 2, 4, 2, 11, 5
+RNG = np.random.default_rng(0)
+SEGMENTS = tf.constant(RNG.integers(0, 3, (B, S)))
+TABLE = tf.constant(RNG.normal(size=(8, N)))
+CASES = {
+    "all": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 3},
+    "window": {"window": 2},
+    "keys": {"mask": SEGMENTS > 0},
+    "segments": {"mask": Segments(SEGMENTS, SEGMENTS)},
+    "pairs": {"mask": tf.constant(RNG.integers(0, 2, (B, S, S)))},
+    "heads": {"mask": tf.constant(RNG.integers(0, 2, (B, N, S, S))), "causal": True},
+    "nowhere": {"mask": tf.zeros((B, S), "bool")},
+    "soft cap": {"causal": True, "mask": Segments(SEGMENTS, SEGMENTS), "soft_cap": 2.0},
+    "relative": {"bias": "relative"},
+    "relative causal": {"bias": "relative", "causal": True, "mask": SEGMENTS > 0},
+    "alibi": {"bias": "alibi", "causal": True, "window": 6},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 3 queries and 4 keys, which divide no length."""
+    monkeypatch.setattr(blockwise_attention, "_QUERIES", 3)
+    monkeypatch.setattr(blockwise_attention, "_KEYS", 4)
+
+
+def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
+    """Return the context, and the gradients of q, k, v and the table."""
+    rng = np.random.default_rng(1)
+    shapes = (B, N, S, D), (B, M, S, D), (B, M, S, D)
+    tensors = [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
+    tensors.append(tf.cast(TABLE, dtype))
+    upstream = tf.cast(rng.normal(size=shapes[0]), dtype)
+    dropout = Dropout(rate, name="drop")
+    dropout.build((None,))
+
+    def run(q, k, v, table):
+        options = dict(CASES[case])
+        if options.get("bias") == "relative":
+            options["bias"] = relative_bias(table, 6, options.get("causal", False))
+        elif options.get("bias") == "alibi":
+            options["bias"] = alibi(N)
+        with dropout_seed(tf.constant([3, 4])), tf.GradientTape() as tape:
+            tape.watch([q, k, v, table])
+            context = attention(
+                q,
+                [k],
+                [v],
+                dropout=dropout.by_blocks(training=True),
+                softmax_compute_type="float64" if dtype == "float64" else "float32",
+                implementation=implementation,
+                **options,
+            )
+            total = tf.reduce_sum(context * upstream)
+        gradients = tape.gradient(total, [q, k, v, table], unconnected_gradients="zero")
+        return [context, *gradients]
+
+    run = tf.function(run) if compiled else run
+    return [tf.cast(x, "float64").numpy() for x in run(*tensors)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_like_with_all_scores(case):
+    for own, expected in zip(results("blockwise", case), results("reference", case), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-13)
+
+
+def test_like_with_all_scores_in_a_function():
+    own = results("blockwise", "relative causal", rate=0.3, compiled=True)
+    for x, expected in zip(own, results("reference", "relative causal", rate=0.3), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", ["causal", "segments", "relative"])
+def test_like_with_all_scores_in_float32(case):
+    for own, expected in zip(
+        results("blockwise", case, "float32"), results("reference", case), strict=True
+    ):
+        np.testing.assert_allclose(
+            own, expected, rtol=0, atol=1e-5 * max(np.abs(expected).max(), 1)
+        )
+
+
+@pytest.mark.parametrize("case", ["causal", "segments", "relative"])
+def test_like_with_all_scores_in_bfloat16(case):
+    for own, expected in zip(
+        results("blockwise", case, "bfloat16"), results("reference", case), strict=True
+    ):
+        np.testing.assert_allclose(
+            own, expected, rtol=0, atol=2e-2 * max(np.abs(expected).max(), 1)
+        )
+
+
+@pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments"])
+def test_the_same_elements_are_dropped(case):
+    """Gradients too: the backward pass draws the masks again."""
+    dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
+    expected = results("reference", case, rate=0.3)
+    assert np.abs(dropped[0] - kept[0]).max() > 0.1
+    for own, theirs in zip(dropped, expected, strict=True):
+        np.testing.assert_allclose(own, theirs, rtol=0, atol=1e-13)
+
+
+def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
+    context, *gradients = results("blockwise", "segments")
+    rows = SEGMENTS.numpy() == 0
+    assert rows.any()
+    for array in (context, gradients[0], *gradients[1:3]):
+        assert (np.moveaxis(array, 1, 2)[rows] == 0).all()
+
+
+def test_blocks_of_which_nothing_is_seen_are_not_computed():
+    count = lambda **options: sum(
+        len(columns) for _, columns in blockwise_attention.seen_blocks(12, 12, **options)
+    )
+    assert count(causal=False, window=None) == 12
+    assert count(causal=True, window=None) == 1 + 2 + 3 + 3
+    assert count(causal=True, window=1) == 4
+
+
+def test_unknown_lengths_are_refused():
+    x = tf.TensorSpec([1, 2, None, 4])
+
+    @tf.function(input_signature=[x])
+    def run(q):
+        return attention(q, [q], [q], implementation="blockwise")
+
+    with pytest.raises(ValueError, match="lengths that are known"):
+        run.get_concrete_function()

@@ -1,0 +1,90 @@
+"""What positions add to scores, against formulas and published values."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import MultiHeadAttention
+from dtransformer.layers.position_bias import alibi, distance_ranges, relative_bias
+
+
+def whole(bias, s, t, first_query=0, first_key=0):
+    return bias.block(bias.tensors, first_query, s, first_key, t).numpy()
+
+
+@pytest.mark.parametrize("num_heads, slopes", [(4, [4, 16, 64, 256]), (3, [16, 256, 4])])
+def test_alibi(num_heads, slopes):
+    bias = whole(alibi(num_heads), 3, 5)
+    for head, slope in enumerate(slopes):
+        expected = [[-abs(i - j) / slope for j in range(5)] for i in range(3)]
+        np.testing.assert_allclose(bias[head], expected, rtol=1e-6)
+
+
+def test_ranges_of_distances():
+    """Those of T5: eight of one distance each, then eight that grow up to 128."""
+    ranges = distance_ranges(16, 128)
+    assert ranges[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert [ranges[x] for x in (11, 12, 15, 16, 22, 23, 64, 90, 91, 127, 128)] == [
+        8, 9, 9, 10, 10, 11, 14, 14, 15, 15, 15,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("first_query, s, first_key, t", [(0, 6, 0, 6), (4, 3, 2, 9), (7, 1, 0, 8)])
+def test_relative(causal, first_query, s, first_key, t):
+    table = np.random.default_rng(0).normal(size=(8, 2))
+    bias = whole(relative_bias(tf.constant(table), 5, causal), s, t, first_query, first_key)
+    ranges = distance_ranges(8 if causal else 4, 5)
+    for i in range(s):
+        for j in range(t):
+            distance = first_key + j - first_query - i
+            if causal:
+                number = ranges[min(max(-distance, 0), 5)]
+            else:
+                number = ranges[min(abs(distance), 5)] + 4 * (distance > 0)
+            np.testing.assert_allclose(bias[:, i, j], table[number])
+
+
+@pytest.mark.parametrize("max_distance", [0, 3])
+def test_wrong_ranges(max_distance):
+    with pytest.raises(ValueError, match="relative_max_distance"):
+        distance_ranges(8, max_distance)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alibi": True},
+        {"window": 2, "rotary_base": 100.0},
+        {"qk_norm": "rms_norm", "query_scale": 1.0, "num_kv_heads": 2},
+        {"soft_cap": 1.5},
+        {"relative_max_distance": 5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_one_position_after_the_other(options):
+    """With the cache, in steps of one and two positions, and two sequences of a source."""
+    layer = MultiHeadAttention(16, 4, causal=True, **options)
+    x = tf.constant(np.random.default_rng(1).normal(size=(2, 6, 16)), "float32")
+    table = tf.random.stateless_normal((8, 4), [1, 2])
+    given = {"position_table": table} if "relative_max_distance" in options else {}
+    expected = layer(x, x, x, **given)
+
+    prefix = x[:, :2]
+    start, cache = layer(prefix, prefix, prefix, cache={}, **given)
+    cache |= layer.init_cache(2, 4)
+    parts = [start]
+    for first, last in ((2, 3), (3, 5), (5, 6)):
+        new = x[:, first:last]
+        y, cache = layer(new, new, new, cache=cache, **given)
+        parts.append(y)
+    np.testing.assert_allclose(tf.concat(parts, axis=1), expected, rtol=0, atol=2e-6)
+
+    one = x[:1, :2]
+    _, cache = layer(one, one, one, cache={}, **given)
+    cache |= layer.init_cache(1, 1, num_hypotheses=2)
+    new = tf.stack([x[0, 2], x[1, 2]])[:, None]
+    own = tf.constant([[[True, False], [False, True]]])
+    y, _ = layer(new, new, new, own, cache=cache, **given)
+    both = tf.concat([tf.repeat(one, 2, axis=0), new], axis=1)
+    np.testing.assert_allclose(y, layer(both, both, both, **given)[:, 2:], rtol=0, atol=2e-6)
