@@ -101,7 +101,7 @@ def _pieces(data):
 
 
 def _fields(data):
-    """Yield (number, value) of each field of a message: an int, or bytes."""
+    """Yield (number, value) of each field of serialized bytes: an int, or bytes."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)

@@ -30,7 +30,7 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
 
     Example:
 
-    >>> SubwordTokenizer.train(["one two"], vocab_size=20).save("words")
+    >>> SubwordTokenizer.train(["one two"], vocab_size=22).save("words")
     >>> tokenizer = load_tokenizer("words")
     >>> tokenizer.decode(tokenizer.encode(["two one"]))
     ['two one']
