@@ -8,22 +8,32 @@ Published tokenizers: `tokenizer_folder` (on `json_tokenizer` and `sentencepiece
 on `published_tokenizer` and `special_tokens`).
 
 Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
-(on `shard_files` and `shard_manifest`), `token_shards` reads them. Batches: `language_model` (on
-`token_stream`), by `indexed_batches` (on `permutation`); where a run stands, `epochs` says for all.
+(on `shard_files` and `shard_manifest`), `token_shards` reads them. Batches are all `indexed_batches`
+(on `permutation`): of packed rows (`packed_documents`, on `token_stream`) those of `language_model`,
+`masked_language_model` (on `masking`) and `span_corruption`; of their own `next_sentences` and
+`instructions`. Where a run stands, `epochs` says for all.
 """
 
 from dtransformer.datasets.batch_plan import plan_batches
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.documents import read_documents
+from dtransformer.datasets.instructions import InstructionBatches
 from dtransformer.datasets.language_model import LanguageModelBatches
+from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
+from dtransformer.datasets.next_sentences import NextSentenceBatches
 from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs, write_sgm
 from dtransformer.datasets.shard_writer import write_token_shards
+from dtransformer.datasets.span_corruption import SpanCorruptionBatches
 from dtransformer.datasets.synthetic import random_translation_batches
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv
 from dtransformer.datasets.token_shards import TokenShards
 
 __all__ = [
+    "InstructionBatches",
     "LanguageModelBatches",
+    "MaskedLanguageModelBatches",
+    "NextSentenceBatches",
+    "SpanCorruptionBatches",
     "SubwordTokenizer",
     "TokenShards",
     "TranslationBatches",

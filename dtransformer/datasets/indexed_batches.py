@@ -8,6 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.permutation import permuted
+from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 from dtransformer.inputs.autotuning import without_autotuning
 
@@ -22,17 +23,19 @@ class IndexedBatches(Epochs, abc.ABC):
     and epoch. So every rank knows its rows of each global batch, and an epoch can begin anywhere.
 
     Args:
+        shards: what the rows are made of.
         num_rows: number of rows of an epoch.
+        what: what they are counted in, for messages.
+        length: number of tokens of a row.
         batch_size: number of rows of a global batch.
-        shuffle: whether each epoch is shuffled.
+        shuffle: whether each epoch is shuffled; by default where `training`.
         seed: what the shuffling, and all else that is drawn, depends on, besides the epoch.
         shard_index, num_shards: this rank's share of each global batch: rows
             shard_index, shard_index + num_shards, …
         pad_rows_to_multiple_of: empty rows are added to this rank's rows of a batch until their
             number is a multiple of this; a pipeline's micro-batches need it.
-        drop_remainder: whether the rows that fill no batch are left out; else empty ones fill it.
-        what: what the rows are made of, for messages.
-        **same: what else has to be the same when a run goes on; see `Epochs`.
+        training: whether the rows that fill no batch are left out; else empty ones fill it.
+        ignore_id: the label of tokens that do not count.
 
     Raises:
         InputError: the batch size or a multiple is less than 1 or than the number of ranks, or no
@@ -41,17 +44,19 @@ class IndexedBatches(Epochs, abc.ABC):
 
     def __init__(
         self,
+        shards: TokenShards,
         num_rows: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        shard_index: int,
-        num_shards: int,
-        pad_rows_to_multiple_of: int,
-        drop_remainder: bool,
         what: str,
-        **same: object,
+        *,
+        length: int,
+        batch_size: int,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        shard_index: int = 0,
+        num_shards: int = 1,
+        pad_rows_to_multiple_of: int = 1,
+        training: bool = True,
+        ignore_id: int = IGNORED,
     ):
         check_shard(shard_index, num_shards)
         if batch_size < num_shards:
@@ -63,15 +68,18 @@ class IndexedBatches(Epochs, abc.ABC):
             raise InputError(
                 f"pad_rows_to_multiple_of={pad_rows_to_multiple_of} has to be at least 1"
             )
-        num_batches = num_rows // batch_size if drop_remainder else -(-num_rows // batch_size)
+        num_batches = num_rows // batch_size if training else -(-num_rows // batch_size)
         if not num_batches:
             raise InputError(
                 f"{what} make {num_rows} rows, which fill no batch of {batch_size}: give more text, "
                 "shorter rows or smaller batches"
             )
-        super().__init__(num_batches, seed, batch_size=batch_size, **same)
-        self.num_rows, self.batch_size = num_rows, batch_size
-        self._shuffle, self._shard = shuffle, (shard_index, num_shards)
+        same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
+        super().__init__(num_batches, seed, **same)
+        self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
+        self.ignore_id, self.pad_id = ignore_id, shards.special_ids.get("pad", 0)
+        self._shuffle = training if shuffle is None else shuffle
+        self._training, self._shard = training, (shard_index, num_shards)
         own = -(-batch_size // num_shards)
         self._own_rows = own + -own % pad_rows_to_multiple_of
 

@@ -2,13 +2,11 @@
 
 import numpy as np
 
-from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
-from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.datasets.token_stream import TokenStream
-from dtransformer.errors import InputError
+from dtransformer.datasets.indexed_batches import Example
+from dtransformer.datasets.packed_documents import PackedDocuments
 
 
-class LanguageModelBatches(IndexedBatches):
+class LanguageModelBatches(PackedDocuments):
     """Batches of documents that are packed to full rows, for `Trainer.fit` of a `CausalLM`.
 
     The documents stand one after the other, each between a start and an end token, and are divided
@@ -57,65 +55,13 @@ class LanguageModelBatches(IndexedBatches):
     (TensorShape([1, 8]), np.int32(1))
     """
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        *,
-        length: int,
-        batch_size: int,
-        shuffle: bool | None = None,
-        seed: int = 0,
-        shard_index: int = 0,
-        num_shards: int = 1,
-        pad_rows_to_multiple_of: int = 1,
-        training: bool = True,
-        add_start: bool = True,
-        add_end: bool = True,
-        ignore_id: int = IGNORED,
-    ):
-        if length < 1:
-            raise InputError(f"length={length} has to be at least 1")
-        start_id, end_id = (shards.special_ids.get(name) for name in ("start", "end"))
-        self._stream = TokenStream(
-            shards, start_id if add_start else None, end_id if add_end else None
-        )
-        self.length, self.ignore_id, self._training = length, ignore_id, training
-        self._pad_id = shards.special_ids.get("pad", 0)
-        tokens = self._stream.length
-        super().__init__(
-            tokens // length if training else -(-tokens // length),
-            batch_size,
-            shuffle=training if shuffle is None else shuffle,
-            seed=seed,
-            shard_index=shard_index,
-            num_shards=num_shards,
-            pad_rows_to_multiple_of=pad_rows_to_multiple_of,
-            drop_remainder=training,
-            what=f"{tokens:,} tokens",
-            length=length,
-            data=shards.fingerprint,
-        )
-
     def row(self, epoch: int, number: int) -> Example:
         """Return {"tokens": int32 [s], "segments": int32 [s]} and labels int32 [s] of a row."""
-        start = self._first_token(epoch) + number * self.length
-        ids, segments = self._stream.read(start % self._stream.length, self.length + 1)
+        ids, segments = self._read(epoch, number, self.length + 1)
         inputs = {"tokens": ids[:-1], "segments": segments[:-1]}
-        labels = np.where(segments[1:] == segments[:-1], ids[1:], self.ignore_id)
-        if not self._training:  # the circle ends
-            left = self._stream.length - start
-            inputs["tokens"][left:], inputs["segments"][left:] = self._pad_id, 0
-            labels[left:] = self.ignore_id
-        return inputs, labels.astype(np.int32)
+        has_next = (segments[1:] == segments[:-1]) & (segments[:-1] > 0)
+        return inputs, np.where(has_next, ids[1:], self.ignore_id).astype(np.int32)
 
     def empty_row(self) -> Example:
         """Return a row in which nothing counts."""
-        zeros = np.zeros(self.length, np.int32)
-        inputs = {"tokens": zeros + np.int32(self._pad_id), "segments": zeros}
-        return inputs, np.full(self.length, self.ignore_id, np.int32)
-
-    def _first_token(self, epoch):
-        """Return where the first row of an epoch begins in the circle."""
-        if not (self._shuffle and self._training):
-            return 0
-        return int(np.random.default_rng([self._seed, epoch]).integers(self._stream.length))
+        return self._empty_inputs(), np.full(self.length, self.ignore_id, np.int32)

@@ -108,11 +108,26 @@ class TokenShards:
 
     def parts(self, number: int) -> list[np.ndarray]:
         """Return the ids of each part of a document, a list of int32 arrays."""
+        tokens, bounds = self.part_bounds(number)
+        return [self.ids(tokens[a:b]) for a, b in itertools.pairwise(bounds)]
+
+    def part_bounds(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a document's shard, and where its parts begin and end there.
+
+        Args:
+            number: of the document, which has n parts; one where documents have none.
+
+        Returns:
+            uint [T], of which nothing is read yet, and int64 [n + 1].
+        """
         shard, start, end = self._place(number)
         if shard.parts is None:
-            return [self.ids(shard.tokens[start:end])]
-        bounds = shard.parts[slice(*np.searchsorted(shard.parts, [start, end + 1]))]
-        return [self.ids(shard.tokens[a:b]) for a, b in itertools.pairwise(bounds)]
+            return shard.tokens, np.array([start, end])
+        return shard.tokens, shard.parts[slice(*np.searchsorted(shard.parts, [start, end + 1]))]
+
+    def first_document(self, shard: int) -> int:
+        """Return the number of the first document of a shard."""
+        return int(self._first_documents[shard])
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each document, int64 [len(self)]."""

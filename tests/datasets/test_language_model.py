@@ -189,7 +189,7 @@ def test_a_position_of_other_data_is_refused(shards, tmp_path):
     others = some_shards(tmp_path / "x", some_documents(60, 40, seed=1))
     for batches, name in (
         (some_batches(others), "data"),
-        (some_batches(shards, length=8, batch_size=12), "batch_size"),
+        (some_batches(shards, length=8, batch_size=12), "length"),
         (some_batches(shards, seed=8), "seed"),
     ):
         assert name in refused(batches.restore, position)

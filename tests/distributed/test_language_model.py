@@ -7,16 +7,24 @@ from harness.tolerances import PARITY_LOSS
 from tests.distributed.tasks.language_model import STOP
 from tests.shared_runs import each
 
-TASK = "tests.distributed.tasks.language_model:train"
-QUICK = [f"{TASK}/{layout}" for layout in ("dp2@2x1",)]
-LONG = [f"{TASK}/{layout}" for layout in ("dp2mp2@2x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")]
-ALONE = f"{TASK}/alone@1x1"
-each_run = each([*QUICK, *LONG], LONG, lambda run: [ALONE])
+TASKS = "tests.distributed.tasks.language_model:"
+QUICK = [f"{TASKS}gpt/dp2@2x1"]
+LONG = [
+    *(f"{TASKS}gpt/{layout}" for layout in ("dp2mp2@2x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")),
+    *(f"{TASKS}bert/{layout}" for layout in ("dp2@2x1", "mp2@1x2", "pp2m2-1f1b@2x1")),
+]
+
+
+def alone(run):
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+each_run = each([*QUICK, *LONG], LONG, lambda run: [alone(run)])
 
 
 @each_run
 def test_losses_are_those_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(ALONE)
+    (expected,) = ranks_of(alone(run))
     for rank in ranks_of(run):
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         np.testing.assert_allclose(rank["evaluation"], expected["evaluation"], rtol=PARITY_LOSS)
@@ -24,12 +32,12 @@ def test_losses_are_those_of_one_process(run, ranks_of):
 
 @each_run
 def test_a_run_goes_on_from_any_step_bit_by_bit(run, ranks_of):
-    for rank in (*ranks_of(run), *ranks_of(ALONE)):
+    for rank in (*ranks_of(run), *ranks_of(alone(run))):
         np.testing.assert_array_equal(rank["resumed"], rank["losses"][STOP:])
         assert rank["same_weights"]
 
 
-@pytest.mark.runs(ALONE)
+@pytest.mark.runs(f"{TASKS}gpt/alone@1x1")
 def test_it_learns(ranks_of):
-    losses = ranks_of(ALONE)[0]["losses"]
+    losses = ranks_of(f"{TASKS}gpt/alone@1x1")[0]["losses"]
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])

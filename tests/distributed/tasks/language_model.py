@@ -1,59 +1,74 @@
-"""A small CausalLM that is trained on token shards, and once more from a checkpoint on."""
+"""Small language models that are trained on token shards, and once more from a checkpoint on."""
 
+import functools
 import pathlib
 
 import keras
 import numpy as np
 
-from dtransformer.datasets import LanguageModelBatches, SubwordTokenizer, write_token_shards
+from dtransformer.datasets import (
+    LanguageModelBatches,
+    NextSentenceBatches,
+    SubwordTokenizer,
+    write_token_shards,
+)
 from dtransformer.datasets.embedded import sentence_pairs
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM
+from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.training import Record
 
-LENGTH, STOP = 16, 7
+LENGTH, STOP = 24, 7
+SIZES = {"hidden_size": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}
+
+
+def gpt(own):
+    """A causal network, its loss, and its data."""
+    network = CausalLM(own.vocab_size, max_length=LENGTH, **SIZES)
+    return network, CrossEntropyLoss(ignore_id=IGNORED), LanguageModelBatches
+
+
+def bert(own):
+    """A masked network with next sentences, its loss, and its data."""
+    vocab_size = own.vocab_size + 1
+    network = MaskedLM(vocab_size, max_length=LENGTH, next_sentence=True, **SIZES)
+    losses = {name: CrossEntropyLoss(ignore_id=IGNORED) for name in ("masked_lm", "next_sentence")}
+    return network, losses, NextSentenceBatches
 
 
 def shards(folder):
     """Write, and return, the same shards of the embedded corpus on every rank."""
-    sentences = [english for english, _ in sentence_pairs(80)]
+    sentences = [english for english, _ in sentence_pairs(100)]
     tokenizer = SubwordTokenizer.train(sentences, vocab_size=120)
-    documents = [" ".join(sentences[i : i + 1 + i % 5]) for i in range(0, len(sentences), 4)]
+    documents = [sentences[i : i + 1 + i % 5] for i in range(0, len(sentences), 4)]
     return write_token_shards(documents, tokenizer, folder, shard_tokens=200, overwrite=True)
 
 
-def train(folder, layout):
+def train(make, folder, layout):
     """Train without a break, then again from a step on; return the losses, and what is evaluated."""
     folder = pathlib.Path(folder)
-    own = shards(folder / f"shards-{layout.name}-{job.rank()}")
-    checkpoints = folder / f"checkpoints-{layout.name}"
+    own = shards(folder / f"shards-{make.__name__}-{layout.name}-{job.rank()}")
+    checkpoints = folder / f"checkpoints-{make.__name__}-{layout.name}"
     index, count = job.data_shard()
     share = {"shard_index": index, "num_shards": count}
     multiple = {"pad_rows_to_multiple_of": job.rows_multiple_of()}
-    options = {"length": LENGTH, "batch_size": 10, **share, **multiple}
+    options = {"length": LENGTH, "batch_size": 6, **share, **multiple}
 
     def fit(callbacks=(), **fit_options):
-        network = CausalLM(
-            own.vocab_size,
-            hidden_size=16,
-            num_heads=2,
-            num_layers=2,
-            max_length=LENGTH,
-            dropout_rate=0.0,
-        )
+        network, loss, kind = make(own)
         trainer, record = Trainer(network), Record()
-        batches = LanguageModelBatches(own, seed=3, **options)
-        trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=batches.ignore_id))
+        batches, held_out = (kind(own, seed=3, training=t, **options) for t in (True, False))
         assert STOP < len(batches), "a resumed run has to go on beyond its epoch"
-        trainer.fit(batches, epochs=2, verbose=0, callbacks=[record, *callbacks], **fit_options)
-        return trainer, record["step_loss"]
+        trainer.compile(keras.optimizers.SGD(0.3), loss)
+        callbacks = [record, *callbacks]
+        trainer.fit(batches, epochs=2, verbose=0, callbacks=callbacks, **fit_options)
+        return trainer, held_out, record["step_loss"]
 
-    trainer, losses = fit([ModelCheckpoint(checkpoints, every_steps=STOP, keep=None)])
-    held_out = LanguageModelBatches(own, training=False, **options)
+    trainer, held_out, losses = fit([ModelCheckpoint(checkpoints, every_steps=STOP, keep=None)])
     evaluation = trainer.evaluate(held_out, verbose=0, return_dict=True)
-    resumed, after = fit(resume=checkpoints / f"step-{STOP:08d}")
+    resumed, _, after = fit(resume=checkpoints / f"step-{STOP:08d}")
     pairs = zip(trainer.network.get_weights(), resumed.network.get_weights(), strict=True)
     return {
         "losses": np.array(losses),
@@ -63,4 +78,4 @@ def train(folder, layout):
     }
 
 
-TASKS = {"train": train}
+TASKS = {make.__name__: functools.partial(train, make) for make in (gpt, bert)}

@@ -1,0 +1,176 @@
+"""Batches of texts with missing spans, which a model is to fill in: what T5 is trained on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dtransformer.datasets.indexed_batches import IGNORED, Example
+from dtransformer.datasets.masking import row_generator
+from dtransformer.datasets.packed_documents import PackedDocuments, check_length, first_id
+from dtransformer.datasets.token_shards import TokenShards
+from dtransformer.errors import InputError
+
+
+class SpanCorruptionBatches(PackedDocuments):
+    """Batches of texts with missing spans for `Trainer.fit` of an encoder-decoder.
+
+    A row is a stretch of the circle of all documents, each with its end token. Spans of it are
+    replaced by a sentinel each; the target has these, each followed by what was there. A batch is
+
+        ({"source": int32 [b, s], "target": int32 [b, t]}, labels int32 [b, t])
+
+    where target is the start token and the labels, less the last. The length t follows from s; as
+    many tokens of each row are replaced, so that training pads nothing. Spans are drawn anew in each
+    epoch, from seed, epoch and row.
+
+    Reference: Raffel et al., 2020, "Exploring the limits of transfer learning with a unified
+    text-to-text transformer", arXiv 1910.10683, §3.1.4 and §3.3.4.
+
+    Args:
+        shards: the documents.
+        length: number of tokens of the source; s is this, or one less where none fits exactly.
+        rate: share of the tokens that are replaced.
+        mean_span: mean number of tokens of a span.
+        sentinel_ids: ids of the sentinels, in their order; by default as many more as are needed,
+            from the vocabulary's size on. T5's are its last 100, the last one first.
+        start_id: what a target begins with; by default the padding token, as T5's.
+        ignore_id: the label of tokens that do not count.
+        **options: `batch_size` and others, as `LanguageModelBatches`'.
+
+    Attributes:
+        vocab_size: number of ids, the sentinels' included: that of the network.
+        source_length, target_length: numbers of tokens s and t.
+
+    Raises:
+        InputError: the text fills no batch, an argument is out of range, or there are too few
+            sentinels.
+
+    Example:
+
+    >>> from dtransformer.datasets import SubwordTokenizer, write_token_shards
+    >>> tokenizer = SubwordTokenizer.train(["one two three"], vocab_size=26)
+    >>> shards = write_token_shards(["one two", "three"], tokenizer, "shards")
+    >>> batches = SpanCorruptionBatches(shards, length=8, batch_size=1)
+    >>> inputs, labels = next(iter(batches.as_dataset()))
+    >>> inputs["source"].shape, labels.shape
+    (TensorShape([1, 8]), TensorShape([1, 3]))
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        length: int,
+        rate: float = 0.15,
+        mean_span: float = 3.0,
+        sentinel_ids: Sequence[int] | None = None,
+        start_id: int | None = None,
+        ignore_id: int = IGNORED,
+        **options,
+    ):
+        check_length(length, 4)
+        if not 0 < rate < 1 or mean_span < 1:
+            raise InputError(
+                f"rate={rate} has to be between 0 and 1, and mean_span={mean_span} at least 1"
+            )
+        self._spans, end_id = (rate, mean_span), first_id(shards, ("end", "sep"))
+        self._end = [] if end_id is None else [end_id]
+        text = 2  # tokens of a row before spans are replaced
+        while self._lengths(text + 1)[0] <= length:
+            text += 1
+        self.source_length, self.target_length = self._lengths(text)
+        num_spans = span_counts(text, *self._spans)[1]
+        if sentinel_ids is None:
+            sentinel_ids = range(shards.vocab_size, shards.vocab_size + num_spans)
+        if len(sentinel_ids) < num_spans:
+            raise InputError(
+                f"rows of length={length} have {num_spans} spans, and there are {len(sentinel_ids)} "
+                "sentinel_ids: give as many, or shorter rows"
+            )
+        self._sentinels = np.array(sentinel_ids, np.int32)
+        self.vocab_size = max(shards.vocab_size, int(self._sentinels.max()) + 1)
+        super().__init__(
+            shards, length=text, ignore_id=ignore_id, **{"add_start": False, **options}
+        )
+        self.start_id = self.pad_id if start_id is None else start_id
+
+    def row(self, epoch: int, number: int) -> Example:
+        """Return the inputs and labels of a row, as the class says, without the batch's dimension."""
+        ids, segments = self._read(epoch, number, self.length)
+        ids = ids[segments > 0]
+        inputs, labels = self.empty_row()
+        if len(ids) < 2:  # of what an evaluation has left
+            return inputs, labels
+        spans = random_spans(len(ids), *self._spans, row_generator(self._seed, epoch, number))
+        source, target = [], []
+        for sentinel, (start, end, next_start) in zip(self._sentinels, spans):
+            source += [[sentinel], ids[end:next_start]]
+            target += [[sentinel], ids[start:end]]
+        source = np.concatenate([ids[: spans[0][0]], *source, self._end])
+        target = np.concatenate([*target, self._end])
+        inputs["source"][: len(source)] = source
+        inputs["target"][: len(target)] = [self.start_id, *target[:-1]]
+        labels[: len(target)] = target
+        return inputs, labels
+
+    def empty_row(self) -> Example:
+        """Return a row in which nothing counts."""
+        lengths = {"source": self.source_length, "target": self.target_length}
+        inputs = {side: np.full(size, self.pad_id, np.int32) for side, size in lengths.items()}
+        return inputs, np.full(self.target_length, self.ignore_id, np.int32)
+
+    def _lengths(self, text):
+        """Return the numbers of tokens of the source and the target of a row of text."""
+        num_replaced, num_spans = span_counts(text, *self._spans)
+        more = num_spans + len(self._end)
+        return text - num_replaced + more, num_replaced + more
+
+
+def span_counts(length: int, rate: float, mean_span: float) -> tuple[int, int]:
+    """Return how many tokens of a text are replaced, and in how many spans.
+
+    Args:
+        length: number of tokens of the text, at least 2.
+        rate: share that is replaced.
+        mean_span: mean number of tokens of a span.
+
+    Example:
+
+    >>> span_counts(512, 0.15, 3.0)
+    (77, 26)
+    """
+    num_replaced = min(max(round(length * rate), 1), length - 1)
+    most = min(num_replaced, length - num_replaced)  # a token stands before each span
+    return num_replaced, min(max(round(num_replaced / mean_span), 1), most)
+
+
+def random_spans(
+    length: int, rate: float, mean_span: float, rng: np.random.Generator
+) -> list[tuple[int, int, int]]:
+    """Return spans of a text: where each begins and ends, and where the next one begins.
+
+    All ways to divide what is replaced, and what is not, into as many parts are equally likely. The
+    last span ends with the text.
+
+    Args:
+        length, rate, mean_span: as of `span_counts`.
+        rng: what is drawn from.
+
+    Example:
+
+    >>> random_spans(4, 0.5, 1.0, np.random.default_rng(0))
+    [(1, 2, 3), (3, 4, 4)]
+    """
+    num_replaced, num_spans = span_counts(length, rate, mean_span)
+    kept, replaced = (
+        _random_parts(total, num_spans, rng) for total in (length - num_replaced, num_replaced)
+    )
+    bounds = np.cumsum(np.stack([kept, replaced], 1).ravel()).tolist()
+    starts = bounds[::2]
+    return list(zip(starts, bounds[1::2], [*starts[1:], length], strict=True))
+
+
+def _random_parts(total, count, rng):
+    """Return `count` ints of at least 1 that sum up to `total`."""
+    cuts = 1 + np.sort(rng.choice(total - 1, count - 1, replace=False))
+    return np.diff([0, *cuts, total])

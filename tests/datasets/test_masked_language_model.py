@@ -1,0 +1,270 @@
+"""Masked tokens, pairs of sentences and missing spans: the papers' shares, and what was there."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dtransformer.datasets import (
+    LanguageModelBatches,
+    MaskedLanguageModelBatches,
+    NextSentenceBatches,
+    SpanCorruptionBatches,
+)
+from dtransformer.datasets.next_sentences import chunks, truncated
+from dtransformer.datasets.span_corruption import random_spans, span_counts
+from tests.datasets.refused import refused
+from tests.datasets.small_shards import END, FIRST, PAD, START, some_documents, some_shards
+
+IGNORED, MASK, VOCAB = -100, 30, 30
+KINDS = {
+    "masked": MaskedLanguageModelBatches,
+    "pairs": NextSentenceBatches,
+    "spans": SpanCorruptionBatches,
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return some_documents(150, 30, parts=6)
+
+
+@pytest.fixture(scope="module")
+def shards(documents, tmp_path_factory):
+    return some_shards(tmp_path_factory.mktemp("shards") / "x", documents, shard_tokens=2000)
+
+
+def some_batches(kind, shards, **options):
+    return KINDS[kind](shards, **{"length": 40, "batch_size": 6, "seed": 7, **options})
+
+
+def rows_of(batches):
+    """All rows of an epoch: a dict of the inputs and labels, [rows, ...]."""
+    batches = list(batches.as_dataset().as_numpy_iterator())
+    inputs = {key: np.concatenate([x[key] for x, _ in batches]) for key in batches[0][0]}
+    if isinstance(batches[0][1], dict):
+        labels = {key: np.concatenate([y[key] for _, y in batches]) for key in batches[0][1]}
+    else:
+        labels = {"labels": np.concatenate([y for _, y in batches])}
+    return {**inputs, **labels}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
+
+
+# What all of them promise.
+
+
+@each_kind
+def test_what_is_drawn_depends_on_seed_epoch_and_row_only(kind, shards):
+    batches = some_batches(kind, shards)
+    first, again, other = rows_of(batches), rows_of(batches), some_batches(kind, shards, seed=8)
+    assert same(first, again) and not same(first, rows_of(other))
+    batches.set_epoch(1)
+    assert not same(first, rows_of(batches))
+    unshuffled = some_batches(kind, shards, shuffle=False)
+    assert not same(rows_of(unshuffled), first)
+
+
+@each_kind
+def test_ranks_share_the_batches_of_one_process(kind, shards):
+    of_all = list(some_batches(kind, shards).as_dataset().as_numpy_iterator())
+    for index in range(2):
+        own = some_batches(kind, shards, shard_index=index, num_shards=2)
+        for (inputs, labels), (x, y) in zip(own.as_dataset().as_numpy_iterator(), of_all):
+            assert same(inputs, {key: value[index::2] for key, value in x.items()})
+            if isinstance(y, dict):
+                assert same(labels, {key: value[index::2] for key, value in y.items()})
+            else:
+                np.testing.assert_array_equal(labels, y[index::2])
+
+
+@each_kind
+def test_a_resumed_epoch_goes_on_where_it_stopped(kind, shards):
+    batches, resumed = some_batches(kind, shards), some_batches(kind, shards)
+    batches.set_epoch(1)
+    expected = {key: value[2 * 6 :] for key, value in rows_of(batches).items()}
+    resumed.restore(batches.position(2))
+    assert same(rows_of(resumed), expected)
+
+
+@each_kind
+def test_an_evaluation_has_full_batches(kind, shards):
+    batches = some_batches(kind, shards, training=False, batch_size=7)
+    rows = rows_of(batches)
+    assert {len(value) for value in rows.values()} == {7 * len(batches)}
+    for name, value in rows.items():
+        if name not in ("tokens", "segments", "token_types", "source", "target"):
+            assert (value[batches.num_rows :] == IGNORED).all()
+
+
+# Masked tokens.
+
+
+def test_the_shares_of_masked_tokens(shards):
+    masked = some_batches("masked", shards, length=100, batch_size=1, shuffle=False)
+    plain = LanguageModelBatches(shards, length=100, batch_size=1, shuffle=False)
+    counts = np.zeros(4)
+    for epoch in range(5):
+        masked.set_epoch(epoch)
+        rows, truth = rows_of(masked), rows_of(plain)
+        np.testing.assert_array_equal(rows["segments"], truth["segments"])
+        is_label, text = rows["labels"] != IGNORED, truth["tokens"] >= FIRST
+        np.testing.assert_array_equal(rows["labels"][is_label], truth["tokens"][is_label])
+        np.testing.assert_array_equal(rows["tokens"][~is_label], truth["tokens"][~is_label])
+        assert text[is_label].all(), "special tokens are not asked for"
+        np.testing.assert_array_equal(is_label.sum(1), np.round(0.15 * text.sum(1)))
+        seen, right = rows["tokens"][is_label], rows["labels"][is_label]
+        random = (seen != MASK) & (seen != right)
+        assert (seen[random] >= FIRST).all() and (seen[random] < VOCAB).all()
+        counts += [len(seen), (seen == MASK).sum(), random.sum(), (seen == right).sum()]
+    shares = counts[1:] / counts[0]
+    np.testing.assert_allclose(shares, [0.8, 0.1 * 25 / 26, 0.1 + 0.1 / 26], atol=0.03)
+    assert masked.vocab_size == VOCAB + 1
+
+
+def test_every_token_is_asked_for_in_some_epoch(shards):
+    batches, asked = some_batches("masked", shards, batch_size=1, shuffle=False), 0
+    for epoch in range(60):
+        asked = asked | (batches.row(epoch, 0)[1] != IGNORED)
+    assert (asked == (batches.row(0, 0)[0]["segments"] > 0) & (asked > 0)).all()
+    assert asked.mean() > 0.8
+
+
+def test_a_mask_token_of_the_tokenizer(shards):
+    batches = some_batches("masked", shards, mask_id=FIRST, rate=1.0)
+    rows = rows_of(batches)
+    assert batches.vocab_size == VOCAB
+    assert (rows["tokens"] == FIRST).mean() > 0.6
+
+
+# Pairs of sentences.
+
+
+def test_pairs_are_sentences_that_follow_each_other_or_do_not(documents, shards):
+    batches = some_batches("pairs", shards, length=120, batch_size=1, shuffle=False)
+    letters = lambda ids: "".join(chr(i - FIRST + ord("a")) for i in ids)
+    starts = {"".join(parts[i:j]): number for number, parts in enumerate(documents)
+              for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}  # fmt: skip
+    kinds = []
+    for epoch in range(4):
+        for number in range(batches.num_rows):
+            inputs, labels = batches.row(epoch, number)
+            is_label = labels["masked_lm"] != IGNORED
+            ids = np.where(is_label, labels["masked_lm"], inputs["tokens"])
+            assert ids[0] == START
+            first_end, second_end = np.flatnonzero(ids == END)
+            assert (ids[second_end + 1 :] == PAD).all()
+            types = np.zeros(len(ids), int)
+            types[first_end + 1 : second_end + 1] = 1
+            np.testing.assert_array_equal(inputs["token_types"], types)
+            first, second = letters(ids[1:first_end]), letters(ids[first_end + 1 : second_end])
+            assert first and second
+            kinds.append(labels["next_sentence"])
+            if labels["next_sentence"] == 0:
+                assert first in starts and second in starts and first + second in starts
+            elif first in starts:  # not truncated
+                assert len(second) < 5 or second not in "".join(documents[starts[first]])
+    assert 0.5 <= np.mean(kinds) < 0.65, "half, and the rows of a single sentence"
+
+
+def test_rows_have_every_sentence_once(shards):
+    for number in range(len(shards.shard_sizes)):
+        shard = shards.shard(number)
+        first, end = chunks(shard.parts, shard.documents, room=25)
+        np.testing.assert_array_equal(first, [0, *end[:-1]])
+        assert end[-1] == len(shard.parts) - 1
+        sizes = shard.parts[end] - shard.parts[first]
+        assert ((sizes <= 25) | (end == first + 1)).all()
+        # A row ends where its document does, or where another sentence finds no room.
+        inside = ~np.isin(shard.parts[end], shard.documents)
+        assert (shard.parts[end[inside] + 1] - shard.parts[first[inside]] > 25).all()
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 30), (30, 3), (30, 40), (10, 11), (1, 100)])
+def test_the_longer_text_loses_its_surplus(sizes):
+    first, second = np.arange(sizes[0]), 100 + np.arange(sizes[1])
+    beginnings = set()
+    for seed in range(20):
+        one, other = truncated(first, second, 20, np.random.default_rng(seed))
+        assert len(one) + len(other) == min(sum(sizes), 20)
+        assert len(one) >= min(sizes[0], 10) and len(other) >= min(sizes[1], 10)
+        assert (np.diff(one) == 1).all() and (np.diff(other) == 1).all()
+        beginnings.add((one[0], other[0]))
+    assert (len(beginnings) > 1) == (sum(sizes) > 20)
+
+
+def test_pairs_need_sentences_and_documents(tmp_path):
+    no_parts = some_shards(tmp_path / "x", ["ab", "cd"])
+    one = some_shards(tmp_path / "y", [["ab", "cd"]])
+    for shards in (no_parts, one):
+        assert "two documents or more" in refused(some_batches, "pairs", shards)
+
+
+# Missing spans.
+
+
+def test_counts_are_those_of_the_published_example():
+    """512 tokens, 15 % in spans of 3: 26 spans; 568 of them give 512 and 114, with the ends."""
+    assert span_counts(512, 0.15, 3.0) == (77, 26)
+    replaced, spans = span_counts(568, 0.15, 3.0)
+    assert (568 - replaced + spans + 1, replaced + spans + 1) == (512, 114)
+
+
+def test_spans_are_of_all_lengths_and_never_touch():
+    lengths = []
+    for seed in range(200):
+        spans = random_spans(100, 0.15, 3.0, np.random.default_rng(seed))
+        assert len(spans) == 5 and sum(end - start for start, end, _ in spans) == 15
+        assert spans[0][0] > 0 and spans[-1][1:] == (100, 100)
+        for (_, end, following), (start, _, _) in itertools.pairwise(spans):
+            assert end < following == start
+        lengths += [end - start for start, end, _ in spans]
+    assert min(lengths) == 1 and max(lengths) > 7
+
+
+@pytest.mark.parametrize("length", [10, 40, 41, 64])
+def test_a_source_and_its_target_are_the_text(shards, length):
+    batches = some_batches("spans", shards, length=length, shuffle=False, batch_size=1)
+    rows = rows_of(batches)
+    assert rows["source"].shape[1] in (length, length - 1)
+    plain = LanguageModelBatches(
+        shards, length=batches.length, batch_size=1, shuffle=False, add_start=False
+    )
+    texts = rows_of(plain)["tokens"]
+    for source, target, labels, text in zip(
+        *(rows[k] for k in ("source", "target", "labels")), texts
+    ):
+        assert source[-1] == labels[-1] == END and target[0] == PAD
+        np.testing.assert_array_equal(target[1:], labels[:-1])
+        spans = np.split(labels[:-1], np.flatnonzero(labels[:-1] >= VOCAB))[1:]
+        filled = []
+        for token in source[:-1].tolist():
+            filled += spans[token - VOCAB][1:].tolist() if token >= VOCAB else [token]
+        assert filled == text.tolist()
+        assert [span[0] for span in spans] == list(range(VOCAB, batches.vocab_size))
+
+
+def test_sentinels_of_the_tokenizer(shards):
+    batches = some_batches("spans", shards, sentinel_ids=range(VOCAB - 1, 20, -1), start_id=START)
+    inputs, labels = batches.row(0, 0)
+    assert batches.vocab_size == VOCAB and inputs["target"][0] == START
+    assert labels[0] == VOCAB - 1
+    assert "1 sentinel_ids" in refused(some_batches, "spans", shards, sentinel_ids=[1])
+
+
+@pytest.mark.parametrize(
+    "kind, options, told",
+    [
+        ("masked", {"rate": 0.0}, "rate=0.0"),
+        ("pairs", {"length": 4}, "length=4 has to be at least 5"),
+        ("pairs", {"rate": 1.5}, "rate=1.5"),
+        ("pairs", {"batch_size": 10**6}, "150 documents make"),
+        ("spans", {"mean_span": 0.5}, "mean_span=0.5"),
+        ("spans", {"length": 3}, "length=3"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(shards, kind, options, told):
+    assert told in refused(some_batches, kind, shards, **options)
