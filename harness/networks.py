@@ -3,7 +3,7 @@
 import keras
 
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM, MaskedLM, TranslationTransformer
+from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
 
 VOCAB_SIZE = 60
 _UNDIVIDED = 61  # a vocabulary that no axis divides
@@ -135,6 +135,25 @@ def deep_sentences(epsilon, **options):
     return deep_bert(epsilon, next_sentence=True, **options)
 
 
+def deep_bart(epsilon, **options):
+    """An encoder–decoder of BART's form, that begins with the padding as Marian's do."""
+    model = EncoderDecoderLM(
+        _UNDIVIDED,
+        dropout_rate=0.0,
+        max_length=20,
+        position_offset=2,
+        embedding_norm=True,
+        embedding_scale=None,
+        head_bias=True,
+        trains_head_bias=False,
+        trains_padding=False,
+        start_id=0,
+        **_SIZES,
+        **options,
+    )
+    return model, _clipped_adamw(epsilon)
+
+
 def _clipped_adamw(epsilon):
     return keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
 
@@ -155,6 +174,7 @@ DEEP_NETWORKS = {
     "deep_llama": deep_llama,
     "deep_bert": deep_bert,
     "deep_sentences": deep_sentences,
+    "deep_bart": deep_bart,
     "deep_lamb": lamb,
 }
 NETWORKS = {

@@ -154,6 +154,11 @@ def _as_sentences(inputs, labels):
     return {"tokens": ids, "token_types": types}, {"masked_lm": labels, "next_sentence": follows}
 
 
+def _starting_with_padding(inputs, labels):
+    is_start = tf.range(tf.shape(labels)[1]) == 0
+    return inputs | {"target": tf.where(is_start, 0, inputs["target"])}, labels
+
+
 # What the batches of some networks are made from.
 _DATA = {
     "deep_packed": _with_segments,
@@ -161,6 +166,7 @@ _DATA = {
     "deep_llama": _as_texts,
     "deep_bert": _as_texts,
     "deep_sentences": _as_sentences,
+    "deep_bart": _starting_with_padding,
 }
 
 

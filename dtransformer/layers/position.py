@@ -9,6 +9,8 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.embedding import look_up
 
+POSITION_KINDS = "learned", "sinusoidal", "sinusoidal_paper"
+
 
 @register
 class PositionEmbedding(Layer):
@@ -20,7 +22,8 @@ class PositionEmbedding(Layer):
     Args:
         max_length: number of positions of the learned kind; the sinusoidal kind has
             no limit.
-        kind: `"learned"` or `"sinusoidal"`.
+        kind: `"learned"`, `"sinusoidal"`, of wavelengths from 2π to 10000·2π, or
+            `"sinusoidal_paper"`, by the paper's formula, whose longest is a little shorter.
         initializer: a Keras initializer, or its name, of the learned kind.
         offset: number of the first position. A learned table has rows for those before it, which
             are not used: RoBERTa's and BART's first position is 2.
@@ -48,8 +51,8 @@ class PositionEmbedding(Layer):
     ):
         super().__init__(**kwargs)
         self.supports_masking = True
-        if kind not in ("learned", "sinusoidal"):
-            raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {kind!r}")
+        if kind not in POSITION_KINDS:
+            raise ValueError(f"positions must be one of {', '.join(POSITION_KINDS)}, got {kind!r}")
         self.max_length = check_size("max_length", max_length)
         self.kind = kind
         self.initializer = initializer
@@ -93,7 +96,9 @@ class PositionEmbedding(Layer):
         elif self.kind == "learned":
             rows = tf.gather(tf.convert_to_tensor(self.table), positions)
         else:
-            rows = sinusoidal_positions(positions, inputs.shape[-1])
+            rows = sinusoidal_positions(
+                positions, inputs.shape[-1], by_paper=self.kind == "sinusoidal_paper"
+            )
         return inputs + tf.cast(rows, inputs.dtype)
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
@@ -116,18 +121,22 @@ def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
     return tf.reduce_min(tf.where(same, positions, positions.dtype.max), axis=-1)
 
 
-def sinusoidal_positions(positions: tf.Tensor, hidden_size: int) -> tf.Tensor:
+def sinusoidal_positions(
+    positions: tf.Tensor, hidden_size: int, by_paper: bool = False
+) -> tf.Tensor:
     """Return sin and cos of positions at wavelengths from 2π to 10000·2π.
 
     Args:
         positions: int tensor [s] or [b, s].
         hidden_size: number h of features; the first half are sines, the second
             cosines.
+        by_paper: whether the longest wavelength is 10000^(1 − 2/h)·2π, by the paper's formula.
 
     Returns:
         A float32 tensor [s, h] or [b, s, h].
     """
     half = (hidden_size + 1) // 2
-    frequencies = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
+    last = hidden_size / 2 if by_paper else max(half - 1, 1)
+    frequencies = 10000.0 ** (-np.arange(half) / last)
     angles = tf.cast(positions, "float32")[..., None] * frequencies.astype("float32")
     return tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)[..., :hidden_size]

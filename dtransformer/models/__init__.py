@@ -1,18 +1,22 @@
 """Networks made of the layers."""
 
 from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.interleaved import MicroBatchInterleaved
 from dtransformer.models.masked_lm import MaskedLM
+from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.translation import TranslationTransformer
 
 __all__ = [
     "CausalLM",
+    "EncoderDecoderLM",
     "GenerationOptions",
     "MaskedLM",
     "MicroBatchInterleaved",
     "TranslationTransformer",
+    "from_preset",
     "from_pretrained",
     "save_pretrained",
 ]

@@ -9,6 +9,7 @@ from dtransformer.layers.arguments import checked
 from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
+from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
 # Of the blocks' arguments those that networks take by the same names.
@@ -116,6 +117,9 @@ class TokenModel(KeepsSettings, keras.Model):
     ):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
+        if not self.arguments.get("trains_padding", True):
+            is_trained = constrain((ids != self.pad_id)[..., None], ("batch", "length", None))
+            x = tf.where(is_trained, x, tf.stop_gradient(x))
         if self.embedding_scale != 1:
             x *= tf.cast(self.embedding_scale, x.dtype)
         if positions is not None:

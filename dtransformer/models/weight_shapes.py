@@ -38,6 +38,39 @@ def masked_lm(arguments: dict) -> Shapes:
     return shapes
 
 
+def translation_transformer(arguments: dict) -> Shapes:
+    """Return the shapes of a `TranslationTransformer`'s weights."""
+    sizes = {side: arguments[f"{side}_vocab_size"] for side in ("source", "target")}
+    tables = dict(list(sizes.items())[: 1 if arguments["shared_embeddings"] else 2])
+    lengths = {side: arguments[f"max_{side}_length"] for side in sizes}
+    return _encoder_decoder(tables, lengths, sizes["target"], arguments)
+
+
+def encoder_decoder_lm(arguments: dict) -> Shapes:
+    """Return the shapes of an `EncoderDecoderLM`'s weights."""
+    vocab_size = arguments["vocab_size"]
+    length = arguments["max_length"] + arguments["position_offset"]
+    lengths = dict.fromkeys(("source", "target"), length)
+    return _encoder_decoder({"source": vocab_size}, lengths, vocab_size, arguments)
+
+
+def _encoder_decoder(tables, lengths, vocab_size, arguments):
+    """Return the shapes of a network, of the tables' entries and the numbers of positions."""
+    h, shapes = arguments["hidden_size"], {}
+    for side, entries in tables.items():
+        shapes[f"{side}_embedding/table"] = (entries, h)
+    for side, length in lengths.items():
+        if arguments["positions"] == "learned":
+            shapes[f"{side}_positions/table"] = (length, h)
+        if arguments.get("embedding_norm"):
+            shapes |= _norm(f"{side}_norm", arguments)
+    attentions = ("self_attention", "cross_attention")
+    for stack, names in {"encoder": ("attention",), "decoder": attentions}.items():
+        number = arguments[f"{stack}_layers"]
+        shapes |= _stack(f"transformer/{stack}", arguments, number, names)
+    return {**shapes, **_head(vocab_size, arguments)}
+
+
 def _head(vocab_size, arguments):
     kernel = {"head/kernel": (arguments["hidden_size"], vocab_size)}
     bias = {"head/bias": (vocab_size,)}

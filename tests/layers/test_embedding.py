@@ -217,16 +217,18 @@ def test_types_of_tokens(policy):
 
 @each_policy
 @pytest.mark.parametrize("hidden", [6, 7])
-def test_sinusoidal_positions(policy, hidden):
-    """Wavelengths from 2 pi to 10000 * 2 pi, the sines first."""
+@pytest.mark.parametrize("kind", ["sinusoidal", "sinusoidal_paper"])
+def test_sinusoidal_positions(policy, hidden, kind):
+    """Wavelengths from 2 pi to 10000 * 2 pi, or 10000^(2i/h) as in the paper; the sines first."""
     rng = np.random.default_rng(6)
     x = weights_of.numbers(rng, 2, 9, hidden)
     half = (hidden + 1) // 2
-    angles = np.arange(9)[:, None] * 10000.0 ** (-np.arange(half) / (half - 1))
+    last = half - 1 if kind == "sinusoidal" else hidden / 2
+    angles = np.arange(9)[:, None] * 10000.0 ** (-np.arange(half) / last)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], -1)[:, :hidden]
     compare(
         policy,
-        lambda: PositionEmbedding(9),
+        lambda: PositionEmbedding(9, kind),
         lambda x: (x + rows, lambda grad: ((grad,), {})),
         [x],
         call=lambda layer, x: layer(x),

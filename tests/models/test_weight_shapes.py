@@ -3,7 +3,7 @@
 import pytest
 
 from dtransformer import parallel_config
-from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
 
 SIZES = {"hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 40, "num_layers": 2}
 LLAMA = {
@@ -15,6 +15,7 @@ LLAMA = {
     "head_dim": 6,
     "tied_head": False,
 }
+BLOCKS = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
 NETWORKS = {
     "gpt2": lambda: CausalLM(23, **SIZES, max_length=12),
     "sinusoidal": lambda: CausalLM(23, **SIZES, positions="sinusoidal", head_bias=True),
@@ -27,6 +28,14 @@ NETWORKS = {
     "bert": lambda: MaskedLM(23, **SIZES, next_sentence=True),
     "roberta": lambda: MaskedLM(23, **SIZES, num_token_types=1, position_offset=2),
     "untied": lambda: MaskedLM(23, **SIZES, tied_head=False, post_layernorm_residual=False),
+    "translation": lambda: TranslationTransformer(23, target_vocab_size=19, **BLOCKS),
+    "shared": lambda: TranslationTransformer(
+        23, shared_embeddings=True, tied_head=True, positions="learned", **BLOCKS
+    ),
+    "bart": lambda: EncoderDecoderLM(
+        23, embedding_norm=True, position_offset=2, head_bias=True, **BLOCKS
+    ),
+    "marian": lambda: EncoderDecoderLM(23, positions="sinusoidal_paper", **BLOCKS),
 }
 
 
@@ -41,7 +50,7 @@ def test_shapes_are_those_of_the_weights(name):
     assert network.num_parameters() == network.count_params()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "translation"])
 def test_shapes_have_no_padding(name):
     expected = NETWORKS[name]().weight_shapes()
     with parallel_config(model_parallel=2):

@@ -26,8 +26,8 @@ def save_pretrained(network: TokenModel, folder: str | os.PathLike, family: str)
     Args:
         network: a built network.
         folder: the folder, which must not exist.
-        family: `"gpt2"`, `"llama"`, `"mistral"`, `"qwen2"`, `"bert"` or `"roberta"`: a network
-            that was made by `from_pretrained` may be saved as its family.
+        family: its name, one of `FAMILIES` in `dtransformer.models.pretrained.families`, such as
+            `"llama"`: a network that was made by `from_pretrained` may be saved as its family.
 
     Raises:
         InputError: the network is none of the family's, stages of a pipeline share it, or the
@@ -81,8 +81,8 @@ def _config_of(network, name):
     family, arguments = FAMILIES[name], network.arguments
     if not isinstance(network, family.network):
         raise InputError(
-            f"the network is a {type(network).__name__}, those of the family {name!r} are "
-            f"{family.network.__name__}s: it cannot be saved as one of them"
+            f"the network is of the class {type(network).__name__}, those of the family {name!r} "
+            f"are of {family.network.__name__}: it cannot be saved as one of them"
         )
     return {
         "architectures": [family.architecture],

@@ -16,12 +16,14 @@ class StoredTensor:
             which they follow each other along the tensor's last dimension, once it is transposed.
         is_transposed: whether outputs come before inputs in it, as PyTorch's `Linear` has them.
         num_inputs: number of dimensions of our weights that are inputs.
+        is_row: whether it has a first dimension of 1, which our weights have not.
     """
 
     name: str
     weights: tuple[str, ...]
     is_transposed: bool = False
     num_inputs: int = 1
+    is_row: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tensor's shape, from those of our weights.
@@ -35,7 +37,7 @@ class StoredTensor:
         columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
         rows = math.prod(shapes[0][: self._inputs(shapes[0])])
         if self._inputs(shapes[0]) == 0:
-            return (columns,)
+            return (1, columns) if self.is_row else (columns,)
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
@@ -51,6 +53,7 @@ class StoredTensor:
             rows = value.shape[: self._inputs(value.shape)]
             flat.append(value.reshape([math.prod(rows), -1] if rows else [-1]))
         joint = np.concatenate(flat, axis=-1)
+        joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 
     def _inputs(self, shape):

@@ -20,10 +20,11 @@ FAMILY_OF = {
     "bert": "bert",
     "bert_sentences": "bert",
     "roberta": "roberta",
+    "bart": "bart",
+    "marian": "marian",
 }
-TEXTS = [
-    name for name, family in FAMILY_OF.items() if family in ("gpt2", "llama", "mistral", "qwen2")
-]
+TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "qwen2"
+PAIRS = "bart", "marian"
 # As `reference_kinds.py` has them.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, END = 20, 2

@@ -99,6 +99,48 @@ class Masked:
         return {}
 
 
+class Pairs:
+    """Encoder–decoders: targets begin with `start`, the labels follow; both sides are padded."""
+
+    learning_rate = 0.1
+
+    def __init__(self, start):
+        self.start = start
+
+    def batch(self):
+        source = random_ids([LENGTH, LENGTH - 7, 6])
+        labels = random_ids([12, 10, 4], length=12)
+        first = torch.full((ROWS, 1), self.start)
+        return {
+            "inputs/source": source,
+            "inputs/target": torch.cat([first, labels[:, :-1]], dim=1),
+            "labels/": torch.where(labels == PADDING, -100, labels),
+            "is_token": labels != PADDING,
+        }
+
+    def _call(self, model, batch, **labels):
+        source = batch["inputs/source"]
+        return model(
+            source,
+            attention_mask=(source != PADDING).long(),
+            decoder_input_ids=batch["inputs/target"],
+            **labels,
+        )
+
+    def outputs(self, model, batch):
+        return {"outputs/": self._call(model, batch).logits}
+
+    def loss(self, model, batch):
+        return self._call(model, batch, labels=batch["labels/"]).loss
+
+    def generate(self, model):
+        source = self.batch()["inputs/source"]
+        inputs = {"input_ids": source, "attention_mask": (source != PADDING).long()}
+        never = {PADDING, self.start} - {END}
+        options = {"bad_words_ids": [[x] for x in never], "max_new_tokens": NEW_TOKENS}
+        return {"generate/source": source, **searches(model, inputs, 1, **options)}
+
+
 def searches(model, inputs, start, **options):
     """Return what is generated after the first `start` tokens, greedily and by three beams."""
     found = {}

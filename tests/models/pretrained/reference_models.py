@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Texts
+from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Pairs, Texts
 from tests.models.pretrained.reference_searches import results_of_searches, save_rules
 from tests.models.pretrained.search_cases import SEARCHED
 
@@ -63,6 +63,28 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
     "pad_token_id": PADDING,
 }
+BART = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 24,
+    "dropout": 0.0,
+    "pad_token_id": PADDING,
+    "eos_token_id": END,
+    "decoder_start_token_id": END,
+    "forced_eos_token_id": None,
+}
+MARIAN = {
+    **BART,
+    "scale_embedding": True,
+    "activation_function": "swish",
+    "decoder_start_token_id": PADDING,
+}
 # The name of a model -> class, config, and what it is asked for.
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
@@ -82,6 +104,8 @@ MODELS = {
         {**BERT, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
         Masked(num_token_types=1),
     ),
+    "bart": (transformers.BartForConditionalGeneration, BART, Pairs(END)),
+    "marian": (transformers.MarianMTModel, MARIAN, Pairs(PADDING)),
 }
 STEPS = 3
 
@@ -93,7 +117,7 @@ def make(folder):
         config = model_class.config_class(**options, attn_implementation="eager")
         model = model_class(config).float()
         with torch.no_grad():
-            for weight in model.parameters():  # biases and norms, too, are drawn
+            for weight in drawn(model):
                 weight.add_(torch.randn_like(weight) * 0.1)
         # One of them in several files, with an index.
         size = "20KB" if name == "llama" else "5GB"
@@ -115,6 +139,12 @@ def make(folder):
         arrays = {key: np.asarray(value) for key, value in {**batch, **outputs}.items()}
         told = {"losses": losses, "learning_rate": kind.learning_rate}
         np.savez(folder / f"{name}.npz", **arrays, **told, **generated)
+
+
+def drawn(model):
+    """Return what is drawn of a model, biases and norms, too, and what is not trained of a head."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    return [*trained, *(x for name, x in model.named_buffers() if name == "final_logits_bias")]
 
 
 def check(made, folder):

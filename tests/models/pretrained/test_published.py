@@ -24,6 +24,7 @@ from tests.models.pretrained.published import (
     END,
     FAMILY_OF,
     NEW_TOKENS,
+    PAIRS,
     PROMPTS,
     TEXTS,
     batch_of,
@@ -102,6 +103,17 @@ def test_rules_of_logits(name):
         assert (expected != saved["logits"]).any()
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_translated(name):
+    network, expected = from_pretrained(published() / name), results(name)
+    source = expected["generate/source"].astype("int32")
+    options = {"max_length": NEW_TOKENS, "length_penalty": 0.0}
+    greedy = network.generate(source, **options).numpy()
+    np.testing.assert_array_equal(greedy, expected["generated_1"])
+    beams = network.generate(source, beam_size=3, **options).numpy()
+    np.testing.assert_array_equal(beams, expected["generated_3"])
+
+
 @pytest.mark.parametrize("name", FAMILY_OF)
 def test_three_steps_of_training(name):
     network, expected = from_pretrained(published() / name), results(name)
@@ -133,13 +145,17 @@ def test_what_is_saved_is_what_was_loaded_and_transformers_loads_it(tmp_path):
 @on_mesh
 def test_straight_onto_a_mesh():
     start(model_parallel=2)
-    for name in ("gpt2", "llama_tied", "qwen2", "bert_sentences"):
+    for name in ("gpt2", "llama_tied", "qwen2", "bert_sentences", "marian"):
         network, expected = from_pretrained(published() / name), results(name)
         inputs, _ = batch_of(expected)  # of 61 entries: the vocabulary is padded
         outputs = Trainer(network).predict(inputs, verbose=0)
         assert max(errors(outputs, expected).values()) < 1e-5
         if name in TEXTS:
             found = network.generate(PROMPTS, max_new_tokens=NEW_TOKENS).numpy()
+            np.testing.assert_array_equal(found, expected["generated_1"])
+        if name in PAIRS:
+            source = expected["generate/source"].astype("int32")
+            found = network.generate(source, max_length=NEW_TOKENS).numpy()
             np.testing.assert_array_equal(found, expected["generated_1"])
 
 

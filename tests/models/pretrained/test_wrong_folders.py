@@ -7,7 +7,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, MaskedLM, from_pretrained, save_pretrained
+from dtransformer.models import (
+    CausalLM,
+    EncoderDecoderLM,
+    MaskedLM,
+    from_pretrained,
+    save_pretrained,
+)
 
 LLAMA = {
     "hidden_size": 16,
@@ -159,7 +165,7 @@ def test_an_index_that_does_not_fit(folder):
     "family, options, told",
     [
         ("mamba", {}, "family is 'mamba', expected one of"),
-        ("bert", {}, "the network is a CausalLM, those of the family 'bert' are MaskedLMs"),
+        ("bert", {}, "of the class CausalLM, those of the family 'bert' are of MaskedLM"),
         ("gpt2", {}, "the network has positions='rotary', the published family 'learned'"),
         ("llama", {"window": 3}, "the network has window=3, the published family None"),
         ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
@@ -245,7 +251,7 @@ def test_positions_of_roberta_need_its_padding(bert, pad_id):
 @pytest.mark.parametrize(
     "family, options, told",
     [
-        ("llama", {}, "the network is a MaskedLM, those of the family 'llama' are CausalLMs"),
+        ("llama", {}, "of the class MaskedLM, those of the family 'llama' are of CausalLM"),
         ("bert", {"position_offset": 2}, "position_offset=2, the published family 0"),
         ("bert", {"tied_head": False}, "tied_head=False, the published family True"),
         ("roberta", {}, "position_offset=0, the published family 1"),
@@ -254,6 +260,79 @@ def test_positions_of_roberta_need_its_padding(bert, pad_id):
 )
 def test_a_masked_network_that_is_none_of_the_family(tmp_path, family, options, told):
     network = MaskedLM(20, **{**BERT, **options})
+    network.build()
+    with pytest.raises(InputError, match=told):
+        save_pretrained(network, tmp_path / "new", family)
+
+
+SIZES = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+FROZEN = {"head_bias": True, "trains_head_bias": False, "max_length": 9}
+BART = {**SIZES, **FROZEN, "position_offset": 2, "embedding_norm": True, "pad_id": 1, "end_id": 2}
+
+
+@pytest.fixture
+def bart(tmp_path):
+    """A good folder of a BART."""
+    network = EncoderDecoderLM(20, **BART)
+    network.build()
+    save_pretrained(network, tmp_path / "bart", "bart")
+    return tmp_path / "bart"
+
+
+def test_special_tokens_may_be_the_same(bart):
+    """The start is the end of BART's, and the padding of Marian's."""
+    network = from_pretrained(bart)
+    assert (network.pad_id, network.start_id, network.end_id) == (1, 2, 2)
+    change_config(bart, pad_token_id=2)
+    assert from_pretrained(bart).pad_id == 2
+
+
+def test_tables_that_are_stored_once_more(bart):
+    def store(tensors):
+        for name in ("lm_head", "model.encoder.embed_tokens", "model.decoder.embed_tokens"):
+            tensors[f"{name}.weight"] = tensors["model.shared.weight"].copy()
+
+    change_tensors(bart, store)
+    from_pretrained(bart)
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"normalize_before": True}, "normalize_before=true is not built for BART's blocks"),
+        ({"normalize_embedding": False}, "normalize_embedding=false is not built"),
+        ({"decoder_ffn_dim": 24}, "encoder_ffn_dim=64 and decoder_ffn_dim=24 differ"),
+        ({"decoder_attention_heads": 2}, "attention_heads=4 and decoder_attention_heads=2 differ"),
+        ({"decoder_layers": KeyError}, "lacks the field 'decoder_layers'"),
+        ({"decoder_layers": 2}, "it lacks model.decoder.layers.1.self_attn.q_proj.weight"),
+        ({"vocab_size": 21}, "model.shared.weight is [20, 16], not [21, 16]"),
+        ({"decoder_start_token_id": 20}, "start_id must be in the vocabulary of 20, got 20"),
+        ({"pad_token_id": None}, "pad_id must be an int, got None"),
+        ({"decoder_start_token_id": KeyError}, "start_id must be an int, got None"),
+        (
+            {"model_type": "marian", "share_encoder_decoder_embeddings": False},
+            "share_encoder_decoder_embeddings=false is not built for Marian's blocks",
+        ),
+        ({"model_type": "marian"}, "it also has model.decoder.layernorm_embedding.bias"),
+    ],
+)
+def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
+    change_config(bart, **fields)
+    assert told in refusal(bart)
+
+
+@pytest.mark.parametrize(
+    "family, options, told",
+    [
+        ("marian", {}, "positions='learned', the published family 'sinusoidal_paper'"),
+        ("bart", {"head_bias": False}, "head_bias=False, the published family True"),
+        ("bart", {"embedding_scale": 2.0}, "embedding_scale=2.0, the published family 1.0"),
+        ("bart", {"norm": "rms_norm"}, "norm='rms_norm', the published family 'layer_norm'"),
+        ("llama", {}, "of the class EncoderDecoderLM, those of the family 'llama'"),
+    ],
+)
+def test_an_encoder_decoder_that_is_none_of_the_family(tmp_path, family, options, told):
+    network = EncoderDecoderLM(20, **{**BART, **options})
     network.build()
     with pytest.raises(InputError, match=told):
         save_pretrained(network, tmp_path / "new", family)

@@ -1,5 +1,6 @@
 """The families of published models, a file for each: what their configs say, where weights lie."""
 
+from dtransformer.models.pretrained.families.bart import BART, MARIAN
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.gpt2 import GPT2
@@ -13,4 +14,6 @@ FAMILIES: dict[str, Family] = {
     "qwen2": QWEN2,
     "bert": BERT,
     "roberta": ROBERTA,
+    "bart": BART,
+    "marian": MARIAN,
 }

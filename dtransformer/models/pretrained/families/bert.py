@@ -16,12 +16,32 @@ from dtransformer.models.pretrained.families.family import (
     norm,
     of_blocks,
     published_activation,
+    read,
     refuse,
     require,
     table,
+    written,
 )
 
 _PRETRAINING = "BertForPreTraining"
+# Our arguments -> fields of configs, and what they are where a config says nothing.
+_FIELDS = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "max_length": "max_position_embeddings",
+    "num_token_types": "type_vocab_size",
+    "norm_epsilon": "layer_norm_eps",
+    "dropout_rate": "hidden_dropout_prob",
+    "attention_dropout_rate": "attention_probs_dropout_prob",
+}
+_USUAL = {
+    "num_token_types": 2,
+    "norm_epsilon": 1e-12,
+    "dropout_rate": 0.1,
+    "attention_dropout_rate": 0.1,
+}
 
 
 def _arguments(config, name="BERT"):
@@ -34,16 +54,8 @@ def _arguments(config, name="BERT"):
         tie_word_embeddings=True,
     )
     return {
-        "hidden_size": config["hidden_size"],
-        "num_heads": config["num_attention_heads"],
-        "num_layers": config["num_hidden_layers"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "max_length": config["max_position_embeddings"],
-        "num_token_types": config.get("type_vocab_size", 2),
+        **read(config, _FIELDS, **_USUAL),
         "hidden_act": activation(config.get("hidden_act", "gelu")),
-        "norm_epsilon": config.get("layer_norm_eps", 1e-12),
-        "dropout_rate": config.get("hidden_dropout_prob", 0.1),
-        "attention_dropout_rate": config.get("attention_probs_dropout_prob", 0.1),
         "next_sentence": _PRETRAINING in (config.get("architectures") or ()),
     }
 
@@ -60,16 +72,9 @@ def _roberta_arguments(config):
 def _config(arguments):
     require(arguments, embedding_scale=1.0, post_layernorm_residual=True, tied_head=True)
     found = {
-        "hidden_size": arguments["hidden_size"],
-        "num_attention_heads": arguments["num_heads"],
-        "num_hidden_layers": arguments["num_layers"],
-        "intermediate_size": arguments["ffn_hidden_size"],
+        **written(arguments, _FIELDS),
         "max_position_embeddings": arguments["max_length"] + arguments["position_offset"],
-        "type_vocab_size": arguments["num_token_types"],
         "hidden_act": published_activation(arguments),
-        "layer_norm_eps": arguments["norm_epsilon"],
-        "hidden_dropout_prob": arguments["dropout_rate"],
-        "attention_probs_dropout_prob": arguments["attention_dropout_rate"],
     }
     return {**found, "architectures": [_PRETRAINING]} if arguments["next_sentence"] else found
 

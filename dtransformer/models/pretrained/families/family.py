@@ -14,6 +14,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
     "silu": "silu",
+    "swish": "silu",
     "relu": "relu",
 }
 # Special tokens of texts: our arguments -> fields of published configs.
@@ -131,6 +132,7 @@ def require(arguments: dict, **wanted) -> None:
         "qkv_bias": arguments.get("use_bias"),
         "num_kv_heads": heads,
         "head_dim": arguments["hidden_size"] // heads,
+        "norm_epsilon": {"layer_norm": 1e-5, "rms_norm": 1e-6}.get(arguments.get("norm")),
     }
     for name, value in wanted.items():
         own = usual.get(name) if arguments[name] is None else arguments[name]
@@ -139,6 +141,29 @@ def require(arguments: dict, **wanted) -> None:
                 f"the network has {name}={own!r}, the published family {value!r}: it cannot be "
                 "saved as one of that family"
             )
+
+
+def read(config: dict, fields: Mapping[str, str], **usual) -> dict:
+    """Return arguments of a network that are fields of a published config.
+
+    Args:
+        config: its fields.
+        fields: dict of the arguments' names and the fields'.
+        **usual: arguments where the config says nothing.
+
+    Raises:
+        KeyError: a field is lacking.
+    """
+    given = {
+        ours: config.get(theirs) if ours in usual else config[theirs]
+        for ours, theirs in fields.items()
+    }
+    return {ours: usual.get(ours) if value is None else value for ours, value in given.items()}
+
+
+def written(arguments: dict, fields: Mapping[str, str]) -> dict:
+    """Return fields of a published config that are arguments of a network: the opposite of `read`."""
+    return {theirs: arguments[ours] for ours, theirs in fields.items()}
 
 
 def refuse(config: dict, name: str, **usual) -> None:

@@ -9,17 +9,35 @@ from dtransformer.models.pretrained.families.family import (
     norm,
     of_blocks,
     published_activation,
+    read,
     refuse,
     require,
     table,
+    written,
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
+# Our arguments -> fields of configs, and what they are where a config says nothing.
+_FIELDS = {
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "num_layers": "n_layer",
+    "max_length": "n_positions",
+    "norm_epsilon": "layer_norm_epsilon",
+    "dropout_rate": "resid_pdrop",
+    "attention_dropout_rate": "attn_pdrop",
+    "embedding_dropout_rate": "embd_pdrop",
+}
+_USUAL = {
+    "norm_epsilon": 1e-5,
+    "dropout_rate": 0.1,
+    "attention_dropout_rate": 0.1,
+    "embedding_dropout_rate": 0.1,
+}
 _KINDS = "kernel", "bias"
 
 
 def _arguments(config):
-    hidden = config["n_embd"]
     refuse(
         config,
         "GPT-2",
@@ -28,17 +46,10 @@ def _arguments(config):
         add_cross_attention=False,
     )
     return {
-        "hidden_size": hidden,
-        "num_heads": config["n_head"],
-        "num_layers": config["n_layer"],
-        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
-        "max_length": config["n_positions"],
+        **read(config, _FIELDS, **_USUAL),
+        "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
         "positions": "learned",
         "hidden_act": activation(config.get("activation_function", "gelu_new")),
-        "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "dropout_rate": config.get("resid_pdrop", 0.1),
-        "attention_dropout_rate": config.get("attn_pdrop", 0.1),
-        "embedding_dropout_rate": config.get("embd_pdrop", 0.1),
         "tied_head": config.get("tie_word_embeddings", True),
         "embedding_scale": 1.0,
     }
@@ -58,16 +69,10 @@ def _config(arguments):
         window=None,
     )
     return {
-        "n_embd": arguments["hidden_size"],
-        "n_head": arguments["num_heads"],
-        "n_layer": arguments["num_layers"],
+        **written(arguments, _FIELDS),
         "n_inner": arguments["ffn_hidden_size"],
-        "n_positions": arguments["max_length"],
         "activation_function": published_activation(arguments),
         "layer_norm_epsilon": arguments["norm_epsilon"] or 1e-5,
-        "resid_pdrop": arguments["dropout_rate"],
-        "attn_pdrop": arguments["attention_dropout_rate"],
-        "embd_pdrop": arguments["embedding_dropout_rate"],
     }
 
 

@@ -1,0 +1,311 @@
+"""What networks of an encoder and a decoder have in common, whatever their arguments are called."""
+
+import tensorflow as tf
+
+from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.norm import make_norm
+from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.transformer import Transformer
+from dtransformer.models.base import TokenModel, check_ids
+from dtransformer.models.generation import Generation
+from dtransformer.models.generation_options import GenerationOptions, check_int
+from dtransformer.models.generator import Generator, OnTokens
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+SIDES = "source", "target"
+
+
+class EncoderDecoderModel(TokenModel):
+    """An encoder of a source and a decoder of a target.
+
+    Call arguments:
+        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the target so far,
+            from the start token on; padded with `pad_id`. Where several pairs are packed into a
+            row (`TranslationBatches(packed_length=…)`), also `"source_segments"` and
+            `"target_segments"`, int tensors of the same shapes: the number of each token's pair,
+            from 1, and 0 for padding.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, V'], V' being the target's vocabulary padded to a multiple of model_parallel.
+    """
+
+    def _set_up(self, lambda_func, **sizes):
+        """Make the layers, of the arguments and what they are called where networks differ.
+
+        Args:
+            lambda_func: places each block on a pipeline stage.
+            **sizes: `source_vocab_size`, `target_vocab_size`, `source_length` and `target_length`,
+                and whether source and target share one table, `shared`.
+        """
+        options = self.arguments
+        self.vocab_size = sizes["target_vocab_size"]
+        self.pad_id, self.start_id, self.end_id = (
+            options[f"{name}_id"] for name in ("pad", "start", "end")
+        )
+        check_ids(min(sizes["source_vocab_size"], self.vocab_size), pad_id=self.pad_id)
+        check_ids(self.vocab_size, start_id=self.start_id, end_id=self.end_id)
+        self._max_lengths = {side: sizes[f"{side}_length"] for side in SIDES}
+        self._generator = Generator(self, Generation, never=(self.pad_id, self.start_id))
+        self._add_embeddings(sizes["source_vocab_size"], sizes["shared"])
+        self.transformer = Transformer(
+            options["encoder_layers"],
+            options["decoder_layers"],
+            options["hidden_size"],
+            options["num_heads"],
+            options["ffn_hidden_size"],
+            lambda_func=lambda_func,
+            name="transformer",
+            causal=True,
+            **self._block_arguments(),
+        )
+        self.head = self._make_head()
+
+    def _add_embeddings(self, source_vocab_size, shared):
+        options = self.arguments
+        self.source_embedding = self._make_embedding(source_vocab_size, "source_embedding")
+        self.target_embedding = self.source_embedding
+        if not shared:
+            self.target_embedding = self._make_embedding(self.vocab_size, "target_embedding")
+        self.source_positions, self.target_positions = map(self._make_positions, SIDES)
+        self.source_norm, self.target_norm = map(self._make_embedding_norm, SIDES)
+        self.source_dropout, self.target_dropout = (
+            Dropout(
+                options["embedding_dropout_rate"], dtype=self.dtype_policy, name=f"{side}_dropout"
+            )
+            for side in SIDES
+        )
+
+    def _make_positions(self, side):
+        return PositionEmbedding(
+            self._max_lengths[side],
+            self.arguments["positions"],
+            offset=self.arguments.get("position_offset", 0),
+            dtype=self.dtype_policy,
+            name=f"{side}_positions",
+        )
+
+    def _make_embedding_norm(self, side):
+        if not self.arguments.get("embedding_norm"):
+            return None
+        norm = make_norm(
+            self.arguments["norm"],
+            self.arguments["norm_epsilon"],
+            dtype=self.dtype_policy,
+            name=f"{side}_norm",
+        )
+        norm.pipeline_stage = 0
+        return norm
+
+    def build(self, input_shape: tuple | None = None) -> None:
+        if self.built:
+            return
+        embeddings = [self.source_embedding, self.target_embedding]
+        others = [
+            *(self.source_positions, self.source_norm, self.source_dropout),
+            *(self.target_positions, self.target_norm, self.target_dropout),
+            *(self.transformer, self.head),
+        ]
+        ids = tf.TensorSpec([1, 1], "int32")
+        self._build_layers(embeddings, others, {"source": ids, "target": ids})
+        if self.head.use_bias and not self.arguments.get("trains_head_bias", True):
+            self.head.bias.trainable = False
+
+    def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+        source_segments, segments = (
+            inputs.get(f"{side}_segments") for side in ("source", "target")
+        )
+        if (source_segments is None) != (segments is None):
+            raise ValueError(
+                "packed inputs have 'source_segments' and 'target_segments'; got "
+                f"{', '.join(sorted(inputs))}"
+            )
+        memory, memory_mask = self.encode(inputs["source"], source_segments, training=training)
+        target = inputs["target"]
+        x, table = self._embed_target(target, segments=segments, training=training)
+        own = self._is_token(target) if segments is None else segments
+        decoder_mask = Segments(own, own)
+        if segments is not None:
+            memory_mask = Segments(segments, source_segments)
+        x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
+        return self.head(x, table)
+
+    def _is_token(self, target):
+        """Return where a target [b, t] has tokens, bool [b, t]: the first one is, whatever it is."""
+        is_token = target != self.pad_id
+        if self.start_id == self.pad_id:
+            is_token |= tf.range(static_or_dynamic_shape(target)[1]) == 0
+        return is_token
+
+    def encode(
+        self, source: tf.Tensor, segments: tf.Tensor | None = None, training: bool = False
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return what the decoder attends to.
+
+        Args:
+            source: int tensor [b, s], padded with `pad_id`.
+            segments: int tensor [b, s], where sentences are packed; see `call`.
+            training: whether dropout applies.
+
+        Returns:
+            The memory [b, s, h], and its mask [b, s] (bool).
+        """
+        mask = source != self.pad_id
+        x, _ = self._embed_ids(
+            source,
+            self.source_embedding,
+            self.source_positions,
+            self.source_dropout,
+            segments=segments,
+            norm=self.source_norm,
+            training=training,
+        )
+        own = mask if segments is None else Segments(segments, segments)
+        return self.transformer.encoder(x, own, training=training), mask
+
+    def _embed_target(self, target, **options):
+        layers = self.target_embedding, self.target_positions, self.target_dropout
+        return self._embed_ids(target, *layers, norm=self.target_norm, **options)
+
+    def init_cache(
+        self, memory: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1
+    ) -> list[dict]:
+        """Return the decoder's cache for translations of up to `max_length` tokens."""
+        return self.transformer.decoder.init_cache(memory, max_length, num_hypotheses)
+
+    def decode_step(
+        self,
+        tokens: tf.Tensor,
+        position: tf.Tensor,
+        cache: list[dict],
+        memory_mask: tf.Tensor,
+        entries_mask: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, list[dict]]:
+        """Give the logits of the token after `tokens`.
+
+        Args:
+            tokens: int tensor [b·k], the last tokens of k translations of each source.
+            position: int scalar, their position.
+            cache: from `init_cache`, or from the step before.
+            memory_mask: bool tensor [b, s].
+            entries_mask: what each translation may attend to of the cache: bool [b, k,
+                max_length·k]; see `MultiHeadAttention.init_cache`. None where k is 1.
+
+        Returns:
+            Logits [b·k, V] in float32, and the cache for the next step.
+        """
+        x, table = self._embed_target(tokens[:, None], start=position)
+        x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
+        logits = constrain(self.head(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
+        return tf.cast(logits, "float32"), cache
+
+    def generate(
+        self,
+        source: tf.Tensor,
+        max_length: int | None = None,
+        on_tokens: OnTokens | None = None,
+        **options,
+    ) -> tf.Tensor:
+        """Return targets of sources, by greedy or beam search, or by sampling.
+
+        Args:
+            source: int tensor [b, s], padded with `pad_id`.
+            max_length: most tokens of a target, the end token included; by
+                default 2·s + 10, or what learned positions allow.
+            on_tokens: called as `on_tokens(number, ids)` as soon as the target of a number has got
+                other ids; as of `CausalLM.generate`. On a mesh each token then is a call, which
+                takes five times as long as all of them in one.
+            **options: those of `GenerationOptions`, by their names; greedy search by default. On a
+                mesh `repetition_penalty` and `no_repeat_ngram_size` make each token a call, too.
+
+        Returns:
+            An int32 tensor [b·n, t ≤ max_length] of n = `num_return_sequences` targets of each
+            source, one after the other, with their end tokens, padded with `pad_id`.
+
+        Raises:
+            TypeError: there is no such option.
+            ValueError: an option is out of range, beams are asked for together with a temperature
+                or `on_tokens`, or there are not enough learned positions.
+        """
+        options = GenerationOptions.of(**options)
+        if max_length is not None:
+            check_int("max_length", max_length, 1)
+        self.build()
+        source = tf.convert_to_tensor(source, dtype="int32")
+        self._check_positions(source=source.shape[1], target=max_length)
+        if max_length is None:
+            max_length = 2 * int(tf.shape(source)[1]) + 10
+            if self.arguments["positions"] == "learned":
+                max_length = min(max_length, self._max_lengths["target"])
+        return self._generator(source, max_length, options, on_tokens)
+
+    def _check_positions(self, **lengths):
+        if self.arguments["positions"] != "learned":
+            return
+        for side, length in lengths.items():
+            limit = self._max_lengths[side]
+            if length is not None and length > limit:
+                name = f"max_{side}_length"
+                name = name if name in self.arguments else "max_length"
+                raise ValueError(
+                    f"{length} positions are asked for, but the learned positions end at "
+                    f"{name}={limit}"
+                )
+
+    def num_tokens(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Return the number of source and target tokens, padding not counted.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            An int32 scalar tensor.
+        """
+        source, target = (tf.convert_to_tensor(inputs[side]) for side in SIDES)
+        are_tokens = source != self.pad_id, self._is_token(target)
+        return tf.add_n([tf.math.count_nonzero(x, dtype="int32") for x in are_tokens])
+
+    def flops_per_step(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Return the floating-point operations of one training step without recompute.
+
+        Six for each position and each weight in a product, and those of the attention
+        cores; padded positions, which are computed too, count. The backward pass
+        counts as two forward ones.
+
+        Args:
+            inputs: as `call`'s.
+
+        Returns:
+            A float32 scalar tensor.
+        """
+        options = self.arguments
+        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
+        inner = n * (options.get("head_dim") or h // n)
+        b, s = tf.unstack(tf.cast(tf.shape(inputs["source"]), "float32"))
+        t = tf.cast(tf.shape(inputs["target"])[1], "float32")
+        feed_forward, attention = (3 if options.get("gated") else 2) * h * f, 4 * h * inner
+        encoder = s * (attention + feed_forward) + 2 * inner * s * s
+        decoder = t * (1.5 * attention + feed_forward) + s * attention / 2
+        decoder += 2 * inner * t * (s + t)
+        head = t * h * self.vocab_size
+        blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
+        return 6.0 * b * (blocks + head)
+
+    def stream_shapes(
+        self, input_shapes: dict[str, tuple[int, int]]
+    ) -> dict[str, tuple[int, int, int]]:
+        """Return the shape of the residual stream in each stack of blocks.
+
+        Args:
+            input_shapes: dict of the shapes of `call`'s inputs.
+
+        Returns:
+            A dict of the stack's name and (b, s, h).
+        """
+        h = self.arguments["hidden_size"]
+        return {
+            "encoder": (*input_shapes["source"], h),
+            "decoder": (*input_shapes["target"], h),
+        }

@@ -1,0 +1,153 @@
+"""Encoder–decoders of one vocabulary, as published ones are: BART and Marian."""
+
+from collections.abc import Callable
+
+from dtransformer.layers.base import register
+from dtransformer.models import weight_shapes
+from dtransformer.models.base import completed
+from dtransformer.models.encoder_decoder import EncoderDecoderModel
+
+
+@register
+class EncoderDecoderLM(EncoderDecoderModel):
+    """Give each position of a target the logits of its next token; source and target are alike.
+
+    They share a vocabulary and its table.
+
+    Reference: Lewis et al., 2020, "BART", arXiv 1910.13461, which is `positions="learned",
+    position_offset=2, embedding_norm=True, pad_id=1, start_id=2, end_id=2`; Junczys-Dowmunt et al.,
+    2018, "Marian", arXiv 1804.00344, which is `positions="sinusoidal_paper", hidden_act="silu"`,
+    with embeddings that are multiplied with √h, and the padding as the start, which is not trained.
+
+    Args:
+        vocab_size: number V of entries of the vocabulary.
+        hidden_size: size h of embeddings and blocks.
+        num_heads: number of attention heads; divides h.
+        ffn_hidden_size: inner size of the feed-forward layers; 4·h by default.
+        encoder_layers: number of the encoder's blocks.
+        decoder_layers: number of the decoder's blocks.
+        dropout_rate: dropout of embeddings and of each sublayer's output, in [0, 1).
+        attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
+        embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
+        hidden_act: a Keras activation's name, or a callable.
+        positions: `"learned"` up to `max_length`, or a sinusoidal kind of `PositionEmbedding`.
+        max_length: number of learned positions of the source, and of the target.
+        position_offset: number of the first position; see `PositionEmbedding`.
+        embedding_norm: whether embeddings are normalized.
+        embedding_scale: what embeddings are multiplied with; √h where it is None.
+        tied_head: whether the head's kernel is the embeddings' table.
+        head_bias: whether the head has a bias.
+        trains_head_bias: whether that is trained: published ones are not.
+        trains_padding: whether the embedding of the padding is trained, which may be the start's,
+            where it is looked up: Marian's is not.
+        post_layernorm_residual: whether blocks normalize after the residual.
+        norm, norm_epsilon: of the blocks and the embeddings; as `TransformerEncoderLayer`'s.
+        gated, use_bias, head_dim: as there.
+        pad_id, start_id, end_id: ids of the padding, start and end tokens. The start may be the
+            padding, or the end.
+        lambda_func: places each block on a pipeline stage.
+
+    Call arguments:
+        inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the target so far,
+            from the start token on; padded at the end with `pad_id`. Where several pairs are packed
+            into a row, also `"source_segments"` and `"target_segments"`: the number of each token's
+            pair, from 1, and 0 for padding.
+        training: whether dropout applies.
+
+    Output shape:
+        [b, t, V'], V' being the vocabulary padded to a multiple of model_parallel.
+
+    Raises:
+        TypeError: a size is not an int, or a rate is not a number.
+        ValueError: a size or a rate is out of range, `num_heads` does not divide `hidden_size`, or
+            a text is longer than the learned positions.
+
+    Example:
+
+    >>> model = EncoderDecoderLM(
+    ...     100, hidden_size=16, num_heads=2, encoder_layers=1, decoder_layers=1)
+    >>> source, target = tf.ones((2, 5), "int32"), tf.ones((2, 4), "int32")
+    >>> model({"source": source, "target": target}).shape
+    TensorShape([2, 4, 100])
+    >>> model.generate(source, beam_size=4, max_length=7).shape[0]
+    2
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int = 512,
+        num_heads: int = 8,
+        ffn_hidden_size: int | None = None,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        dropout_rate: float = 0.1,
+        attention_dropout_rate: float | None = None,
+        embedding_dropout_rate: float | None = None,
+        hidden_act: str | Callable = "gelu",
+        positions: str = "learned",
+        max_length: int = 1024,
+        position_offset: int = 0,
+        embedding_norm: bool = False,
+        embedding_scale: float | None = 1.0,
+        tied_head: bool = True,
+        head_bias: bool = False,
+        trains_head_bias: bool = True,
+        trains_padding: bool = True,
+        post_layernorm_residual: bool = True,
+        norm: str = "layer_norm",
+        norm_epsilon: float | None = None,
+        gated: bool = False,
+        use_bias: bool = True,
+        head_dim: int | None = None,
+        pad_id: int = 0,
+        start_id: int = 2,
+        end_id: int = 3,
+        lambda_func: Callable | None = None,
+        name: str = "encoder_decoder_lm",
+        **kwargs,
+    ):
+        super().__init__(name=name, **kwargs)
+        given = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_heads": num_heads,
+            "ffn_hidden_size": ffn_hidden_size,
+            "encoder_layers": encoder_layers,
+            "decoder_layers": decoder_layers,
+            "dropout_rate": dropout_rate,
+            "attention_dropout_rate": attention_dropout_rate,
+            "embedding_dropout_rate": embedding_dropout_rate,
+            "hidden_act": hidden_act,
+            "positions": positions,
+            "max_length": max_length,
+            "position_offset": position_offset,
+            "embedding_norm": embedding_norm,
+            "embedding_scale": embedding_scale,
+            "tied_head": tied_head,
+            "head_bias": head_bias,
+            "trains_head_bias": trains_head_bias,
+            "trains_padding": trains_padding,
+            "post_layernorm_residual": post_layernorm_residual,
+            "norm": norm,
+            "norm_epsilon": norm_epsilon,
+            "gated": gated,
+            "use_bias": use_bias,
+            "head_dim": head_dim,
+            "pad_id": pad_id,
+            "start_id": start_id,
+            "end_id": end_id,
+            "lambda_func": lambda_func,
+        }
+        self.arguments = completed(given)
+        self._set_up(
+            lambda_func,
+            source_vocab_size=vocab_size,
+            target_vocab_size=vocab_size,
+            source_length=max_length,
+            target_length=max_length,
+            shared=True,
+        )
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return weight_shapes.encoder_decoder_lm(self.arguments)

@@ -1,0 +1,145 @@
+"""EncoderDecoderLM: what it adds to a translation model, and what its searches may start with."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import EncoderDecoderLM
+from dtransformer.trainers import Trainer
+from tests.tolerances import BLOCKS, assert_all_close
+
+VOCAB = 23
+BART = {"position_offset": 2, "embedding_norm": True, "pad_id": 1, "start_id": 2, "end_id": 2}
+MARIAN = {
+    "positions": "sinusoidal_paper",
+    "embedding_scale": None,
+    "pad_id": 22,
+    "start_id": 22,
+    "end_id": 0,
+    "trains_padding": False,
+}
+VARIANTS = {
+    "bart": {**BART, "head_bias": True, "trains_head_bias": False},
+    "marian": MARIAN,
+    "gated": {"gated": True, "use_bias": False, "norm": "rms_norm", "head_dim": 6},
+}
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def small_model(variant="bart", **options):
+    sizes = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"max_length": 12, "dropout_rate": 0.0}
+    return EncoderDecoderLM(VOCAB, **{**sizes, **VARIANTS[variant], **options})
+
+
+def random_pairs(model, batch=3, source=8, target=6):
+    """Texts of different lengths; the last one has no padding."""
+    rng = np.random.default_rng(0)
+    inputs = {
+        "source": rng.integers(4, VOCAB - 1, (batch, source), "int32"),
+        "target": rng.integers(4, VOCAB - 1, (batch, target), "int32"),
+    }
+    inputs["target"][:, 0] = model.start_id
+    for row in range(batch - 1):
+        inputs["source"][row, source - 1 - row :] = model.pad_id
+        inputs["target"][row, target - 1 - row :] = model.pad_id
+    return inputs
+
+
+@each_variant
+def test_padding_changes_nothing(variant):
+    model = small_model(variant)
+    inputs = random_pairs(model)
+    logits = model(inputs).numpy()
+    for row in range(3):
+        alone = {}
+        for side, ids in inputs.items():
+            is_token = ids[row] != model.pad_id
+            is_token[0] = True
+            alone[side] = ids[row : row + 1, : np.count_nonzero(is_token)]
+        length = alone["target"].shape[1]
+        expected = {"": logits[row : row + 1, :length]}
+        assert_all_close({"": model(alone)}, expected, BLOCKS["float32"])
+
+
+@each_variant
+def test_a_later_token_never_changes_earlier_logits(variant):
+    model = small_model(variant)
+    inputs = random_pairs(model)
+    logits = model(inputs).numpy()
+    target = inputs["target"].copy()
+    target[:, 3:] = np.where(target[:, 3:] == 5, 6, 5)
+    changed = model({**inputs, "target": target}).numpy()
+    np.testing.assert_array_equal(changed[:, :3], logits[:, :3])
+    assert (changed[:, 3] != logits[:, 3]).any(axis=-1).all()
+
+
+@each_variant
+def test_greedy_search_follows_the_largest_logits(variant):
+    """With the cache, token by token; no padding, and no start that is not the end."""
+    model = small_model(variant)
+    source = random_pairs(model)["source"]
+    found = model.generate(source, max_length=6).numpy()
+    target = np.full((3, 1), model.start_id, "int32")
+    never = [x for x in (model.pad_id, model.start_id) if x != model.end_id]
+    for _ in range(found.shape[1]):
+        logits = model({"source": source, "target": target}).numpy()[:, -1]
+        logits[:, never] = -np.inf
+        target = np.concatenate([target, logits.argmax(-1)[:, None]], axis=1).astype("int32")
+    for own, expected in zip(found, target[:, 1:], strict=True):
+        ends = np.nonzero(expected == model.end_id)[0]
+        length = ends[0] + 1 if ends.size else len(expected)
+        np.testing.assert_array_equal(own[:length], expected[:length])
+        assert (own[length:] == model.pad_id).all()
+
+
+def test_num_tokens_counts_a_start_that_is_the_padding():
+    model = small_model("marian")
+    assert int(model.num_tokens(random_pairs(model))) == (7 + 6 + 8) + (5 + 4 + 6)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_head_bias_that_is_not_trained(is_trained):
+    model = small_model(head_bias=True, trains_head_bias=is_trained)
+    model.build()
+    before = {x.path: x.numpy() for x in model.weights}
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss(ignore_id=model.pad_id))
+    inputs = random_pairs(model)
+    trainer.train_on_batch(inputs, inputs["target"])
+    changed = {x.path for x in model.weights if (x.numpy() != before[x.path]).any()}
+    assert (model.head.bias.path in changed) == is_trained
+    assert model.source_embedding.table.path in changed
+
+
+@pytest.mark.parametrize("trains_padding", [False, True])
+def test_padding_that_is_not_trained(trains_padding):
+    model = small_model("marian", tied_head=False, trains_padding=trains_padding)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.square(model(random_pairs(model))))
+    table = model.source_embedding.table
+    gradient = tf.convert_to_tensor(tape.gradient(loss, table.value)).numpy()
+    assert gradient[model.pad_id].any() == trains_padding
+    assert gradient[5].any()
+
+
+@each_variant
+def test_it_is_made_again_from_its_file(variant, tmp_path):
+    model = small_model(variant)
+    inputs = random_pairs(model)
+    expected = model(inputs).numpy()
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.get_config() == model.get_config()
+    np.testing.assert_array_equal(again(inputs), expected)
+    assert len(again.trainable_weights) == len(model.trainable_weights)
+
+
+def test_positions_end():
+    model = small_model()
+    source = np.full((1, 12), 5, "int32")
+    assert model.generate(source).shape[1] <= 12
+    with pytest.raises(ValueError, match="13 positions are asked for.*max_length=12"):
+        model.generate(source, max_length=13)

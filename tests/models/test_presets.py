@@ -1,0 +1,51 @@
+"""Presets have the published numbers of parameters; none of their weights is made."""
+
+import pytest
+import tensorflow as tf
+
+from dtransformer.models import from_preset
+from dtransformer.models.presets import PRESETS
+
+# As published, or counted from the published weights, tables of positions included.
+PUBLISHED = {
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "llama_7b": 6_738_415_616,
+    "llama_13b": 13_015_864_320,
+    "llama_33b": 32_528_943_616,
+    "llama_65b": 65_285_660_672,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "mistral_7b": 7_241_732_096,
+    "bert_base": 110_106_428,
+    "bert_large": 336_226_108,
+    "roberta_base": 124_697_433,
+    "roberta_large": 355_412_057,
+    "bart_base": 139_420_416,
+    "bart_large": 406_291_456,
+    "marian_base": 74_410_496 - 2 * 512 * 512,  # sinusoidal positions are stored there
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_number_of_parameters(name):
+    network = from_preset(name)
+    assert network.num_parameters() == PUBLISHED[name]
+    assert not network.weights
+
+
+def test_arguments_replace_those_of_a_preset():
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 8, "ffn_hidden_size": 24}
+    network = from_preset("llama3_8b", vocab_size=20, start_id=1, end_id=2, **sizes)
+    assert network(tf.ones((1, 4), "int32")).shape == (1, 4, 20)
+    assert network.arguments["rotary_base"] == 500000.0
+
+
+def test_a_preset_that_does_not_exist():
+    with pytest.raises(ValueError, match="no preset 'gpt5', expected one of gpt2_small, "):
+        from_preset("gpt5")
