@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare | train | translate | evaluate | checkpoint | doctor.
+"""The command line: dtransformer prepare, train, translate, evaluate, generate, checkpoint, doctor.
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dtransformer.cli.generate_options import add_generate, run_generate
 from dtransformer.cli.options import Parser, option_of
 from dtransformer.cli.prepare import add_options, prepare
 from dtransformer.errors import InputError, one_line
@@ -56,6 +57,8 @@ def _parser():
     sentences.add_argument("--src", required=True, help="those to translate")
     sentences.add_argument("--ref", required=True, help="their reference translations")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    add_generate(commands)
 
     checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -115,6 +118,8 @@ def _run(arguments):
             checkpoint.export_weights(
                 arguments.path, arguments.out, arguments.with_optimizer, arguments.overwrite
             )
+    elif arguments.command == "generate":
+        run_generate(arguments)
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
 

@@ -1,5 +1,7 @@
 """The memory that a run needs at least, compared with what this machine has, before it is taken."""
 
+import pathlib
+
 from dtransformer.cli.config import RunConfig
 from dtransformer.errors import InputError
 from dtransformer.inputs.machine import free_memory
@@ -77,6 +79,20 @@ def check_batches(config: RunConfig, vocab_size: int, num_tokens: int, num_ranks
         f"data (batches of {num_tokens:,} tokens)",
         _NUMBER * numbers // (num_ranks * config.parallel.micro_batch_num),
     )
+
+
+def check_published(folder: pathlib.Path, num_ranks: int = 1) -> None:
+    """Refuse published weights that this machine cannot hold.
+
+    Args:
+        folder: the folder with their files.
+        num_ranks: number of ranks that share the weights, at best.
+
+    Raises:
+        InputError: names the need.
+    """
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    _check(f"{folder} (its weights)", size // num_ranks)
 
 
 def _check(what, need):

@@ -33,6 +33,9 @@ class JsonTokenizer(PublishedTokenizer):
         special = SpecialTokens.of(path.parent, vocabulary.get, {})
         super().__init__(path, max(vocabulary.values(), default=-1) + 1, special)
 
+    def _id_of(self, token):
+        return self._tokenizer.token_to_id(token)
+
     def _rows(self, texts, add_special_ids):
         found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_ids)
         return [one.ids for one in found]

@@ -50,6 +50,15 @@ class PublishedTokenizer:
         ids, row_splits = self.encode_to_numpy(sentences, add_special_ids)
         return tf.RaggedTensor.from_row_splits(ids, row_splits, validate=False)
 
+    def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
+        """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
+        return self.encode(sentences, add_special_ids=True)
+
+    def ids_of_stop(self, text: str) -> list[int]:
+        """Return the ids of a text that is to end others: one where it is a token."""
+        one = self._id_of(text)
+        return self.encode([text]).to_list()[0] if one is None else [one]
+
     def encode_to_numpy(
         self, sentences: Iterable[str], add_special_ids: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +108,10 @@ class PublishedTokenizer:
         if self.start_id is not None and row.size and row[0] == self.start_id:
             ends[0] = False
         return row[: np.argmax(ends)] if ends.any() else row
+
+    def _id_of(self, token: str) -> int | None:
+        """Return the id of a token, None where there is no such token."""
+        raise NotImplementedError
 
     def _rows(self, texts: list[str], add_special_ids: bool) -> list:
         """Return the ids of texts, lists or arrays."""

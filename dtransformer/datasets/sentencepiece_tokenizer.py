@@ -46,7 +46,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
         ids = {text: number for number, (text, _) in enumerate(pieces)}
         special = SpecialTokens.of(path.parent, ids.get, _USUAL)
         super().__init__(path, len(pieces), special)
-        self._data, self._tokenizer = data, None
+        self._data, self._ids, self._tokenizer = data, ids, None
         silent = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
         self._silent = silent | {self.pad_id, self.start_id, self.end_id}
         kind = special.config.get("tokenizer_class")
@@ -60,6 +60,9 @@ class SentencePieceTokenizer(PublishedTokenizer):
             special.config.get(f"add_{end}_token", usual)
             for end, usual in zip(("bos", "eos"), _CLASSES[name], strict=True)
         )
+
+    def _id_of(self, token):
+        return self._ids.get(token)
 
     def _rows(self, texts, add_special_ids):
         if not texts:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dtransformer.models.text_batches import as_lists, batches_by_length
+
 
 class Translator:
     """Translate sentences.
@@ -69,12 +71,7 @@ class Translator:
         """
         sources = [self._truncate(i, ids) for i, ids in enumerate(self._encode(sentences))]
         translations = [""] * len(sources)
-        # Sentences of about the same length go together: little padding.
-        by_length = sorted(
-            (i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i])
-        )
-        for start in range(0, len(by_length), self.batch_size):
-            batch = by_length[start : start + self.batch_size]
+        for batch in batches_by_length(sources, self.batch_size):
             ids = self.model.generate(self._pad([sources[i] for i in batch]), **self.search)
             for i, translation in zip(batch, self.tokenizer.decode(ids.numpy())):
                 translations[i] = translation
@@ -83,8 +80,7 @@ class Translator:
     def _encode(self, sentences):
         if not sentences:
             return []
-        ids = self.source_tokenizer.encode(list(sentences))
-        return ids.to_list() if hasattr(ids, "to_list") else ids
+        return as_lists(self.source_tokenizer.encode(list(sentences)))
 
     def _truncate(self, number, ids):
         if len(ids) > self.max_source_length and self.on_truncation:

@@ -1,0 +1,154 @@
+"""`dtransformer generate`: continuing texts with a published model."""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import BinaryIO, TextIO
+
+import dtransformer
+from dtransformer.cli import needs
+from dtransformer.cli.config import load_config
+from dtransformer.cli.run_identity import RUN
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.files import read_limited
+from dtransformer.inputs.text import decode_lines
+from dtransformer.models import CausalLM, from_pretrained
+from dtransformer.models.text_generator import TextGenerator
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import from_chief
+
+# What of a config counts here: how the work is divided, and the type to compute in.
+_SETTINGS = ("parallel.", "training.local_devices", "training.precision")
+
+
+def generate(
+    folder: str | os.PathLike,
+    source: BinaryIO | None,
+    destination: TextIO,
+    prompts: list[str] | None = None,
+    settings: Iterable[str] = (),
+    max_new_tokens: int = 64,
+    stops: Iterable[str] = (),
+    streams: bool = False,
+    as_json: bool = False,
+    **options,
+) -> None:
+    """Continue texts, and write what comes after them; on every rank, of which rank 0 writes.
+
+    Args:
+        folder: a folder with a published model and its tokenizer.
+        source: a binary stream whose lines are the prompts, where none are given.
+        destination: a text stream.
+        prompts: the prompts.
+        settings: texts "section.key=value" of a run's config, of its section `parallel`, and
+            `training.local_devices` and `training.precision`.
+        max_new_tokens: most tokens of a continuation.
+        stops: texts of one token each that end a continuation, besides the model's own.
+        streams: whether each token is written as soon as it is found.
+        as_json: whether each result is a line of JSON.
+        **options: those of `GenerationOptions`.
+
+    Raises:
+        InputError: the folder, a setting or an option is not usable, or there is no prompt.
+    """
+    config = _config(settings)
+    try:
+        dtransformer.init(
+            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"parallel: {error}") from None
+    prompts = from_chief(lambda: prompts or _lines(source), "generate/prompts")
+    tokenizer, model = _opened(pathlib.Path(folder), config.training.precision)
+    generator = _generator(model, tokenizer, max_new_tokens, stops, options)
+    shows = job.is_chief()
+    if not streams:
+        _write(destination if shows else None, prompts, _continued(generator, prompts), as_json)
+        return
+    if as_json or generator.num_results > 1:
+        raise InputError("--stream shows one text as it is found: leave --json and several out")
+    for prompt in prompts:
+        show = lambda _, text: print(text, end="", flush=True, file=destination)
+        _continued(generator, [prompt], show if shows else _nothing)
+        if shows:
+            print(file=destination)
+
+
+def _config(settings):
+    for setting in settings:
+        if not setting.startswith(_SETTINGS):
+            raise InputError(
+                f"--set {shown(setting)}: only parallel.…, training.local_devices and "
+                "training.precision count here"
+            )
+    return load_config(None, settings)
+
+
+def _lines(source):
+    if source is None:
+        raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
+    lines = decode_lines(read_limited(source, "standard input"), "standard input")
+    if not lines:
+        raise InputError("there is no prompt: give a --prompt, or lines of standard input")
+    return lines
+
+
+def _opened(folder, precision):
+    """Return the tokenizer and the network of a folder."""
+    if (folder / RUN).exists():
+        raise InputError(
+            f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
+        )
+    tokenizer = load_tokenizer(folder)
+    needs.check_published(folder, job.size())
+    model = from_pretrained(folder, dtype=precision)
+    if not isinstance(model, CausalLM):
+        raise InputError(f"{folder}: holds a {type(model).__name__}, which continues no texts")
+    if tokenizer.vocab_size > model.vocab_size:
+        raise InputError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
+            f"{model.vocab_size}: are the files of one model?"
+        )
+    return tokenizer, model
+
+
+def _generator(model, tokenizer, max_new_tokens, stops, options):
+    stop_ids = list(getattr(tokenizer, "stop_ids", ()))
+    if not stop_ids and model.end_id is not None:
+        stop_ids = [model.end_id]
+    for text in stops:
+        if hasattr(tokenizer, "ids_of_stop"):
+            ids = tokenizer.ids_of_stop(text)
+        else:
+            ids = tokenizer.encode([text]).to_list()[0]
+        if len(ids) != 1:
+            raise InputError(
+                f"--stop {shown(text)}: is {len(ids)} tokens: give a text of one token"
+            )
+        stop_ids += ids
+    try:
+        return TextGenerator(model, tokenizer, max_new_tokens, stop_ids=stop_ids, **options)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _continued(generator, prompts, on_text=None):
+    try:
+        return generator(prompts, on_text)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _write(destination, prompts, texts, as_json):
+    if destination is None:
+        return
+    each = len(texts) // len(prompts)
+    for number, text in enumerate(texts):
+        told = {"prompt": prompts[number // each], "text": text}
+        print(json.dumps(told, ensure_ascii=False) if as_json else text, file=destination)
+
+
+def _nothing(number, text):
+    """Take a part of a text that another rank shows."""

@@ -1,0 +1,179 @@
+"""Promise: a published folder continues texts from the command line; wrong input is told in a line."""
+
+import io
+import json
+import sys
+
+import pytest
+import tokenizers
+
+from dtransformer.cli import main
+from dtransformer.datasets import load_tokenizer
+from dtransformer.models import CausalLM, from_pretrained, save_pretrained
+from dtransformer.models.text_generator import TextGenerator
+
+LLAMA = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_layers": 1,
+    "positions": "rotary",
+    "hidden_act": "silu",
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "tied_head": False,
+    "embedding_scale": 1.0,
+    "pad_id": None,
+    "start_id": 1,
+    "end_id": 2,
+}
+PROMPTS = ["The quick", "été é", "dog"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Llama whose tokenizer knows bytes, so that characters are found in parts."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    network = CausalLM(300, **LLAMA)
+    network.build()
+    for weight in network.weights:
+        weight.assign(weight.numpy() * 4)
+    save_pretrained(network, folder, "llama")
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    own.train_from_iterator(["The quick brown fox jumps over the lazy dog, été."] * 3, trainer)
+    own.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    own.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(folder, *arguments):
+    return main(["generate", "--model", str(folder), "--max-new-tokens", "12", *arguments])
+
+
+def generator(folder, **options):
+    return TextGenerator(from_pretrained(folder), load_tokenizer(folder), 12, **options)
+
+
+def prompts(*texts):
+    return [part for text in texts for part in ("--prompt", text)]
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    def give(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    return give
+
+
+def test_texts_are_those_of_the_model(folder):
+    """Whatever the others are: prompts begin with the start token, results do not have them."""
+    tokenizer, model = load_tokenizer(folder), from_pretrained(folder)
+    together = generator(folder)(PROMPTS)
+    assert len(set(together)) == 3
+    for prompt, text in zip(PROMPTS, together, strict=True):
+        ids = tokenizer.encode_prompts([prompt]).to_list()
+        assert ids[0][0] == 1
+        found = model.generate(ids, 12).numpy().tolist()
+        assert text == tokenizer.decode(found)[0]
+        assert generator(folder, batch_size=1)([prompt]) == [text]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "num_return_sequences": 2}], ids=str)
+def test_parts_are_the_texts(folder, options):
+    """And each has whole characters."""
+    parts = {}
+    tell = lambda number, text: parts.setdefault(number, []).append(text)
+    texts = generator(folder, batch_size=2, **options)(PROMPTS, on_text=tell)
+    assert len(texts) == 3 * options.get("num_return_sequences", 1)
+    assert ["".join(parts[number]) for number in range(len(texts))] == texts
+    assert any(len(pieces) > 3 for pieces in parts.values())
+
+
+def test_prompts_of_both_kinds(folder, stdin, capsys):
+    expected = generator(folder)(PROMPTS)
+    assert run(folder, *prompts(*PROMPTS)) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    stdin("\n".join(PROMPTS) + "\n")
+    assert run(folder, "--json") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"prompt": x, "text": y} for x, y in zip(PROMPTS, expected, strict=True)]
+
+
+def test_a_stream_is_the_same(folder, capsys):
+    expected = [generator(folder)([prompt])[0] for prompt in PROMPTS]
+    assert run(folder, *prompts(*PROMPTS), "--stream") == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+
+
+def test_options_go_to_the_search(folder, capsys):
+    drawn = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
+    several = ["--num-return-sequences", "2", "--repetition-penalty", "1.2", "--seed", "3"]
+    assert run(folder, *prompts("The"), *drawn, *several) == 0
+    options = {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3}
+    expected = generator(folder, **options, num_return_sequences=2, repetition_penalty=1.2)(["The"])
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    beams = ["--beam-size", "3", "--length-penalty", "1", "--no-repeat-ngram-size", "2"]
+    assert run(folder, *prompts("The"), *beams) == 0
+    expected = generator(folder, beam_size=3, length_penalty=1.0, no_repeat_ngram_size=2)(["The"])
+    assert capsys.readouterr().out == f"{expected[0]}\n"
+
+
+def test_a_token_ends_texts(folder, capsys):
+    tokenizer, (text,) = load_tokenizer(folder), generator(folder)(["dog"])
+    ids = tokenizer.encode([text]).to_list()[0]
+    stop = tokenizer.decode([[one] for one in ids if one < 128 + 3])[0]
+    assert run(folder, *prompts("dog"), "--stop", stop) == 0
+    assert capsys.readouterr().out == text[: text.index(stop) + len(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        ([], "there is no prompt: give a --prompt"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be a finite number"),
+        (["--prompt", "x", "--temperature", "hot"], "invalid float value: 'hot'"),
+        (["--prompt", "x", "--top-p", "0.5"], "top_p=0.5 is for drawing"),
+        (["--prompt", "x", "--beam-size", "0"], "expected an integer from 1"),
+        (["--prompt", "x", "--stop", "two tokens"], "give a text of one token"),
+        (["--prompt", "x", "--stream", "--json"], "leave --json and several out"),
+        (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
+        (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
+        (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
+    ],
+)
+def test_wrong_input(folder, stdin, capsys, arguments, told):
+    stdin("")
+    assert run(folder, *arguments) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_wrong_folders(folder, tmp_path, capsys):
+    def refused(path):
+        assert run(path, "--prompt", "x") == 2
+        return capsys.readouterr().err
+
+    assert "there is no such folder" in refused(tmp_path / "none")
+    assert "expected tokenizer.json" in refused(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert "config.json" in refused(tmp_path)
+    network = CausalLM(20, **LLAMA)
+    network.build()
+    save_pretrained(network, tmp_path / "small", "llama")
+    (tmp_path / "small" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert "the tokenizer has 290 ids, but the model 20" in refused(tmp_path / "small")
+    (tmp_path / "run.json").write_text("{}")
+    assert "dtransformer translate --run" in refused(tmp_path)
