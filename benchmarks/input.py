@@ -1,19 +1,31 @@
-"""Speed of what comes before a step: tokenizing, batching and packing; prints JSON.
+"""Speed of what comes before a step: tokenizing, batching, packing, token shards; prints JSON.
 
     python benchmarks/input.py [--pairs SOURCE TARGET] [--rounds 5]
 
 A GPU that trains 100,000 tokens per second needs as many that count. Text is the embedded corpus,
 or two files with a sentence a line. Words and tokens are those of both sides; all cores are used.
+Language models' rows are made of the source side: written once, then read in the order of an epoch.
 """
 
 import argparse
+import functools
 import json
 import os
+import tempfile
 import time
 
 import paths  # noqa: F401
 
-from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_pairs
+from dtransformer.datasets import (
+    LanguageModelBatches,
+    MaskedLanguageModelBatches,
+    NextSentenceBatches,
+    SpanCorruptionBatches,
+    SubwordTokenizer,
+    TranslationBatches,
+    read_pairs,
+    write_token_shards,
+)
 from dtransformer.datasets.embedded import sentence_pairs
 
 NEED = 100_000
@@ -22,6 +34,13 @@ BATCHES = {
     "one_shape_a_bucket": {"batch_tokens": 4096, "pad_to_bucket": True},
     "packed": {"batch_tokens": 4096, "packed_length": 256},
 }
+OF_LANGUAGE_MODELS = {
+    "language_model": LanguageModelBatches,
+    "masked_language_model": MaskedLanguageModelBatches,
+    "next_sentences": NextSentenceBatches,
+    "span_corruption": SpanCorruptionBatches,
+}
+SENTENCES_OF_A_DOCUMENT = 20
 
 
 def parse_arguments():
@@ -36,7 +55,7 @@ def main():
     args = parse_arguments()
     pairs = read_pairs(*args.pairs) if args.pairs else zip(*sentence_pairs(args.num_pairs))
     sides = [list(side)[: args.num_pairs] for side in pairs]
-    tokenizer = SubwordTokenizer.train(sides[0] + sides[1], vocab_size=8000)
+    tokenizer = SubwordTokenizer.train(sides[0] + sides[1], 8000 if args.pairs else 1200)
     words = sum(len(text.split()) for side in sides for text in side)
     ids = [tokenizer.encode(side) for side in sides]
     report = {"cores": len(os.sched_getaffinity(0)), "words": words}
@@ -60,7 +79,32 @@ def main():
             "times_the_need_of_a_gpu": round(count / sorted(seconds)[len(seconds) // 2] / NEED, 1),
             "share_that_counts": round(count / places, 3),
         }
+    report.update(language_models(sides[0], tokenizer, args.rounds))
     print(json.dumps(report, indent=2))
+
+
+def language_models(sentences, tokenizer, rounds):
+    """Return the speed of writing token shards of documents, and of making batches of them."""
+    step = SENTENCES_OF_A_DOCUMENT
+    documents = [sentences[i : i + step] for i in range(0, len(sentences), step)]
+    words = sum(len(text.split()) for text in sentences)
+    report = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write = lambda: write_token_shards(documents, tokenizer, folder, overwrite=True)
+        seconds = [seconds_of(write) for _ in range(rounds)]
+        report["words_written_per_second"] = [round(words / each) for each in seconds]
+        shards = write()
+        for name, kind in OF_LANGUAGE_MODELS.items():
+            batches = kind(shards, length=512, batch_size=16)
+            seconds, count = [], len(batches) * 512 * 16
+            for epoch in range(rounds):
+                batches.set_epoch(epoch)
+                seconds.append(seconds_of(functools.partial(list, batches.as_dataset())))
+            report[name] = {
+                "tokens_per_second": [round(count / each) for each in seconds],
+                "times_the_need_of_a_gpu": round(count / sorted(seconds)[rounds // 2] / NEED, 1),
+            }
+    return report
 
 
 def seconds_of(function):

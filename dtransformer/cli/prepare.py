@@ -40,7 +40,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="text, .jsonl, .arrow or .parquet; text and .jsonl may be packed, .gz",
     )  # fmt: skip
     which = lm.add_mutually_exclusive_group()
-    which.add_argument("--tokenizer", metavar="FOLDER", help="a tokenizer's folder")
+    which.add_argument(
+        "--tokenizer", metavar="FOLDER",
+        help="a tokenizer's folder: of ours, with a tokenizer.json, or with SentencePiece's model",
+    )  # fmt: skip
     which.add_argument(
         "--train-tokenizer", type=number(16, 10**7), metavar="SIZE",
         help="train a tokenizer of so many pieces on the documents",
@@ -95,7 +98,12 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def _token_shards(arguments):
-    from dtransformer.datasets import SubwordTokenizer, read_documents, write_token_shards
+    from dtransformer.datasets import (
+        SubwordTokenizer,
+        load_tokenizer,
+        read_documents,
+        write_token_shards,
+    )
 
     if not arguments.input:
         raise InputError("--lm needs --input: give files with text")
@@ -108,7 +116,7 @@ def _token_shards(arguments):
         (options["field"],) = options["field"]
     documents = lambda: read_documents(arguments.input, **options)
     if arguments.tokenizer:
-        tokenizer = SubwordTokenizer.load(arguments.tokenizer)
+        tokenizer = load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
         sample = evenly_spread(_texts(documents()), _TRAINED_ON)
         tokenizer = SubwordTokenizer.train(sample, arguments.train_tokenizer)

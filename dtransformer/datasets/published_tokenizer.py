@@ -22,7 +22,7 @@ class PublishedTokenizer:
         special: the special ids.
 
     Attributes:
-        pad_id, unk_id, start_id, end_id: special ids; None for none.
+        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: special ids; None for none.
         stop_ids: tuple of all ids that end a text.
         vocab_size: number of ids.
     """
@@ -31,6 +31,7 @@ class PublishedTokenizer:
         self._path, self.vocab_size = path, vocab_size
         self.pad_id, self.unk_id = special.pad_id, special.unk_id
         self.start_id, self.end_id = special.start_id, special.end_id
+        self.cls_id, self.sep_id, self.mask_id = special.cls_id, special.sep_id, special.mask_id
         self.stop_ids = special.stop_ids
 
     def encode(self, sentences: Iterable[str], add_special_ids: bool = False) -> tf.RaggedTensor:

@@ -39,7 +39,8 @@ def write_token_shards(
 
     Args:
         documents: texts; or lists of texts, their parts, which are tokenized each by itself.
-        tokenizer: a `SubwordTokenizer`, or another object with `encode(texts)` and `vocab_size`.
+        tokenizer: a `SubwordTokenizer`, what `load_tokenizer` returns, or another object with
+            `encode(texts)` and `vocab_size`.
         folder: where to write.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
         overwrite: whether token shards that are there are replaced.

@@ -10,6 +10,7 @@ from dtransformer.inputs.json_file import read_json
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 FILES = CONFIG, "special_tokens_map.json", GENERATION  # that a tokenizer may have beside it
 _NAMES = {"pad": "pad", "unk": "unk", "start": "bos", "end": "eos"}
+_NAMES |= {name: name for name in ("cls", "sep", "mask")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SpecialTokens:
         pad_id, unk_id, start_id, end_id: those of padding, what is unknown, starts and ends.
         stop_ids: tuple of all ids that end what a model generates.
         config: dict of the fields of `tokenizer_config.json`.
+        cls_id, sep_id, mask_id: those that begin, separate and mask texts, as BERT's.
     """
 
     pad_id: int | None
@@ -28,6 +30,9 @@ class SpecialTokens:
     end_id: int | None
     stop_ids: tuple[int, ...]
     config: dict
+    cls_id: int | None = None
+    sep_id: int | None = None
+    mask_id: int | None = None
 
     @classmethod
     def of(

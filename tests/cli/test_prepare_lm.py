@@ -49,7 +49,7 @@ def test_from_files_to_shards(files, tmp_path, capsys):
         (["--embedded", "--field", "text"], "--field goes with --lm only"),
         (["--embedded", "--lm"], "not allowed with"),
         (["--lm", "--input", "none.txt", "--train-tokenizer", "26"], "none.txt does not exist"),
-        (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none holds no tokenizer"),
+        (["--lm", "--input", "some.txt", "--tokenizer", "none"], "none: there is no such folder"),
         (["--lm", "--input", "some.txt", "--train-tokenizer", "9"], "an integer from 16"),
     ],
 )

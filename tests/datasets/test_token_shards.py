@@ -6,8 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 
-from dtransformer.datasets import SubwordTokenizer, TokenShards, write_token_shards
+from dtransformer.datasets import (
+    MaskedLanguageModelBatches,
+    SubwordTokenizer,
+    TokenShards,
+    load_tokenizer,
+    write_token_shards,
+)
 from dtransformer.datasets import shard_writer as writer
 from dtransformer.errors import InputError
 from tests.datasets.refused import refused
@@ -69,6 +76,27 @@ def test_the_tokenizer_is_kept_with_the_ids(tmp_path):
     lower = SubwordTokenizer(tokenizer.vocabulary, lower_case=True)
     other = write_token_shards(texts, lower, tmp_path / "y")
     assert other.fingerprint != shards.fingerprint
+
+
+def test_a_published_tokenizer_brings_its_special_ids(tmp_path):
+    special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    words = [*special.values(), "one", "two", "three"]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]")
+    published = tokenizers.Tokenizer(model)
+    published.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "published"
+    folder.mkdir()
+    published.save(str(folder / "tokenizer.json"))
+    config = {f"{name}_token": token for name, token in special.items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    shards = write_token_shards(["one two", "three four"], load_tokenizer(folder), tmp_path / "x")
+    assert shards.special_ids == {"pad": 0, "unk": 1, "mask": 4, "cls": 2, "sep": 3}
+    assert [ids.tolist() for ids in shards] == [[5, 6], [7, 1]]
+    assert load_tokenizer(shards.tokenizer_folder).mask_id == 4
+    batches = MaskedLanguageModelBatches(shards, length=8, batch_size=1, rate=1, shuffle=False)
+    assert batches.vocab_size == 8
+    inputs, labels = batches.row(0, 0)
+    assert np.where(labels == -100, inputs["tokens"], labels).tolist() == [2, 5, 6, 3, 2, 7, 1, 3]
 
 
 def test_large_vocabularies_have_larger_numbers(tmp_path):

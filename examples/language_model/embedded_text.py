@@ -1,0 +1,45 @@
+"""Write the embedded corpus as English text: paragraphs of sentences about the same thing.
+
+    python examples/language_model/embedded_text.py --out data/lm
+
+It writes train.txt and dev.txt: a sentence a line, and a blank line after each paragraph, as
+`dtransformer prepare --lm` takes them.
+"""
+
+import argparse
+import collections
+import pathlib
+
+from dtransformer.datasets.embedded import sentence_pairs
+
+
+def paragraphs(sentences, size=8):
+    """Return lists of sentences that have a word in common: the rarest one that each has."""
+    words = [[word.strip(".?!") for word in sentence.split()] for sentence in sentences]
+    counts = collections.Counter(word for own in words for word in set(own))
+    waiting, done = collections.defaultdict(list), []
+    for sentence, own in zip(sentences, words, strict=True):
+        about = min(own, key=lambda word: (counts[word], word))
+        waiting[about].append(sentence)
+        if len(waiting[about]) == size:
+            done.append(waiting.pop(about))
+    return done + [rest for rest in waiting.values() if len(rest) > 1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="data/lm")
+    parser.add_argument("--sentences", type=int, default=40_000)
+    args = parser.parse_args()
+    english = [english for english, _ in sentence_pairs(args.sentences)]
+    held_out = len(english) // 20
+    folder = pathlib.Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("dev", english[:held_out]), ("train", english[held_out:])):
+        texts = ("\n".join(paragraph) for paragraph in paragraphs(part))
+        (folder / f"{name}.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+        print(folder / f"{name}.txt")
+
+
+if __name__ == "__main__":
+    main()
