@@ -1,0 +1,145 @@
+"""The losses of published families' models, beside those of `transformers` on PyTorch.
+
+    python benchmarks/training_curves.py [--families gpt2,llama,bert,t5] [--steps 200] [--picture FILE]
+
+Both begin with the same weights, which `transformers` draws, and are given the same batches of the
+embedded corpus, without dropout: language models its English text, packed into rows; BERT the same
+with a sixth of the tokens masked; T5 its translations. Prints JSON: of each family the first and
+last losses, the largest difference of a step, and the seconds of both. Needs the extra `reference`.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import keras
+import numpy as np
+
+from dtransformer import Trainer
+from dtransformer.datasets import SubwordTokenizer
+from dtransformer.datasets.embedded.corpus import sentence_pairs
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import from_pretrained
+
+PEER = pathlib.Path(__file__).parent / "peers" / "curves_of_transformers.py"
+FAMILIES = "gpt2", "llama", "bert", "t5"
+ROWS, LENGTH, IGNORED = 16, 64, -100
+LEARNING_RATE, EPSILON = 1e-3, 1e-10  # as the peer's
+MASKED = 1 / 6
+
+
+def make_batches(steps):
+    """Return the arrays of `batches.npz`: of each family [steps, rows, length]."""
+    pairs = sentence_pairs(12_000)
+    tokenizer = SubwordTokenizer.train([text for pair in pairs for text in pair], vocab_size=1000)
+    english, french = (
+        tokenizer.encode([pair[side] for pair in pairs]).to_list() for side in (0, 1)
+    )
+    stream = np.concatenate([[*ids, tokenizer.end_id] for ids in english]).astype("int32")
+    number = steps * ROWS
+    tokens = np.resize(stream, number * LENGTH).reshape(steps, ROWS, LENGTH)
+    labels = np.concatenate([tokens[:, :, 1:], np.full((steps, ROWS, 1), IGNORED)], axis=2)
+    is_masked = np.random.default_rng(0).random(tokens.shape) < MASKED
+    source = padded(english, number, tokenizer.pad_id)
+    ended = padded([[*ids, tokenizer.end_id] for ids in french], number, tokenizer.pad_id)
+    begun = np.concatenate([np.full((number, 1), tokenizer.pad_id), ended[:, :-1]], axis=1)
+    arrays = {
+        "gpt2/tokens": tokens,
+        "gpt2/labels": labels,
+        "bert/tokens": np.where(is_masked, tokenizer.vocab_size, tokens),
+        "bert/labels": np.where(is_masked, tokens, IGNORED),
+        "t5/source": source.reshape(steps, ROWS, LENGTH),
+        "t5/target": begun.reshape(steps, ROWS, LENGTH),
+        "t5/labels": np.where(ended == tokenizer.pad_id, IGNORED, ended).reshape(
+            steps, ROWS, LENGTH
+        ),
+    }
+    arrays |= {f"llama/{name}": arrays[f"gpt2/{name}"] for name in ("tokens", "labels")}
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "start_id", "end_id")}
+    return {**arrays, **ids, "vocab_size": tokenizer.vocab_size + 1}  # and the mask
+
+
+def padded(texts, number, pad_id):
+    """Return the first texts, cut off and padded: int32 [number, LENGTH]."""
+    rows = np.full((number, LENGTH), pad_id, "int32")
+    for i in range(number):
+        ids = texts[i % len(texts)][:LENGTH]
+        rows[i, : len(ids)] = ids
+    return rows
+
+
+def train(folder, family, arrays, steps):
+    """Return the losses of our model from the peer's weights, and the seconds."""
+    network = from_pretrained(folder / family)
+    trainer = Trainer(network)
+    optimizer = keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON)
+    trainer.compile(optimizer, CrossEntropyLoss(ignore_id=IGNORED))
+    own = {name.partition("/")[2]: x for name, x in arrays.items() if name.startswith(f"{family}/")}
+    losses, began = [], time.perf_counter()
+    for step in range(steps):
+        batch = {name: x[step] for name, x in own.items()}
+        labels = batch.pop("labels")
+        inputs = batch if len(batch) > 1 else batch["tokens"]
+        losses.append(float(trainer.train_on_batch(inputs, labels, return_dict=True)["loss"]))
+    return losses, time.perf_counter() - began
+
+
+def report_of(folder, family, arrays, steps):
+    subprocess.run([sys.executable, PEER, folder, family, str(steps)], check=True)
+    theirs = np.load(folder / f"{family}.npz")
+    losses, seconds = train(folder, family, arrays, steps)
+    differences = np.abs(theirs["losses"] - losses)
+    report = {
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "largest_difference": float(differences.max()),
+        "at_step": int(differences.argmax()),
+        "seconds": round(seconds, 1),
+        "transformers_seconds": round(float(theirs["seconds"]), 1),
+    }
+    return report, losses, theirs["losses"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--picture", help="draw the curves into this file")
+    args = parser.parse_args()
+    reports, curves = {}, {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, arrays = pathlib.Path(name), make_batches(args.steps)
+        np.savez(folder / "batches.npz", **arrays)
+        for family in args.families.split(","):
+            reports[family], *curves[family] = report_of(folder, family, arrays, args.steps)
+            print(family, json.dumps(reports[family]), file=sys.stderr)
+    print(json.dumps({"steps": args.steps, "families": reports}, indent=2))
+    if args.picture:
+        draw(curves, args.picture)
+
+
+def draw(curves, path):
+    """Draw both losses of every family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.4 * len(curves), 2.8), squeeze=False)
+    for axis, (family, (own, theirs)) in zip(axes[0], curves.items()):
+        axis.plot(theirs, color="tab:orange", linewidth=4, alpha=0.5, label="transformers, PyTorch")
+        axis.plot(own, color="tab:blue", linewidth=1, label="dtransformer")
+        axis.set_title(family)
+        axis.set_xlabel("step")
+    axes[0][0].set_ylabel("loss")
+    axes[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
