@@ -308,8 +308,9 @@ class MultiHeadAttention(Layer):
             return self._attend(q, [k], [v], mask, self._bias(*tables), **options)
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
-        stores_scores = chosen_implementation(self.implementation, q, [k]) == "reference"
-        if self.recomputes and training and stores_scores:
+        implementation = chosen_implementation(self.implementation, q.shape[2], k.shape[2])
+        # Blocks keep no scores that could be computed again.
+        if self.recomputes and training and implementation == "reference":
             return recomputed(attend, tensors, [])
         return attend(*tensors)
 

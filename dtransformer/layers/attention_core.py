@@ -59,8 +59,9 @@ def attention(
     Returns:
         A tensor [b, n, s, d].
     """
-    by_blocks = chosen_implementation(implementation, q, keys) == "blockwise"
-    if by_blocks and not isinstance(bias, tf.Tensor):
+    if len(keys) > 1 or isinstance(bias, tf.Tensor):
+        implementation = "reference"
+    if chosen_implementation(implementation, q.shape[2], keys[0].shape[2]) == "blockwise":
         options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
         return blockwise_attention(q, keys[0], values[0], *options)
     scores = [scores_of(q, k) for k in keys]
@@ -99,21 +100,28 @@ def attention(
     return constrain(context, ("batch", "heads", None, "head_dim"))
 
 
-def chosen_implementation(implementation: str, q: tf.Tensor, keys: list[tf.Tensor]) -> str:
-    """Return `"reference"` or `"blockwise"`.
+def chosen_implementation(
+    implementation: str, num_queries: int | None, num_keys: int | None
+) -> str:
+    """Return how attention is computed: `"reference"` or `"blockwise"`.
+
+    Args:
+        implementation: what was asked for; see `attention`.
+        num_queries, num_keys: numbers s and t; None where they are not known.
 
     Raises:
-        ValueError: "blockwise" is asked for where lengths are not known.
+        ValueError: "blockwise" is asked for where they are not known.
     """
-    s, t = q.shape[2], keys[0].shape[2]
-    has_blocks = len(keys) == 1 and s is not None and t is not None
-    if implementation == "blockwise" and not has_blocks:
+    is_known = num_queries is not None and num_keys is not None
+    if implementation == "blockwise" and not is_known:
         raise ValueError(
             "attention by blocks needs lengths that are known when it is traced: give batches of "
             'fixed lengths, or implementation="auto"'
         )
-    is_long = has_blocks and s * t >= _MANY_SCORES
-    return "blockwise" if implementation == "blockwise" or is_long else "reference"
+    if implementation == "auto":
+        is_long = is_known and num_queries * num_keys >= _MANY_SCORES
+        return "blockwise" if is_long else "reference"
+    return implementation
 
 
 def _dropped_by_blocks(dropout, probabilities, causal, window):

@@ -11,6 +11,7 @@ import resource
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.layers.attention_core import chosen_implementation
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.parallel.axis_rules import mesh_axis
@@ -49,10 +50,12 @@ class MemoryReport:
     Args:
         rows: tuple of `MemoryRow`s.
         peak: largest number of bytes that the process, or its GPUs, had so far.
+        attention: how attention of each stack of blocks is computed, as text; see `attention`.
     """
 
     rows: tuple
     peak: int
+    attention: str = ""
 
     def __getitem__(self, what):
         """Return the `MemoryRow` of a use."""
@@ -64,7 +67,8 @@ class MemoryReport:
         lines += [(row.what, number(row.planned), number(row.measured)) for row in self.rows]
         lines.append(("all", number(sum(row.planned for row in self.rows)), "–"))
         lines.append(("peak of the process", "–", number(self.peak)))
-        return "\n".join(columns(lines, right=(1, 2)))
+        table = "\n".join(columns(lines, right=(1, 2)))
+        return f"{table}\nattention: {self.attention}" if self.attention else table
 
 
 def memory_report(network, optimizer, update, input_shapes, num_kept=1):
@@ -116,7 +120,7 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         ),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
-    return MemoryReport(rows, _peak())
+    return MemoryReport(rows, _peak(), _attention(network, input_shapes))
 
 
 def _state_bytes(optimizer, states, update):
@@ -155,35 +159,60 @@ def _weight_bytes(row, variable):
 def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes that the blocks' activations take until the backward pass.
 
-    Those of one device, of the blocks of its pipeline stage. Attention keeps 5·i·b·s·h bytes and
-    the mask of its dropout, with items of i bytes, and 2·i·b·a·s² and a mask; the feed-forward layer
-    9·i·b·s·h and a mask, two norms 2·i·b·s·h.
+    Those of one device, of the blocks of its pipeline stage. With items of i bytes, and for each
+    sequence of s positions: a norm and an input of products keep i·s·h each, dropout a byte an
+    element, attention queries and context, i·s·n·d each, keys and values, i·t·m·d each, and for
+    each head two of i·s·t and a mask; by blocks a float32 a query instead. The feed-forward layer
+    keeps two of i·s·f, four where it is gated.
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
         input_shapes: nested shapes of what the mesh computes at once.
         num_kept: how many such activations are kept at once.
     """
-    if not hasattr(network, "stream_shapes") or input_shapes is None:
-        return 0
-    config = get_parallel_config()
+    config, total = get_parallel_config(), 0
     num_shards = axis_size(mesh_axis("batch")) / num_kept
-    streams = network.stream_shapes(input_shapes)
     item = tf.as_dtype(network.compute_dtype).size
-    total = 0
-    for stack in _compat.flat_layers(network):
-        if isinstance(stack, BlockStack) and stack.name in streams:
-            b, s, h = streams[stack.name]
-            memory = next(iter(streams.values()))[1]
-            for block in filter(is_here, stack.blocks):
-                is_decoder = isinstance(block, TransformerDecoderLayer)
-                lengths = [s, memory] if is_decoder else [s]
-                total += b / num_shards * _of_block(block, s, h, lengths, item, config)
+    for stack, (b, s, h), memory in _streams(network, input_shapes):
+        for block in filter(is_here, stack.blocks):
+            lengths = _lengths(block, s, memory)
+            total += b / num_shards * _of_block(block, s, h, lengths, item, config)
     return round(total)
 
 
+def _streams(network, input_shapes):
+    """Yield the stacks of blocks, the shapes of their streams, and the length of a memory."""
+    if not hasattr(network, "stream_shapes") or input_shapes is None:
+        return
+    streams = network.stream_shapes(input_shapes)
+    for stack in _compat.flat_layers(network):
+        if isinstance(stack, BlockStack) and stack.name in streams:
+            yield stack, streams[stack.name], next(iter(streams.values()))[1]
+
+
+def _lengths(block, length, memory):
+    """Return what each attention of a block attends to, in positions."""
+    return [length, memory] if isinstance(block, TransformerDecoderLayer) else [length]
+
+
+def _attention(network, input_shapes):
+    """Return how attention of each stack of blocks is computed, as text."""
+    found = []
+    for stack, (_, s, _), memory in _streams(network, input_shapes):
+        if stack.blocks:
+            lengths = _lengths(stack.blocks[0], s, memory)
+            kinds = dict.fromkeys(_implementation(stack.blocks[0], s, t) for t in lengths)
+            found.append(f"{stack.name} {' and '.join(kinds)}")
+    return ", ".join(found)
+
+
+def _implementation(block, num_queries, num_keys):
+    implementation = block.arguments.get("implementation", "auto")
+    return chosen_implementation(implementation, num_queries, num_keys)
+
+
 def _of_block(block, s, h, lengths, item, config):
-    """Return the bytes that a block keeps of each sentence.
+    """Return the bytes that a block keeps of each sequence.
 
     Args:
         block: the block.
@@ -192,24 +221,25 @@ def _of_block(block, s, h, lengths, item, config):
         item: bytes of an activation.
         config: the parallel config.
     """
-    t, choice = config.model_parallel, block.recompute_config
+    t, choice, options = config.model_parallel, block.recompute_config, block.arguments
     stream = s * h
     if choice.recompute:
         is_sharded = config.sequence_parallel or choice.recompute_slice_activation
         return item * stream * len(lengths) / (t if is_sharded else 1)
-    number, heads = len(lengths), block.arguments["num_heads"]
+    number, n = len(lengths), options["num_heads"]
+    d, m = options.get("head_dim") or h // n, options.get("num_kv_heads") or n
     replicated = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
-    sharded = (4 * number + 8) * item
-    squares = sum((2 * item + 1) * heads * s * length for length in lengths)
-    if "attention" in choice.select:
-        squares = 0
-    if "feed_forward" in choice.select:
-        sharded -= 8 * item
+    sharded = 2 * item * d * sum(n * s + m * length for length in lengths)
+    for length in lengths:
+        if _implementation(block, s, length) == "blockwise":
+            sharded += 4 * n * s
+        elif "attention" not in choice.select:
+            sharded += (2 * item + 1) * n * s * length
+    if "feed_forward" not in choice.select:
+        sharded += (4 if options["gated"] else 2) * item * s * options["ffn_hidden_size"]
     if "norm" in choice.select:
         replicated -= (number + 1) * item
-    if config.sequence_parallel:
-        return ((replicated + sharded) * stream + squares) / t
-    return replicated * stream + (sharded * stream + squares) / t
+    return replicated * stream / (t if config.sequence_parallel else 1) + sharded / t
 
 
 def _bytes(variables):
