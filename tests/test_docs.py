@@ -1,8 +1,11 @@
 """What the docs say of the code: the files they name, and the way of a batch through them."""
 
 import ast
+import doctest
 import pathlib
 import re
+
+import pytest
 
 from dtransformer.parallel.axis_rules import LOGICAL_AXES
 
@@ -12,6 +15,16 @@ PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTI
 FILE = re.compile(r"[\w./-]*/[\w.-]+\.(?:py|sh|yaml|cfg)\b")
 STATION = re.compile(r"\d+\. `([\w/]+\.py)` · `([\w.]+)`")
 MAX_STATIONS = 10
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if ">>> " in page.read_text("utf-8")])
+def test_examples(page, tmp_path, monkeypatch):
+    """They do what the page says, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    path = str(ROOT / "docs" / page)
+    found = doctest.testfile(path, module_relative=False, optionflags=flags, encoding="utf-8")
+    assert found.attempted and not found.failed
 
 
 def test_files_that_docs_name_exist():

@@ -243,9 +243,9 @@ class CausalLM(OneStackModel):
             prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids.
             max_new_tokens: most tokens of a continuation, the end token included.
             on_tokens: called as `on_tokens(number, ids)` as soon as the text of a number has got
-                other ids, its end token included; not where there are beams. On one device a token
-                then costs a call from TensorFlow to Python more, some 50 µs; elsewhere nothing, as
-                each token is a call of its own anyway. Every rank calls its own.
+                other ids, its end token included; not where there are beams. On one device that is
+                a call from TensorFlow to Python a token; elsewhere each token is a call of its own
+                anyway. Every rank calls its own.
             **options: those of `GenerationOptions`, by their names; greedy search by default.
 
         Returns:
