@@ -1,15 +1,19 @@
 """Attention by blocks gives what attention with all scores gives: masks, biases, dropout, gradients."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import blockwise_attention
+from dtransformer.layers import CrossEntropyLoss, blockwise_attention
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position_bias import alibi, relative_bias
+from dtransformer.models import CausalLM
 from dtransformer.parallel.dropout_seed import dropout_seed
+from dtransformer.trainers import Trainer
+from tests.on_mesh import on_mesh, start
 
 B, N, M, S, D = 2, 4, 2, 11, 5
 RNG = np.random.default_rng(0)
@@ -142,3 +146,34 @@ def test_unknown_lengths_are_refused():
 
     with pytest.raises(ValueError, match="lengths that are known"):
         run.get_concrete_function()
+
+
+def losses_by(implementation, **options):
+    """Return three steps' losses of a packed language model."""
+    network = CausalLM(
+        30,
+        hidden_size=16,
+        num_heads=4,
+        num_layers=1,
+        dropout_rate=0.0,
+        num_kv_heads=2,
+        implementation=implementation,
+        **options,
+    )
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss(ignore_id=0))
+    rng = np.random.default_rng(2)
+    tokens, labels = rng.integers(1, 30, (2, 4, S), "int32")
+    segments = np.sort(rng.integers(0, 3, (4, S)), axis=1)[:, ::-1].astype("int32")
+    step = lambda: trainer.train_on_batch({"tokens": tokens, "segments": segments}, labels)
+    return [float(np.ravel(step())[0]) for _ in range(3)]
+
+
+@on_mesh
+def test_the_same_on_a_mesh():
+    blockwise_attention._QUERIES, blockwise_attention._KEYS = 5, 4
+    options = {"positions": "alibi", "window": 6}
+    expected = losses_by("reference", **options)
+    np.testing.assert_allclose(losses_by("blockwise", **options), expected, rtol=1e-5)
+    start(data_parallel=2, model_parallel=2, sequence_parallel=True)
+    np.testing.assert_allclose(losses_by("blockwise", **options), expected, rtol=1e-5)
