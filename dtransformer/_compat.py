@@ -163,13 +163,30 @@ def own_variables(layer: keras.layers.Layer) -> list:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def take_weights(layer: keras.layers.Layer) -> None:
-    """Let a layer that was built without weights be built once more, with them.
+def own_trainable_variables(layer: keras.layers.Layer) -> list:
+    """Return those of `own_variables` that were made to be trained, frozen or not.
 
-    A pipeline stage finds out after the build that it needs a copy of another stage's table.
-    Unnecessary if Keras let a built layer take weights when `built` is set to False.
+    `trainable_variables` leaves frozen ones out. Unnecessary as `flat_layers`.
+    """
+    return list(layer._trainable_variables)
+
+
+def take_weights(layer: keras.layers.Layer) -> None:
+    """Let a layer that is built take weights, or be built once more, with them.
+
+    A pipeline stage finds out after the build that it needs a copy of another stage's table;
+    adapters come to kernels that are there, as with Keras' own `enable_lora`. Unnecessary if Keras
+    let a built layer take weights when `built` is set to False.
     """
     layer._tracker.unlock()
+
+
+def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
+    """Let one of a layer's own variables not be its weight any more.
+
+    Unnecessary if `Layer` had the opposite of `add_weight`.
+    """
+    layer._untrack_variable(variable)
 
 
 def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callable) -> None:

@@ -52,7 +52,8 @@ class Layout:
     @property
     def joins_ranks(self):
         """Whether a mesh has devices of several ranks."""
-        return self.model > self.devices
+        spans_data = self.level == 3 and self.model > 1  # weights are sharded over both axes
+        return self.model * (self.data if spans_data else 1) > self.devices
 
     def start(self):
         """Join the job under this layout."""

@@ -3,7 +3,14 @@
 import keras
 
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
+from dtransformer.models import (
+    CausalLM,
+    EncoderDecoderLM,
+    MaskedLM,
+    TranslationTransformer,
+    add_lora,
+    freeze,
+)
 
 VOCAB_SIZE = 60
 _UNDIVIDED = 61  # a vocabulary that no axis divides
@@ -154,6 +161,22 @@ def deep_bart(epsilon, **options):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_llama_lora(epsilon, **blocks):
+    """As `deep_llama`, of which nothing but adapters of all kernels is trained."""
+    model, optimizer = deep_llama(epsilon, **blocks)
+    model.build()
+    add_lora(model, rank=4, alpha=32, targets="*kernel")
+    return model, optimizer
+
+
+def deep_llama_frozen(epsilon, **blocks):
+    """As `deep_llama`; all before the third block, a pipeline's first stages, is frozen."""
+    model, optimizer = deep_llama(epsilon, **blocks)
+    model.build()
+    freeze(model, ["embedding/*", "blocks/block_[01]/*"])
+    return model, optimizer
+
+
 def _clipped_adamw(epsilon):
     return keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=epsilon, global_clipnorm=0.5)
 
@@ -172,6 +195,8 @@ DEEP_NETWORKS = {
     "deep_packed": deep_packed,
     "deep_causal": deep_causal,
     "deep_llama": deep_llama,
+    "deep_llama_lora": deep_llama_lora,
+    "deep_llama_frozen": deep_llama_frozen,
     "deep_bert": deep_bert,
     "deep_sentences": deep_sentences,
     "deep_bart": deep_bart,

@@ -164,6 +164,8 @@ _DATA = {
     "deep_packed": _with_segments,
     "deep_causal": _as_texts,
     "deep_llama": _as_texts,
+    "deep_llama_lora": _as_texts,
+    "deep_llama_frozen": _as_texts,
     "deep_bert": _as_texts,
     "deep_sentences": _as_sentences,
     "deep_bart": _starting_with_padding,

@@ -7,7 +7,6 @@ from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chose
 from dtransformer.layers.attention_inputs import check_inputs, check_mask
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import (
-    FlattenedInitializer,
     Layer,
     check_divisible,
     check_rate,
@@ -22,6 +21,7 @@ from dtransformer.layers.cached_attention import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
+from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
 from dtransformer.layers.rotary import rotary_frequencies, rotate
@@ -193,6 +193,7 @@ class MultiHeadAttention(Layer):
                 FlattenedInitializer(self.kernel_initializer),
                 axes=("embed", "heads", "head_dim"),
                 name=f"{name}_kernel",
+                num_inputs=1,
             )
             setattr(self, f"{name}_kernel", kernel)
             bias = None
@@ -205,6 +206,7 @@ class MultiHeadAttention(Layer):
             FlattenedInitializer(self.kernel_initializer, num_inputs=2),
             axes=("heads", "head_dim", "embed"),
             name="output_kernel",
+            num_inputs=2,
         )
         self.output_bias = None
         if self.use_bias:

@@ -3,13 +3,13 @@
 import types
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import checked
+from dtransformer.layers.initializers import seeded
+from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
 from dtransformer.layers.settings import KeepsSettings, settings_of
-from dtransformer.parallel import seeds, validators
+from dtransformer.parallel import validators
 from dtransformer.parallel.axis_rules import check_axes, override_rules
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.pipeline.call_views import called_at_its_place
@@ -19,7 +19,7 @@ from dtransformer.parallel.variables import make_variable
 register = keras.saving.register_keras_serializable("dtransformer")
 
 
-class Layer(KeepsSettings, keras.layers.Layer):
+class Layer(KeepsSettings, TakesLowRank):
     """A Keras layer whose weights name their dimensions.
 
     `add_weight` takes the logical name of every dimension, from which the rules of
@@ -46,7 +46,7 @@ class Layer(KeepsSettings, keras.layers.Layer):
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
-            cls.build = built_at_its_place(cls.build)
+            cls.build = built_at_its_place(built_with_factors(cls.build))
         if "call" in vars(cls):
             cls.call = called_at_its_place(cls.call)
 
@@ -100,6 +100,8 @@ class Layer(KeepsSettings, keras.layers.Layer):
         constraint: keras.constraints.Constraint | None = None,
         aggregation: str = "none",
         overwrite_with_gradient: bool = False,
+        num_inputs: int | None = None,
+        true_shape: tuple[int, ...] | None = None,
     ) -> keras.Variable:
         """Add a weight.
 
@@ -110,6 +112,9 @@ class Layer(KeepsSettings, keras.layers.Layer):
             name: str, unique in the layer.
             dtype, trainable, autocast, regularizer, constraint: as in Keras' `add_weight`.
             aggregation, overwrite_with_gradient: as there.
+            num_inputs: of a kernel that `parallel.tensor_parallel` multiplies with, the number of
+                leading dimensions that are summed over; None for other weights.
+            true_shape: shape without padding, which checkpoints hold; by default `shape`.
 
         Returns:
             A `keras.Variable` with the attribute `logical_axes`.
@@ -140,6 +145,10 @@ class Layer(KeepsSettings, keras.layers.Layer):
         weight.overwrite_with_gradient = overwrite_with_gradient
         self._track_variable(weight)
         weight.logical_axes = axes
+        if true_shape is not None:
+            weight.true_shape = true_shape
+        if num_inputs is not None:
+            weight.num_inputs = num_inputs
         return weight
 
     def get_config(self) -> dict:
@@ -150,57 +159,6 @@ class Layer(KeepsSettings, keras.layers.Layer):
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
             store[str(number)] = variable.numpy()
-
-
-class WrappedInitializer(keras.initializers.Initializer):
-    """An initializer that shapes what another one draws."""
-
-    def __init__(self, initializer):
-        self.initializer = keras.initializers.get(initializer)
-
-    def around(self, initializer):
-        """Return the same around another initializer."""
-        return type(self)(**{**self.get_config(), "initializer": initializer})
-
-    def get_config(self):
-        return {"initializer": self.initializer}
-
-
-@register
-class FlattenedInitializer(WrappedInitializer):
-    """Draw a weight of several dimensions as the matrix that it multiplies as.
-
-    Keras takes a weight of three dimensions for a convolution's; the attention
-    kernels [h,n,d] and [n,d,h] are matrices of h × n·d.
-
-    Args:
-        initializer: a Keras initializer, or its name.
-        num_inputs: how many leading dimensions are summed over.
-    """
-
-    def __init__(self, initializer, num_inputs=1):
-        super().__init__(initializer)
-        self.num_inputs = num_inputs
-
-    def __call__(self, shape, dtype=None):
-        inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
-        matrix = self.initializer((int(np.prod(inputs)), int(np.prod(outputs))), dtype=dtype)
-        return tf.reshape(matrix, shape)
-
-    def get_config(self):
-        return {**super().get_config(), "num_inputs": self.num_inputs}
-
-
-def seeded(initializer, path: str):
-    """Return `initializer` with a seed derived from the job's seed and `path`."""
-    if isinstance(initializer, WrappedInitializer):
-        return initializer.around(seeded(initializer.initializer, path))
-    if not isinstance(initializer, keras.initializers.Initializer):
-        return initializer
-    config = initializer.get_config()
-    if config.get("seed", 0) is not None:
-        return initializer  # not random, or with a seed of its own
-    return type(initializer).from_config({**config, "seed": seeds.derived_seed(path)})
 
 
 def check_rate(name: str, rate: float) -> float:

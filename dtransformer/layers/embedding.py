@@ -7,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, WrappedInitializer, check_size, register
+from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
@@ -27,23 +28,22 @@ class _VocabLayer(Layer):
     vocab_axis = 0
     _load_error = None
 
-    def _vocab_weight(self, shape, initializer, axes, name):
+    def _vocab_weight(self, shape, initializer, axes, name, **options):
         """Add a weight whose dimension `vocab_axis` is the padded vocabulary's."""
         padded = list(shape)
         padded[self._axis_of(shape)] = padded_vocab_size(self.vocab_size)
         initializer = (
             PaddedInitializer(initializer, shape) if padded != list(shape) else initializer
         )
-        weight = self.add_weight(tuple(padded), initializer, axes=axes, name=name, autocast=False)
-        weight.true_shape = tuple(shape)  # what checkpoints hold
-        return weight
+        options = {"axes": axes, "name": name, "autocast": False, **options}
+        return self.add_weight(tuple(padded), initializer, true_shape=tuple(shape), **options)
 
     def save_own_variables(self, store):
         super().save_own_variables(store)
-        for key in list(store.keys()):
-            rows = np.asarray(store[key])
+        for key, variable in zip(list(store.keys()), self._trainable_variables, strict=True):
+            value = np.asarray(store[key])
             del store[key]
-            store[key] = np.take(rows, range(self.vocab_size), axis=self._axis_of(rows.shape))
+            store[key] = value[tuple(slice(size) for size in variable.true_shape)]
 
     def load_own_variables(self, store):
         if not store.keys() and self._load_error is not None:
@@ -52,15 +52,14 @@ class _VocabLayer(Layer):
         for key, variable in zip(store.keys(), self._trainable_variables, strict=True):
             rows = np.asarray(store[key])
             axis = self._axis_of(rows.shape)
-            if rows.shape[axis] != self.vocab_size:
+            if variable.true_shape[axis] == self.vocab_size != rows.shape[axis]:
                 self._load_error = ValueError(
                     f"{variable.path} has vocab_size={self.vocab_size}, but the file holds "
                     f"{rows.shape[axis]} entries: load it into a model of the same vocabulary"
                 )
                 raise self._load_error
-            pad = [(0, 0)] * rows.ndim
-            pad[axis] = (0, variable.shape[axis] - rows.shape[axis])
-            padded[key] = np.pad(rows, pad)
+            missing = [max(own - n, 0) for own, n in zip(variable.shape, rows.shape)]
+            padded[key] = np.pad(rows, [(0, number) for number in missing])
         super().load_own_variables(padded)
         self._load_error = None
 
@@ -209,7 +208,7 @@ class VocabHead(_VocabLayer):
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._vocab_weight(
-                shape, self.kernel_initializer, ("embed", "vocab"), "kernel"
+                shape, self.kernel_initializer, ("embed", "vocab"), "kernel", num_inputs=1
             )
         if self.use_bias:
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")

@@ -119,14 +119,14 @@ class FeedForward(Layer):
         h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
         for name in ("mapping", "gate") if self.gated else ("mapping",):
             kernel = self.add_weight(
-                (h, f), initializer, axes=("embed", "mlp"), name=f"{name}_kernel"
+                (h, f), initializer, axes=("embed", "mlp"), name=f"{name}_kernel", num_inputs=1
             )
             setattr(self, f"{name}_kernel", kernel)
             if self.use_bias:
                 bias = self.add_weight((f,), "zeros", axes=("mlp",), name=f"{name}_bias")
                 setattr(self, f"{name}_bias", bias)
         self.projection_kernel = self.add_weight(
-            (f, h), initializer, axes=("mlp", "embed"), name="projection_kernel"
+            (f, h), initializer, axes=("mlp", "embed"), name="projection_kernel", num_inputs=1
         )
         if self.use_bias:
             self.projection_bias = self.add_weight(

@@ -65,6 +65,7 @@ class Linear(Layer):
             self.kernel_initializer,
             axes=(self.inputs_axis, self.units_axis),
             name="kernel",
+            num_inputs=1,
         )
         if self.use_bias:
             self.bias = self.add_weight(

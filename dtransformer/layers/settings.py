@@ -1,4 +1,4 @@
-"""What is set on layers after they are made: rules of their own, and what is recomputed.
+"""What is set on layers after they are made: rules, what is recomputed, low-rank additions.
 
 Configs keep it, so that `from_config` and `.keras` files do.
 """
@@ -26,7 +26,7 @@ def settings_of(layer: keras.layers.Layer) -> dict:
     """Return what was set on a layer and those inside of it, for its config; {} for nothing.
 
     Returns:
-        `{KEY: {number of the layer inside: {"rules": ..., "recompute": ...}}}`.
+        `{KEY: {number of the layer inside: {"rules": ..., "recompute": ..., "low_rank": ...}}}`.
     """
     found, usual = {}, as_recompute_config(get_parallel_config().recompute)
     for number, inner in enumerate(_compat.flat_layers(layer)):
@@ -36,6 +36,8 @@ def settings_of(layer: keras.layers.Layer) -> dict:
         recompute = getattr(inner, "recompute_config", None)
         if recompute is not None and recompute != usual:
             own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
+        if low_rank := getattr(inner, "low_rank", None):
+            own["low_rank"] = {name: dict(asked) for name, asked in low_rank.items()}
         if own:
             found[str(number)] = own
     return {KEY: found} if found else {}
@@ -51,6 +53,8 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
         if "recompute" in own:
             fields = {**own["recompute"], "select": tuple(own["recompute"]["select"])}
             inner.recompute(TransformerRecomputeConfig(**fields))
+        if "low_rank" in own:
+            inner.low_rank = own["low_rank"]
 
 
 class KeepsSettings:

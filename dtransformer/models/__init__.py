@@ -2,8 +2,11 @@
 
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
+from dtransformer.models.freezing import freeze, unfreeze
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.interleaved import MicroBatchInterleaved
+from dtransformer.models.lora import add_lora, merge_lora
+from dtransformer.models.lora_folder import load_lora, save_lora
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
@@ -16,7 +19,13 @@ __all__ = [
     "MaskedLM",
     "MicroBatchInterleaved",
     "TranslationTransformer",
+    "add_lora",
+    "freeze",
     "from_preset",
     "from_pretrained",
+    "load_lora",
+    "merge_lora",
+    "save_lora",
     "save_pretrained",
+    "unfreeze",
 ]

@@ -75,6 +75,10 @@ class Generator:
             found = function(source, max_length, options.seed)
         return _without_padding(tf.reshape(found, [-1, max_length]), ids)
 
+    def forget_functions(self) -> None:
+        """Compile all anew: the network has got other weights, or lost some."""
+        self._functions.clear()
+
     def _function(self, ids, options, streams):
         options = dataclasses.replace(options, seed=0)  # it is given when the function is called
         key = options, streams

@@ -32,7 +32,7 @@ def deferring() -> Iterator[dict[str, tf.Tensor]]:
 def is_deferred(kernel: tf.Tensor | keras.Variable) -> bool:
     """Return whether the gradient of a kernel is left for later, here."""
     own = isinstance(kernel, keras.Variable) and not isinstance(kernel, ShardedVariable)
-    return own and trace.current().deferred is not None
+    return own and kernel.trainable and trace.current().deferred is not None
 
 
 def product(x: tf.Tensor, kernel: keras.Variable, num_inputs: int) -> tf.Tensor:

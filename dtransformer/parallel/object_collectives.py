@@ -68,6 +68,21 @@ def broadcast_arrays(
     return found
 
 
+def from_all_stages(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Return on every stage of a pipeline the arrays that the stages have, of different names.
+
+    Args:
+        arrays: dict of names and NumPy arrays, of this rank's stage.
+        name: str, the same on every rank.
+    """
+    group, found = job.pipeline_group(), {}
+    if group.size == 1:
+        return arrays
+    for root in group.ranks:
+        found |= broadcast_arrays(arrays, root, group, f"{name}/{root}")
+    return found
+
+
 def from_chief(action: Callable, name: str):
     """Return on every rank what an action returns on rank 0, the only one that does it.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel import job
+from dtransformer.parallel.weight import constant_if_frozen
 
 # Where a tensor lies in another one: (start, stop) of every dimension.
 Bounds = tuple[tuple[int, int], ...]
@@ -47,11 +48,12 @@ class ShardedVariable(keras.Variable):
     def value(self):
         current = _compat.stateless_value(self)
         if current is not None:
-            return self._as_used(self._maybe_autocast(current))
+            return constant_if_frozen(self, self._as_used(self._maybe_autocast(current)))
         if _compat.in_symbolic_scope():  # shapes are asked for only
             return self._maybe_autocast(tf.zeros(self._shape, self._dtype))
         dropped = _compat.dropped_value(self)
-        return _compat.known_as(self._read() if dropped is None else dropped, self.path)
+        value = constant_if_frozen(self, self._read() if dropped is None else dropped)
+        return _compat.known_as(value, self.path)
 
     def _read(self):
         """Return the full value where no value is given from outside."""

@@ -15,6 +15,7 @@ from dtransformer.parallel.axis_rules import Specs, mesh_axis, weight_specs
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
 from dtransformer.parallel.dtensor.variable import MeshVariable
+from dtransformer.parallel.weight import Weight
 from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
@@ -59,7 +60,7 @@ def make_variable(
         stored = _with_data_axis(specs, shape) if may_shard else specs
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
     else:
-        make = _flat_class(dtype, compute_dtype) if may_shard else keras.Variable
+        make = _flat_class(dtype, compute_dtype) if may_shard else Weight
     return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
 
 
@@ -83,9 +84,9 @@ def _flat_class(dtype: str, compute_dtype: str) -> Callable:
     config = get_parallel_config()
     level, is_flat = config.optimizer_shard, config.optimizer_shard_partition == "flat"
     if not level or not is_flat or job.data_parallel_group().size == 1:
-        return keras.Variable
+        return Weight
     if level == 3:
         return FullyShardedVariable
     if tf.as_dtype(compute_dtype).size < tf.as_dtype(dtype).size:
         return functools.partial(MasterShardedVariable, copy_dtype=compute_dtype)
-    return keras.Variable
+    return Weight

@@ -6,12 +6,14 @@ import math
 import re
 
 from dtransformer import _compat
+from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.block import BlockStack
-from dtransformer.layers.decoder import TransformerDecoderLayer
+from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
+from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.pipeline.own_stage import is_here
 from dtransformer.reports import audit
 from dtransformer.tables import columns
@@ -129,9 +131,11 @@ def block_formula(network, stream_shapes):
     """Return the elements that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
 
     One all-reduce of b·s·h forward and one backward for every attention and every
-    feed-forward layer. A block that is recomputed repeats those forward, but for the last
-    one, which no gradient needs, unless its sums are kept. To all-gather an input that
-    is kept sharded is half an all-reduce.
+    feed-forward layer; backward none where no weight before it is trained. A block that is
+    recomputed repeats those forward, but for the last one, which no gradient needs, unless its
+    sums are kept. To all-gather an input that is kept sharded is half an all-reduce. The
+    low-rank addition of a sharded kernel sums b·s·r more: forward where its inputs are sharded,
+    backward where its outputs are.
 
     Args:
         network: a `keras.Model`.
@@ -141,19 +145,48 @@ def block_formula(network, stream_shapes):
         A dict of "stack/block" and a number of elements.
     """
     data_shards = axis_size(mesh_axis("batch"))
-    formula = {}
+    formula, place = {}, {id(weight): i for i, weight in enumerate(network.variables)}
+    first = min((place[id(weight)] for weight in network.trainable_variables), default=len(place))
+    if job.stage()[0]:  # a stage before has weights, too
+        first = -1
     for stack in _compat.flat_layers(network):
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
             elements = math.prod(stream_shapes[stack.name]) // data_shards
+            features = stream_shapes[stack.name][-1]
             for block in filter(is_here, stack.blocks):
-                parts = 3 if isinstance(block, TransformerDecoderLayer) else 2
-                sums = 2.0 * parts
-                if block.recompute_config.recompute:
-                    config = block.recompute_config
-                    sums += (parts - 1) * config.mp_comm_recompute
+                begins = [place[id(part.variables[0])] for part in _sublayers(block)]
+                sums = len(begins) + 1.0 * sum(first < begin for begin in begins)
+                ranks = [_rank(weight) for weight in block.variables]
+                sums += sum(ranks) / features
+                config = block.recompute_config
+                if config.recompute and first < place[id(block.variables[-1])]:
+                    sums += (len(begins) - 1) * config.mp_comm_recompute
+                    of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
+                    sums += config.mp_comm_recompute * sum(of_inputs) / features
                     sums += 0.5 * config.recompute_slice_activation
                 formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
+
+
+def _sublayers(block):
+    """Return the attentions and the feed-forward layer of a block."""
+    parts = _compat.flat_layers(block, include_self=False, recursive=False)
+    return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward))]
+
+
+def _rank(weight, of_inputs=False):
+    """Return the rank of a sharded kernel's low-rank addition; 0 for any other weight.
+
+    Args:
+        weight: a Keras variable.
+        of_inputs: whether those count only whose inputs are sharded.
+    """
+    addition = low_rank_of(weight)
+    if addition is None:
+        return 0
+    inputs, outputs = weight.logical_axes[0], weight.logical_axes[weight.num_inputs]
+    sides = [inputs] if of_inputs else [inputs, outputs]
+    return addition.a.shape[-1] * any(mesh_axis(side) == "model" for side in sides)
 
 
 def _layer_path(scope, names):

@@ -85,9 +85,11 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     trained = network.trainable_variables
     kinds = {w.path: w for w in trained if isinstance(w, FlatShardedVariable)}
     copied = [w for w in trained if isinstance(w, MasterShardedVariable)]
-    weights = own_shards(w for w in network.variables if not isinstance(w, MasterShardedVariable))
-    weights += [w.copy for w in copied]
-    others = own_shards(network.non_trainable_variables)
+    frozen = network.non_trainable_variables
+    copies_of_frozen = [w.copy for w in frozen if isinstance(w, MasterShardedVariable)]
+    others = own_shards(frozen) + copies_of_frozen
+    weights = own_shards(w for w in trained if not isinstance(w, MasterShardedVariable))
+    weights += [w.copy for w in copied] + others
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
     states += own_shards(copied)
@@ -171,12 +173,12 @@ def activation_bytes(network, input_shapes, num_kept=1):
         num_kept: how many such activations are kept at once.
     """
     config, total = get_parallel_config(), 0
-    num_shards = axis_size(mesh_axis("batch")) / num_kept
+    share = num_kept / axis_size(mesh_axis("batch"))
     item = tf.as_dtype(network.compute_dtype).size
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
             lengths = _lengths(block, s, memory)
-            total += b / num_shards * _of_block(block, s, h, lengths, item, config)
+            total += b * share * _of_block(block, s, h, lengths, item, config)
     return round(total)
 
 

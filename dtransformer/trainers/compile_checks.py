@@ -132,6 +132,31 @@ def of_rows(metrics):
     return keras.tree.map_structure(checked, metrics)
 
 
+def weights_now(network) -> dict[tuple[int, bool], str]:
+    """Return the paths of a network's weights by what they are, and whether they are trained."""
+    return {(id(weight), weight.trainable): weight.path for weight in network.variables}
+
+
+def check_weights_unchanged(network, before):
+    """Check that a network has the weights that a trainer's steps were made for.
+
+    Args:
+        network: the `keras.Model`.
+        before: the `weights_now` of then.
+
+    Raises:
+        ValueError: it has others, or others are trained, such as after `freeze` or `add_lora`.
+    """
+    now = weights_now(network)
+    if changed := [
+        path for key, path in {**before, **now}.items() if (key in now) != (key in before)
+    ]:
+        raise ValueError(
+            f"{changed[0]} was frozen, added or taken away after the trainer had made its steps: do "
+            "so before compile, or compile again with a new optimizer"
+        )
+
+
 def check_unchanged(config):
     """Check that the parallel config is the one that a trainer was made under.
 

@@ -202,7 +202,7 @@ def clip_shards(optimizer, gradients: list, squares: list, owners: list, norm: t
         bounds = [tf.cast(optimizer.clipvalue * loss_scale, g.dtype) for g in gradients]
         return [tf.clip_by_value(g, -bound, bound) for g, bound in zip(gradients, bounds)]
     limit = optimizer.clipnorm or optimizer.global_clipnorm
-    if not limit:
+    if not limit or not gradients:
         return gradients
     if optimizer.clipnorm:
         limit *= loss_scale

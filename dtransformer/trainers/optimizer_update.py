@@ -43,7 +43,10 @@ def _update_at_once(optimizer, units, gradients, values):
     held = [unit for unit in units if isinstance(unit, HeldParameter)]
     for unit, value in zip(held, values, strict=True):
         unit.hold(value)
-    optimizer.apply(gradients, units)
+    if units:
+        optimizer.apply(gradients, units)
+    else:  # all weights of a stage are frozen: Keras would not count the step
+        optimizer.iterations.assign_add(1)
     return [unit.release() for unit in held]
 
 

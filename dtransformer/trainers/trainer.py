@@ -23,7 +23,9 @@ from dtransformer.trainers.compile_checks import (
     check_launch,
     check_network,
     check_unchanged,
+    check_weights_unchanged,
     of_rows,
+    weights_now,
 )
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
@@ -75,7 +77,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self.objective = None
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
         self._jit = "auto"
-        self._engine = self.optimizer_step = self._program = None
+        self._engine = self.optimizer_step = self._program = self._weights = None
 
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
         symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
@@ -155,7 +157,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._jit = jit_compile
         check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
-        self._engine = self.optimizer_step = self._program = None
+        self._engine = self.optimizer_step = self._program = self._weights = None
 
     # Keras calls these with each batch: in a tf.function of its own, but where the engine
     # compiles itself.
@@ -229,6 +231,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._engine is None:
             self._engine = make_engine(step, jit_compile=self._jit is True)
         self._engine.build(first)
+        self._weights = self._weights or weights_now(self.network)
+        check_weights_unchanged(self.network, self._weights)
         if job.mesh() is not None:
             check_rules(self.network)
         return step

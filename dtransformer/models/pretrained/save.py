@@ -14,6 +14,7 @@ from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel import job
+from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.object_collectives import together
 from dtransformer.parallel.sharded_variable import unsharded_on_chief
 
@@ -39,6 +40,11 @@ def save_pretrained(network: TokenModel, folder: str | os.PathLike, family: str)
         if family not in FAMILIES:
             raise InputError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
         config = _config_of(network, family)
+        if any(low_rank_of(variable) is not None for variable in network.variables):
+            raise InputError(
+                "the network has adapters: save_lora writes them, or merge_lora adds them to the "
+                "kernels first"
+            )
         if job.is_chief() and folder.exists():
             raise InputError(f"{folder}: is there already: give another, or remove it")
         tensors = FAMILIES[family].tensors(network.arguments)

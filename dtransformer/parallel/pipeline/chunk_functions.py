@@ -2,7 +2,7 @@
 
 from dtransformer.parallel.pipeline.call_views import ChunkView, view
 from dtransformer.parallel.pipeline.dataflow import Dataflow
-from dtransformer.parallel.pipeline.placed_layers import trained_weights_of
+from dtransformer.parallel.pipeline.placed_layers import weights_of
 from dtransformer.parallel.zero.gather import unsharding
 
 
@@ -38,9 +38,9 @@ class ChunkFunctions:
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
-            trained = trained_weights_of(self._network, chunk, dataflow)
             function = self._function(chunk, dataflow)
-            self._compiled[key] = self._devices.compile(function, trained)
+            weights = weights_of(self._network, chunk, dataflow)
+            self._compiled[key] = self._devices.compile(function, *weights)
         return self._compiled[key]
 
     def _function(self, chunk, dataflow):

@@ -66,6 +66,31 @@ def with_transfers(computations: list[Instruction], placement: Placement) -> lis
     return result
 
 
+def without_backward(instructions: list[Instruction], first_trained: int) -> list[Instruction]:
+    """Return a stage's instructions where no weight of the chunks before one is trained.
+
+    They have no backward passes, and nobody sends them gradients.
+
+    Args:
+        instructions: of a stage, in their order.
+        first_trained: number of the first model chunk with a weight that is trained.
+
+    Example:
+
+    >>> passes = [Instruction(FORWARD, 0, 1), Instruction(BACKWARD, 0, 1)]
+    >>> second_stage = with_transfers(passes, Placement.looped(2))
+    >>> print(*second_stage)
+    a<0.1 F0.1 B0.1 g>0.1
+    >>> print(*without_backward(second_stage, first_trained=1))
+    a<0.1 F0.1 B0.1
+    """
+    last_without = {SEND_GRADIENTS: first_trained}
+    last_without |= dict.fromkeys(
+        (BACKWARD, WEIGHT_GRADIENTS, RECEIVE_GRADIENTS), first_trained - 1
+    )
+    return [one for one in instructions if one.chunk > last_without.get(one.kind, -1)]
+
+
 def input_of(computation: Instruction, placement: Placement) -> Instruction | None:
     """Return the instruction of the same stage that gives a computation what it computes with.
 

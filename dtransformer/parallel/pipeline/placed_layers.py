@@ -54,22 +54,25 @@ def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[st
     return found
 
 
-def trained_weights_of(network: keras.Model, chunk: int, dataflow) -> list[keras.Variable]:
-    """Return the trained weights that a chunk of the network computes with.
+def weights_of(
+    network: keras.Model, chunk: int, dataflow
+) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    """Return the weights that a chunk of the network computes with: those trained, and the others.
 
     Args:
         network: a `keras.Model`.
         chunk: number of the chunk.
         dataflow: the `Dataflow` of the computation, which tells of copies.
     """
-    trained = {id(weight) for weight in network.trainable_variables}
-    return [
+    is_trained = {id(weight) for weight in network.trainable_variables}
+    weights = [
         weight
         for layer in placed_layers(network)
         if chunk == chunk_of(layer, dataflow.placement) or chunk in dataflow.copies_of(layer)
         for weight in layer.variables
-        if id(weight) in trained
     ]
+    trained = [weight for weight in weights if id(weight) in is_trained]
+    return trained, [weight for weight in weights if id(weight) not in is_trained]
 
 
 def losses_of(network: keras.Model, chunk: int, placement: Placement) -> list[tf.Tensor]:

@@ -55,7 +55,7 @@ def simulate(
     0.25
     """
     if backward is None:
-        backward = 1.0 if divides_backward(all_instructions[0]) else 2.0
+        backward = 1.0 if any(map(divides_backward, all_instructions)) else 2.0
     given = {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weight_gradients}
     lengths = {
         kind: value if callable(value) else lambda stage, chunk, value=value: value

@@ -22,7 +22,7 @@ from dtransformer.parallel.dtensor.batch import (
 )
 from dtransformer.parallel.dtensor.function import MeshFunction, wait
 from dtransformer.parallel.dtensor.layouts import relayout, replicate
-from dtransformer.parallel.dtensor.variable import LocalShards, specs_of, unpacked
+from dtransformer.parallel.dtensor.variable import LocalShards, packed, specs_of, unpacked
 from dtransformer.parallel.pipeline.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.parallel.sharded_variable import trained_value
@@ -36,10 +36,13 @@ def stage_devices() -> "OneDevice":
 class OneDevice:
     """The rank's only device: tensors are what they are."""
 
-    def compile(self, function: Callable, trained: list[keras.Variable]):
+    def compile(
+        self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
+    ):
         """Return a function, compiled, of weights that are trained and of other arguments.
 
-        Its first argument is what `weights()` of it returns: what gradients are taken of.
+        Its first argument is what `weights()` of it returns: what gradients are taken of. The
+        others are weights that it reads, too.
         """
         return _Function(function, trained)
 
@@ -140,8 +143,8 @@ def _wait_for_gpus():
 class Mesh(OneDevice):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
 
-    def compile(self, function, trained):
-        return _FunctionOnMesh(function, trained)
+    def compile(self, function, trained, others):
+        return _FunctionOnMesh(function, trained, others)
 
     def cache_key(self, dataflow):
         return dataflow.tensors, repr(dataflow.outputs)
@@ -205,21 +208,21 @@ class _FunctionOnMesh(MeshFunction):
 
     is_new = False
 
-    def __init__(self, function, trained):
-        super().__init__(function, trained, gradients=True)
-        self.trained = trained
+    def __init__(self, function, trained, others):
+        super().__init__(function, [*trained, *others], gradients=True)
+        self.trained, self._others = trained, others
 
     def weights(self):
-        """Return the weights as DTensors."""
-        return self.packed()
+        """Return the trained weights as DTensors."""
+        return [packed(weight) for weight in self.trained]
 
     def __call__(self, weights, *args):
         # Gradients are traced when the function is called.
         with trace.scope(on_mesh=True), _compat.constants_are_copied():
-            return self.run(weights, *args)
+            return self.run([*weights, *map(packed, self._others)], *args)
 
     def _trace(self, weights, args):
         self.is_new = True
         # The gradient of a weight is laid out as the weight is here.
-        weights = [relayout(w, specs_of(v)) for w, v in zip(weights, self.trained)]
-        return super()._trace(weights, args)
+        trained = [relayout(w, specs_of(v)) for w, v in zip(weights, self.trained)]
+        return super()._trace([*trained, *weights[len(trained) :]], args)

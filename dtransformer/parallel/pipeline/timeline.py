@@ -92,9 +92,11 @@ def most_alive(instructions: list[Instruction]) -> int:
     That many micro-batches' activations, of one model chunk each, a stage keeps at once.
     """
     last = WEIGHT_GRADIENTS if divides_backward(instructions) else BACKWARD
+    of_chunks = {one.chunk for one in instructions if one.kind == last}
     alive = most = 0
     for instruction in instructions:
-        alive += {FORWARD: 1, last: -1}.get(instruction.kind, 0)
+        if instruction.chunk in of_chunks:  # others, which are frozen, keep nothing
+            alive += {FORWARD: 1, last: -1}.get(instruction.kind, 0)
         most = max(most, alive)
     return most
 

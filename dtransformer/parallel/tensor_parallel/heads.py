@@ -6,6 +6,7 @@ import tensorflow as tf
 from dtransformer.parallel import trace
 from dtransformer.parallel.deferred_gradients import is_deferred
 from dtransformer.parallel.features import add_bias
+from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
@@ -29,7 +30,10 @@ def project_to_heads(
     Returns:
         A list of tensors [b, n, s, d].
     """
-    one_by_one = (is_unsharded_for_use(kernel) or is_deferred(kernel) for kernel in kernels)
+    one_by_one = (
+        is_unsharded_for_use(kernel) or is_deferred(kernel) or low_rank_of(kernel) is not None
+        for kernel in kernels
+    )
     decodes = trace.current().around_loop is not None
     if trace.is_on_mesh() or decodes or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))

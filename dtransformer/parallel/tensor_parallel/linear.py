@@ -27,6 +27,7 @@ from dtransformer.parallel.axis_rules import (
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.deferred_gradients import is_deferred, product
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.recompute import keep_for_recompute
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
@@ -90,9 +91,12 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
     if not trace.is_on_mesh():
-        return [matmul(x, kernel) for kernel in kernels]
-    ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
-    return [_like_inputs(y, x, 1) for y in ys]
+        ys = [matmul(x, kernel) for kernel in kernels]
+    else:
+        ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
+        ys = [_like_inputs(y, x, 1) for y in ys]
+    up = lambda x, b: column_parallel(x, [b], axes)[0]
+    return [_with_low_rank(y, x, kernel, (None,), up) for y, kernel in zip(ys, kernels)]
 
 
 def _column_parallel(x, kernels, axes):
@@ -139,8 +143,27 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
     num_inputs = len(axes)
     check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
     if not trace.is_on_mesh():
-        return matmul(x, kernel, num_inputs)
-    return _like_inputs(_row_parallel(_as_sequences(x, num_inputs), kernel, axes), x, num_inputs)
+        y = matmul(x, kernel, num_inputs)
+    else:
+        y = _row_parallel(_as_sequences(x, num_inputs), kernel, axes)
+        y = _like_inputs(y, x, num_inputs)
+    return _with_low_rank(y, x, kernel, axes, lambda x, b: row_parallel(x, b, (None,)))
+
+
+def _with_low_rank(y, x, kernel, axes, multiply):
+    """Return the product y of x with a kernel, and what its low-rank addition adds to it.
+
+    Args:
+        y, x, kernel: tensors, and the kernel as the layer has it.
+        axes: logical names of the dimensions of the inputs.
+        multiply: a function of x · A [b, ..., r] and B that returns their product like y.
+    """
+    addition = low_rank_of(kernel)
+    if addition is None:
+        return y
+    # Of the products this one is the smallest, and is sharded as the residual stream is.
+    inner = row_parallel(x, addition.a, axes)
+    return y + multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
 
 
 def _row_parallel(x, kernel, axes):

@@ -97,6 +97,9 @@ class Unsharding:
         key = id(variable), shard.dtype
         if key not in self._values:
             name, gate = self.next_name(variable.path), self.forward_gate
+            if not variable.trainable:
+                self._values[key] = all_gather(variable, _after(shard, gate), name)
+                return self._values[key]
 
             @tf.custom_gradient
             def unshard(shard):
@@ -118,11 +121,14 @@ class Unsharding:
             def gradient(dy):
                 gates = [self.backward_gate(block, dy), *self._scattered[block + 2]]
                 value = all_gather(variable, _after(shard, *gates), f"{name}/again")
-                with tf.GradientTape() as tape:
-                    tape.watch([x, value])
+                sources = [x, value] if variable.trainable else [x]
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(sources)
                     y = function(x, value)
-                dx, dw = tape.gradient(y, [x, value], dy)
-                self._scattered[block].append(reduce_scatter(dw, f"{name}/gradient"))
+                dx, *dw = tape.gradient(y, sources, dy)
+                if not dw:
+                    return dx, None
+                self._scattered[block].append(reduce_scatter(dw[0], f"{name}/gradient"))
                 return dx, tf.cast(self._scattered[block][-1], shard.dtype)
 
             return function(x, all_gather(variable, _after(shard, gate), name)), gradient

@@ -70,8 +70,10 @@ class ForwardStep:
         Gradients are those of `network.trainable_variables`, as their `trained_value` is.
         """
         weights = self.network.trainable_variables
+        check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
-        with tf.GradientTape() as tape, dropout_seed(numbers.seed), unsharding("train"):
+        tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
+        with tape, dropout_seed(numbers.seed), unsharding("train"):
             tape.watch(values)
             outputs = self.outputs(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight
@@ -121,6 +123,16 @@ class ForwardStep:
         if divided is not None:
             share = divided
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
+
+
+def check_any_trained(is_any: bool) -> None:
+    """Check that there is a weight to train.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not is_any:
+        raise ValueError("every weight of the network is frozen: there is nothing to train")
 
 
 class Engine(typing.Protocol):

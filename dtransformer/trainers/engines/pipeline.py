@@ -19,11 +19,11 @@ from dtransformer.parallel.pipeline.call_views import current_chunk
 from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline.dataflow import Dataflow
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last, zeros_like
-from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS
+from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS, without_backward
 from dtransformer.parallel.pipeline.measured_timeline import gather_timeline
 from dtransformer.parallel.pipeline.own_stage import own_chunks
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.parallel.pipeline.placed_layers import losses_of
+from dtransformer.parallel.pipeline.placed_layers import losses_of, weights_of
 from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline.simulator import ideal_of
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
@@ -33,6 +33,7 @@ from dtransformer.parallel.shapes import specs_of
 from dtransformer.reports import audit
 from dtransformer.trainers.data import input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import check_rows, rows_of
+from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 
 
@@ -81,11 +82,24 @@ class PipelineEngine:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
             self._shared = SharedGradients(self.network)
+            self._leave_out_frozen_chunks()
+
+    def _leave_out_frozen_chunks(self):
+        """Find the first chunk with a weight that is trained: none before it has a backward pass."""
+        trained = [
+            chunk for chunk in own_chunks() if weights_of(self.network, chunk, self._example)[0]
+        ]
+        everywhere = [chunk for of_rank in all_gather_json(trained, "trained") for chunk in of_rank]
+        self.first_trained = min(everywhere, default=self.placement.num_chunks)
+        self._instructions = [
+            without_backward(of_stage, self.first_trained) for of_stage in self._instructions
+        ]
 
     # A training step.
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         """As `Engine.forward_backward`; gradients are those of this stage's weights."""
+        check_any_trained(self.first_trained < self.placement.num_chunks)
         batch, number = (inputs, labels, sample_weight), self._num_micro_batches
         self._check(batch)
         rows = num_rows(batch)

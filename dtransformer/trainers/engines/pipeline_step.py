@@ -137,8 +137,10 @@ class PipelineStep:
             self._weights[chunk] = function.weights()
         weights = self._weights[chunk]
         names = [tensor.name for tensor in self.dataflow.received_by(chunk)]
-        with tf.GradientTape() as tape:
-            tape.watch([*weights, *received])
+        has_backward = chunk >= self._engine.first_trained
+        received_trained = received if chunk > self._engine.first_trained else []
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*weights, *received_trained])
             sent, (loss, sums, outputs, deferred) = function(
                 weights,
                 dict(zip(names, received, strict=True)),
@@ -146,7 +148,8 @@ class PipelineStep:
                 *(self._counts, self._loss_scale, seed),
             )
         sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
-        self._tapes[chunk, k] = tape, sent, loss, received, deferred
+        if has_backward:
+            self._tapes[chunk, k] = tape, sent, loss, received_trained, deferred
         if chunk != self._last_chunk:
             self._handed[_activations(k, chunk)] = sent
         for name, x in sums.items():
@@ -167,7 +170,7 @@ class PipelineStep:
         )
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
-        if chunk:
+        if chunk > self._engine.first_trained:
             self._handed[_gradients(k, chunk - 1)] = [
                 tf.zeros_like(x) if gradient is None else gradient
                 for x, gradient in zip(received, passed, strict=True)

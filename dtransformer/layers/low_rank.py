@@ -1,0 +1,86 @@
+"""Layers whose kernels may have low-rank additions: factors that are added, and taken away."""
+
+import functools
+import types
+from collections.abc import Callable
+
+import keras
+
+from dtransformer import _compat
+from dtransformer.layers.initializers import FlattenedInitializer
+from dtransformer.parallel.low_rank import LowRank, low_rank_of
+
+
+class TakesLowRank(keras.layers.Layer):
+    """A mixin of layers: a kernel is a weight with the attribute `num_inputs`.
+
+    A subclass has `add_weight` with logical axes. Factors are weights of the layer, sharded as
+    the kernel is; the dimension of the rank is replicated.
+    """
+
+    # Name of a kernel -> the rank and alpha of its addition; configs keep it.
+    low_rank = types.MappingProxyType({})
+
+    def add_low_rank(self, name: str, rank: int, alpha: float) -> None:
+        """Add factors to a kernel of this layer; where another stage has it, note it down.
+
+        A is drawn from U(−1/√n, 1/√n), n being the number of inputs, and B is 0, so that outputs
+        are at first as they were.
+
+        Args:
+            name: the kernel's.
+            rank: size r of the dimension between the factors.
+            alpha: α; the product of the factors is multiplied with α / r.
+        """
+        self.low_rank = {**self.low_rank, name: {"rank": rank, "alpha": alpha}}
+        _compat.take_weights(self)
+        self.add_factors()
+
+    def add_factors(self) -> None:
+        """Add the factors that `low_rank` asks for and that are not there, after all weights."""
+        kernels = {variable.name: variable for variable in _compat.own_variables(self)}
+        for name, asked in self.low_rank.items():
+            if name in kernels and low_rank_of(kernels[name]) is None:
+                self._add_factors_of(kernels[name], asked)
+
+    def _add_factors_of(self, kernel, asked):
+        rank, number, axes = asked["rank"], kernel.num_inputs, kernel.logical_axes
+        shape = tuple(getattr(kernel, "true_shape", kernel.shape))
+        uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
+        a = self.add_weight(
+            (*kernel.shape[:number], rank),
+            FlattenedInitializer(uniform, number),
+            axes=(*axes[:number], None),
+            true_shape=(*shape[:number], rank),
+            name=f"{kernel.name}_lora_a",
+            dtype="float32",
+        )
+        b = self.add_weight(
+            (rank, *kernel.shape[number:]),
+            "zeros",
+            axes=(None, *axes[number:]),
+            true_shape=(rank, *shape[number:]),
+            name=f"{kernel.name}_lora_b",
+            dtype="float32",
+        )
+        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank)
+
+    def remove_low_rank(self, name: str) -> None:
+        """Take the factors of a kernel away."""
+        self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
+        for kernel in _compat.own_variables(self):
+            if kernel.name == name:
+                for factor in (kernel.low_rank.a, kernel.low_rank.b):
+                    _compat.forget_weight(self, factor)
+                del kernel.low_rank
+
+
+def built_with_factors(build: Callable) -> Callable:
+    """Return a layer's method `build`, which adds the factors that its config asks for."""
+
+    @functools.wraps(build)
+    def build_all(layer, *args, **kwargs):
+        build(layer, *args, **kwargs)
+        layer.add_factors()
+
+    return build_all

@@ -1,0 +1,190 @@
+"""Low-rank adapters: what frozen kernels learn is a product of two small factors beside them.
+
+Reference: Hu et al., 2021, "LoRA: Low-rank adaptation of large language models", arXiv
+2106.09685.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.layers.base import check_size
+from dtransformer.layers.low_rank import TakesLowRank
+from dtransformer.models.generator import Generator
+from dtransformer.models.weight_paths import matching_paths, path_in
+from dtransformer.parallel.low_rank import low_rank_of
+from dtransformer.parallel.object_collectives import together
+from dtransformer.parallel.sharded_tensor import tensors_of
+
+
+def add_lora(
+    network: keras.Model,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str | Iterable[str] = "*attention/(query|value)_kernel",
+    freeze_others: bool = True,
+) -> list[str]:
+    """Give kernels low-rank adapters, and freeze all that is none.
+
+    A product with a kernel W becomes x · W + α/r · (x · A) · B, with A [inputs, r] drawn from
+    U(−1/√inputs, 1/√inputs), by the job's seed and the kernel's path, and B [r, outputs] zeros:
+    the first outputs are those without adapters. The factors are float32 weights of the kernel's
+    layer, `KERNEL_lora_a` and `KERNEL_lora_b`, sharded as the kernel is; the dimension of the
+    rank is replicated. Call it before `compile`, on all ranks.
+
+    Args:
+        network: a `keras.Model` of this library's layers, built. Of Keras' own layers `Dense` and
+            others have an `enable_lora`.
+        rank: size r of the dimension between the factors.
+        alpha: α.
+        targets: patterns of the paths of kernels without the network's name, as of `freeze`: of
+            attention, feed-forward layers, `Linear` and the head, `"*_kernel"` or `"head/kernel"`.
+        freeze_others: whether all weights but those of adapters are frozen.
+
+    Returns:
+        A list of the paths of the kernels, on all stages of a pipeline.
+
+    Raises:
+        ValueError: a pattern matches no weight, or one that is no kernel or has an adapter; or
+            rank or alpha is not more than 0.
+
+    Example:
+
+    >>> from dtransformer.models import CausalLM
+    >>> network = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
+    >>> network.build()
+    >>> add_lora(network, rank=2, alpha=4)
+    ['blocks/block_0/attention/query_kernel', 'blocks/block_0/attention/value_kernel']
+    >>> [weight.name for weight in network.trainable_variables][:2]
+    ['query_kernel_lora_a', 'query_kernel_lora_b']
+    """
+    check_size("rank", rank)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
+    paths = matching_paths(network, targets)
+    give_adapters(network, dict.fromkeys(paths, (rank, alpha)), freeze_others)
+    return paths
+
+
+def give_adapters(
+    network: keras.Model, asked: Mapping[str, tuple[int, float]], freeze_others: bool
+) -> None:
+    """Give some kernels new adapters; see `add_lora`.
+
+    Args:
+        network: a `keras.Model`, built.
+        asked: rank and alpha by the kernels' paths without the network's name.
+        freeze_others: whether all weights but those of adapters are frozen.
+    """
+    layers = {path_in(network, layer): layer for layer in _layers(network)}
+    kernels = {path_in(network, variable): variable for variable in network.variables}
+
+    def check():
+        for path in asked:
+            layer, kernel = layers.get(path.rpartition("/")[0]), kernels.get(path)
+            if layer is None or (kernel is not None and not hasattr(kernel, "num_inputs")):
+                raise ValueError(f"{path} is no kernel that can have a low-rank adapter")
+            if path.rpartition("/")[2] in layer.low_rank:
+                raise ValueError(f"{path} has an adapter already: merge_lora adds it to the kernel")
+
+    together(check, "lora/check")
+    for path, (rank, alpha) in asked.items():
+        layer, _, name = path.rpartition("/")
+        layers[layer].add_low_rank(name, rank, alpha)
+    if freeze_others:
+        factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
+        for variable in network.variables:
+            if id(variable) not in factors:
+                variable.trainable = False
+    _forget_functions(network)
+
+
+def merge_lora(network: keras.Model) -> list[str]:
+    """Add all adapters to their kernels, and take them away: W becomes W + α/r · A · B.
+
+    Outputs stay what they were, but for rounding to the type that the kernels are stored in. The
+    kernels stay frozen. All ranks have to call.
+
+    Returns:
+        A list of the paths of this rank's kernels, without the network's name.
+
+    Raises:
+        ValueError: the network has no adapters.
+    """
+    check_adapted(network, "merge_lora")
+    merged = adapted_kernels(network)
+    for path, kernel in merged.items():
+        addition = kernel.low_rank
+        a, b = (np.asarray(factor.numpy(), "float32") for factor in _factors(kernel))
+        number, scale = len(a.shape) - 1, np.float32(addition.scale)
+
+        def product(bounds, a=a, b=b, number=number, scale=scale):
+            rows, columns = (tuple(slice(*ends) for ends in x) for x in _divided(bounds, number))
+            return np.tensordot(a[rows], b[(slice(None), *columns)] * scale, 1)
+
+        tensors = tensors_of(path, kernel)
+        for tensor in tensors:
+            if tensor.is_saved:
+                new = tf.cast(tensor.read(), "float32") + tensor.assemble(product)
+                tensor.assign(new)
+        if not all(tensor.is_saved for tensor in tensors):  # a copy in 16 bits is made anew
+            kernel.assign(kernel.numpy())
+    for layer in _layers(network):
+        for name in list(layer.low_rank):
+            layer.remove_low_rank(name)
+    _forget_functions(network)
+    return list(merged)
+
+
+def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
+    """Return this rank's kernels that have adapters, by their paths without the network's name."""
+    return {
+        path_in(network, variable): variable
+        for variable in network.variables
+        if low_rank_of(variable) is not None
+    }
+
+
+def adapters_of(network: keras.Model) -> dict[str, dict]:
+    """Return `"rank"` and `"alpha"` of all adapters, of all stages, by the paths of their kernels."""
+    return {
+        f"{path_in(network, layer)}/{name}": dict(asked)
+        for layer in _layers(network)
+        for name, asked in layer.low_rank.items()
+    }
+
+
+def check_adapted(network: keras.Model, function: str) -> None:
+    """Check that a network has adapters.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not adapters_of(network):
+        raise ValueError(f"the network has no adapters for {function}: add_lora gives it some")
+
+
+def _factors(kernel):
+    return kernel.low_rank.a, kernel.low_rank.b
+
+
+def _divided(bounds, number):
+    return bounds[:number], bounds[number:]
+
+
+def _layers(network):
+    """Return the layers of a network that take adapters; those without weights have no path."""
+    layers = _compat.flat_layers(network)
+    return [layer for layer in layers if isinstance(layer, TakesLowRank) and layer.path]
+
+
+def _forget_functions(network):
+    """Let networks that generate compile it anew: their weights are other ones."""
+    for layer in _compat.flat_layers(network):
+        generator = getattr(layer, "_generator", None)
+        if isinstance(generator, Generator):
+            generator.forget_functions()

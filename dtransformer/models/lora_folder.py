@@ -1,0 +1,169 @@
+"""Adapters in folders of their own, apart from the network: small files, for every layout."""
+
+import json
+import os
+import pathlib
+import typing
+from typing import Annotated
+
+import numpy as np
+import pydantic
+from pydantic import Field
+from safetensors.numpy import save_file
+
+from dtransformer.errors import InputError
+from dtransformer.files import adding_to
+from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.json_file import read_json, typed
+from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.models.base import TokenModel
+from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
+from dtransformer.models.pretrained import peft
+from dtransformer.parallel.object_collectives import from_all_stages, from_chief, together
+from dtransformer.parallel.sharded_tensor import tensors_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class _Kernel(pydantic.BaseModel):
+    """What the config says of a kernel."""
+
+    model_config = STRICT
+    rank: Annotated[int, Field(gt=0)]
+    alpha: Annotated[float, Field(gt=0, strict=False)]
+
+
+class _Config(pydantic.BaseModel):
+    """The config of adapters by this library's own names."""
+
+    model_config = STRICT
+    format: typing.Literal["dtransformer"]
+    kernels: dict[str, _Kernel]
+
+
+def save_lora(network: TokenModel, folder: str | os.PathLike, family: str | None = None) -> None:
+    """Write the adapters of a network into a folder, without the rest of it.
+
+    There are two files: `adapter_model.safetensors` and `adapter_config.json`. All ranks have to
+    call, on any layout; rank 0 writes.
+
+    Args:
+        network: a network with adapters, from `add_lora`.
+        folder: the folder; it must not have such files yet.
+        family: `"llama"`, `"mistral"`, `"qwen2"` or `"gpt2"`: for files that the package `peft`
+            loads beside the published weights. By default names are those of this library, and
+            each kernel may have a rank of its own.
+
+    Raises:
+        ValueError: the network has no adapters.
+        InputError: the folder has other adapters, or cannot be written; or the family's files
+            cannot hold these adapters.
+    """
+    check_adapted(network, "save_lora")
+    own = {
+        f"{path}.{letter}": _without_padding(getattr(kernel.low_rank, letter))
+        for path, kernel in adapted_kernels(network).items()
+        for letter in "ab"
+    }
+    arrays = from_all_stages(own, "lora/factors")
+
+    def write():
+        kernels = adapters_of(network)
+        if family is None:
+            config, tensors = {"format": "dtransformer", "kernels": kernels}, arrays
+        else:
+            config, tensors = peft.written(network, family, kernels, arrays)
+        with adding_to(folder) as fresh:
+            save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+            text = json.dumps(config, indent=2) + "\n"
+            (fresh / CONFIG).write_text(text, encoding="utf-8")
+
+    from_chief(write, "lora/write")
+
+
+def load_lora(
+    network: TokenModel, folder: str | os.PathLike, freeze_others: bool = True
+) -> list[str]:
+    """Give a network the adapters of a folder, as `save_lora` or the package `peft` wrote it.
+
+    Each rank keeps the shards that it holds. Adapters that are there are replaced by those of the
+    same kernels. Call it before `compile`, on all ranks.
+
+    Args:
+        network: the network that the adapters were trained with, built, of any layout.
+        folder: the folder.
+        freeze_others: whether all weights but those of adapters are frozen.
+
+    Returns:
+        A list of the paths of the kernels, without the network's name.
+
+    Raises:
+        InputError: a file lacks, is damaged or asks for what is not built; or the adapters are
+            not of this network: of other kernels, ranks or sizes.
+    """
+    folder = pathlib.Path(folder)
+    kernels, arrays = together(lambda: _read(network, folder), "lora/read")
+    present = adapters_of(network)
+    new = {path: asked for path, asked in kernels.items() if path not in present}
+
+    def check():
+        told = [
+            f"{path} has rank {own['rank']} and alpha {own['alpha']} in the network"
+            for path, own in present.items()
+            if {**own, "alpha": float(own["alpha"])} != kernels.get(path)
+        ]
+        if told:
+            raise InputError(f"{folder} has not the network's adapters: {told[0]}")
+
+    together(check, "lora/same")
+    give_adapters(network, {p: (x["rank"], x["alpha"]) for p, x in new.items()}, freeze_others)
+    parts = [
+        (path, letter, tensor)
+        for path, kernel in adapted_kernels(network).items()
+        for letter in "ab"
+        for tensor in tensors_of(path, getattr(kernel.low_rank, letter))
+    ]
+
+    def check_shapes():
+        for path, letter, tensor in parts:
+            found = arrays[f"{path}.{letter}"].shape
+            if found != tensor.shape:
+                raise InputError(
+                    f"{folder}: the factor {letter.upper()} of {path} is {list(found)}, expected "
+                    f"{list(tensor.shape)}: are these adapters of another network?"
+                )
+
+    together(check_shapes, "lora/shapes")
+    for path, letter, tensor in parts:
+        value = arrays[f"{path}.{letter}"]
+        tensor.assign(
+            tensor.assemble(lambda bounds, x=value: x[tuple(slice(*ends) for ends in bounds)])
+        )
+    return list(kernels)
+
+
+def _read(network, folder):
+    """Return rank and alpha of each kernel, and the factors in float32, `"PATH.a"` and `"PATH.b"`."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise InputError(
+                f"{folder / name}: there is no such file: expected a folder of adapters"
+            )
+    config, file = read_json(folder / CONFIG), SafetensorsFile(folder / WEIGHTS)
+    factors = {
+        name: convert(file[name], np.dtype("float32"), f"{folder / WEIGHTS}: {name}")
+        for name in file.shapes
+    }
+    if isinstance(config, dict) and "peft_type" in config:
+        return peft.read(network, config, factors, folder)
+    kernels = typed(config, _Config, folder / CONFIG)["kernels"]
+    kernels = {path: {**asked, "alpha": float(asked["alpha"])} for path, asked in kernels.items()}
+    expected = {f"{path}.{letter}" for path in kernels for letter in "ab"}
+    if wrong := sorted(expected ^ factors.keys()):
+        raise InputError(f"{folder}: {CONFIG} and {WEIGHTS} do not fit: {wrong[0]} is in one only")
+    return kernels, factors
+
+
+def _without_padding(factor):
+    value = np.asarray(factor.numpy())[tuple(slice(size) for size in factor.true_shape)]
+    return np.ascontiguousarray(value)  # as safetensors writes it

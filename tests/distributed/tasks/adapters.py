@@ -1,0 +1,82 @@
+"""Trains adapters of a small Llama, saves them, and uses what other layouts have saved."""
+
+import pathlib
+
+import numpy as np
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import load_lora, merge_lora, save_lora
+from dtransformer.trainers import Trainer
+from harness.batches import EVEN, batches, replica_share
+from harness.layouts import ALONE
+from harness.networks import make
+from harness.training import Record
+
+SEED, OTHER_SEED, STEPS, NUM_BLOCKS = 7, 99, 3, 2
+
+
+def checkpoint_of(folder, layout):
+    return pathlib.Path(folder) / f"adapters-{layout.name}.checkpoint"
+
+
+def adapters_of(folder, layout):
+    return pathlib.Path(folder) / f"adapters-{layout.name}"
+
+
+def new_trainer(network="deep_llama_lora", seed=SEED):
+    dtransformer.set_seed(seed)
+    model, optimizer = make(network, num_blocks=NUM_BLOCKS)
+    model.build()
+    optimizer.learning_rate = 0.02  # so that few steps change what is generated
+    trainer = Trainer(model)
+    trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
+    return trainer
+
+
+def losses(trainer, begin=0):
+    """Train some steps, on batches of one shape; return their losses."""
+    of_all = batches(2 * (begin + STEPS), trainer.network.vocab_size, seed=0)[2 * begin :: 2]
+    data = replica_share(of_all, EVEN[0]).map(lambda x, y: (x["target"], y))
+    data = data.apply(tf.data.experimental.assert_cardinality(STEPS))
+    record = Record()
+    trainer.fit(data, callbacks=[record], verbose=0, shard=False)
+    return record["step_loss"]
+
+
+def logits_of(trainer):
+    inputs, _ = batches(1, trainer.network.vocab_size, seed=2)[0]
+    return trainer.predict(inputs["target"], verbose=0)[..., :61]
+
+
+def generated(network):
+    return network.generate([[5, 9, 33], [7], [40, 41, 42, 43]], max_new_tokens=6).numpy()
+
+
+def train_and_use(folder, layout):
+    alone = layout == ALONE
+    trainer = new_trainer()
+    network = trainer.network
+    results = {"losses": losses(trainer), "logits": logits_of(trainer)}
+    results["generated"] = generated(network)
+    trainer.save(checkpoint_of(folder, layout))
+    save_lora(network, adapters_of(folder, layout))
+    results["after"] = losses(trainer, STEPS)
+    for name, saved in {"resumed": layout, "restored": ALONE}.items():
+        if name == "resumed" or not alone:
+            again = new_trainer(seed=OTHER_SEED)  # frozen weights, too, are restored
+            again.restore(checkpoint_of(folder, saved))
+            results[name] = losses(again, STEPS)
+    loaded = new_trainer("deep_llama")
+    load_lora(loaded.network, adapters_of(folder, ALONE))
+    results["generated_loaded"] = generated(loaded.network)
+    merge_lora(loaded.network)
+    results["generated_merged"] = generated(loaded.network)
+    results["logits_merged"] = logits_of(Trainer(loaded.network))
+    results["paths_merged"] = sorted(weight.path for weight in loaded.network.variables)
+    results["sizes"] = np.array([weight.numpy().size for weight in network.trainable_variables])
+    return results
+
+
+TASKS = {"train_and_use": train_and_use}

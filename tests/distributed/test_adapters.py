@@ -1,0 +1,66 @@
+"""Promise: adapters are trained, saved, loaded, merged and generate alike on every layout."""
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from harness.runs import Run
+from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
+from tests.distributed.tasks.adapters import adapters_of
+from tests.shared_runs import each, needs_horovod
+
+TASK = "tests.distributed.tasks.adapters:train_and_use"
+ALONE = f"{TASK}/alone@1x1"
+QUICK = [f"{TASK}/{name}" for name in ("dp2@2x1+shard3", "mp2pp2m2-1f1b@2x2+rows")]
+LONG = [
+    f"{TASK}/{name}"
+    for name in ("dp2mp2@2x2+rows", "mp2@2x1+sp", "dp2@2x1+shard1", "pp2m4-zb_h1@2x1")
+]
+pytestmark = needs_horovod
+each_run = each([*QUICK, *LONG], LONG, lambda run: [ALONE])
+
+
+def lora_of(folder, run):
+    return load_file(adapters_of(folder, Run.of(run).layout) / "adapter_model.safetensors")
+
+
+@each_run
+def test_training_and_prediction_are_those_of_one_process(run, ranks_of):
+    (expected,) = ranks_of(ALONE)
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
+        np.testing.assert_allclose(rank["logits"], expected["logits"], rtol=0, atol=PARITY_LOGITS)
+        np.testing.assert_array_equal(rank["generated"], expected["generated"])
+
+
+@each_run
+def test_a_checkpoint_of_one_process_goes_on_elsewhere(run, ranks_of):
+    (expected,) = ranks_of(ALONE)
+    for rank in ranks_of(run):
+        np.testing.assert_allclose(rank["restored"], expected["after"], rtol=PARITY_LOSS)
+
+
+@each([ALONE, *QUICK, *LONG], LONG, lambda run: [ALONE])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(run, ranks_of):
+    for rank in ranks_of(run):
+        assert rank["resumed"] == rank["after"]
+
+
+@each_run
+def test_files_of_adapters_do_not_depend_on_the_layout(run, ranks_of):
+    ranks_of(run)
+    found, expected = lora_of(ranks_of.folder, run), lora_of(ranks_of.folder, ALONE)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=10 * PARITY_WEIGHTS)
+
+
+@each([ALONE, *QUICK, *LONG], LONG, lambda run: [ALONE])
+def test_merged_kernels_give_what_adapters_gave(run, ranks_of):
+    (expected,) = ranks_of(ALONE)
+    for rank in ranks_of(run):
+        np.testing.assert_array_equal(rank["generated_loaded"], expected["generated"])
+        np.testing.assert_array_equal(rank["generated_merged"], expected["generated"])
+        np.testing.assert_allclose(
+            rank["logits_merged"], expected["logits"], rtol=0, atol=PARITY_LOGITS
+        )
+        assert not any("lora" in path for path in rank["paths_merged"])

@@ -1,0 +1,71 @@
+"""Adapters of `peft` on PyTorch, for the tests: a program that is run by itself.
+
+    python reference_adapters.py make MODELS FOLDER
+    python reference_adapters.py check MODELS MADE FOLDER
+
+`make` gives the models of `reference_models.py` random adapters, saves these before and after three
+steps of SGD, and what they compute in float32. `check` loads adapters of the same names from
+FOLDER, and compares what they compute with what those computed that were made.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+TARGETS = {
+    "llama": {"target_modules": ["q_proj", "v_proj"]},
+    "mistral": {"target_modules": "all-linear"},
+    "qwen2": {"target_modules": ["k_proj", "o_proj", "lm_head"], "use_rslora": True},
+    "gpt2": {"target_modules": ["attn.c_proj", "mlp.c_fc"], "fan_in_fan_out": True},
+}
+STEPS, LEARNING_RATE = 3, 0.1
+
+
+def base(folder, name):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder / name, attn_implementation="eager"
+    )
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(ids).logits.numpy()
+
+
+def make(models, folder):
+    for number, (name, options) in enumerate(TARGETS.items()):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **options)
+        model = peft.get_peft_model(base(models, name), config)
+        factors = [x for x in model.parameters() if x.requires_grad]
+        with torch.no_grad():
+            for factor in factors:
+                factor.copy_(torch.randn_like(factor) * 0.1)
+        model.save_pretrained(folder / name)
+        ids = torch.randint(0, 61, (3, 20))
+        results = {"ids": ids.numpy(), "logits": logits_of(model, ids)}
+        optimizer, losses = torch.optim.SGD(factors, LEARNING_RATE), []
+        for _ in range(STEPS):
+            loss = model(ids, labels=ids).loss
+            losses.append(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.save_pretrained(folder / f"{name}_after")
+        np.savez(folder / f"{name}.npz", losses=losses, **results)
+
+
+def check(models, made, folder):
+    for name in TARGETS:
+        model = peft.PeftModel.from_pretrained(base(models, name), folder / name)
+        expected = np.load(made / f"{name}.npz")
+        logits = logits_of(model, torch.tensor(expected["ids"]))
+        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    {"make": make, "check": check}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))
