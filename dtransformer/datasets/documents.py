@@ -11,7 +11,7 @@ from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, iterate_lines
 
 Document = str | Sequence[str]
 BOUNDARIES = "blank_line", "line", "file"
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_JSON_LINES = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
 _SGM = (".sgm", ".sgm.gz")
 
 
@@ -24,9 +24,9 @@ def read_documents(
 ) -> Iterator[Document]:
     """Read documents from files, one at a time: of no file more than a document is held.
 
-    What a file is its name tells: JSON lines (`.jsonl`, `.ndjson`), Arrow (`.arrow`, `.feather`,
-    `.ipc`) and Parquet (`.parquet`), which need pyarrow, SGM (`.sgm`), and else UTF-8 text. Text and
-    JSON lines are unpacked first where the name ends in `.gz`.
+    What a file is its name tells: JSON lines (`.jsonl`, `.ndjson`, `.json`), Arrow (`.arrow`,
+    `.feather`, `.ipc`) and Parquet (`.parquet`), which need pyarrow, SGM (`.sgm`), and else UTF-8
+    text. Text and JSON lines are unpacked first where the name ends in `.gz`.
 
     Args:
         paths: the files, in the order in which they are read.
@@ -112,7 +112,10 @@ def _json_lines(path, fields):
         place = f"{path}, line {number}"
         value = parse_json(line, place, MAX_DOCUMENT)
         if not isinstance(value, dict):
-            raise InputError(f"{place}: expected an object with keys, got {shown(value)}")
+            raise InputError(
+                f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "
+                "object on each"
+            )
         for name in fields:
             if name not in value:
                 known = shown(", ".join(value), 100)

@@ -1,11 +1,11 @@
 """Token shards: documents as ids, in NumPy's own files, which are mapped into memory.
 
 Why not another format or loader: ids of one type in one array are read at any index by NumPy alone,
-as fast as memory is. TFRecord has no index. array_record has one, and costs a package and a record
-around each document. Grain (Google's, for Python 3.11 to 3.13, too) shuffles by index and resumes as
-is done here, but gives batches by Python's iterators and pickled worker processes, where
-`Trainer.fit` takes a tf.data pipeline and this library has no pickle; and its shuffle, which is
-TensorFlow's `index_shuffle`, correlates from epoch to epoch (`permutation`).
+as fast as memory is, and batches come by tf.data, as all others here. TFRecord has no index;
+array_record has one, of records, and rows of a fixed length begin anywhere in them. Grain (Google's,
+for Python 3.11 to 3.13, too, with array_record and five other packages) shuffles by index, and
+resumes, as is done here; but it iterates in Python, with worker processes that are sent pickles,
+beside the tf.data that `Trainer.fit` takes.
 """
 
 import functools

@@ -91,6 +91,7 @@ def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
         ("x.gz", gzip.compress(b"text\n" * 9)[:-9], ["gzip"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', ["line 2", "JSON"]),
         ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "an object"]),
+        ("x.json", b'[{"text": "a"}]\n', ["line 1", "give JSON lines"]),
         ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "twice"]),
     ],
 )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
@@ -55,6 +56,16 @@ def test_labels_out_of_range_of_a_network_whose_vocabulary_is_not_known():
         fit(trainer, y=with_one(-3))
     with pytest.raises(ValueError, match="^an id or label of the batch is 12, expected 0 to 11$"):
         fit(trainer, y=with_one(12))
+
+
+def test_what_reads_the_data_refuses_them():
+    def read():
+        raise InputError("x/shard.npy is damaged: copy it again")
+
+    ids = lambda _: tf.ensure_shape(tf.numpy_function(read, [], tf.int32), (8, 6))
+    data = tf.data.Dataset.range(3).map(lambda n: (ids(n), ids(n)))
+    with pytest.raises(InputError, match="^x/shard.npy is damaged: copy it again$"):
+        language_model(CrossEntropyLoss()).fit(data, verbose=0)
 
 
 def test_labels_that_are_ignored_may_be_out_of_range():
