@@ -1,4 +1,4 @@
-"""`dtransformer generate`: continuing texts with a published model."""
+"""`dtransformer generate`: texts of a published model, which go on with prompts or are for them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
-from dtransformer.models import CausalLM, from_pretrained
+from dtransformer.models import from_pretrained
 from dtransformer.models.text_generator import TextGenerator
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
@@ -35,7 +35,7 @@ def generate(
     as_json: bool = False,
     **options,
 ) -> None:
-    """Continue texts, and write what comes after them; on every rank, of which rank 0 writes.
+    """Generate texts for prompts, and write them; on every rank, of which rank 0 writes.
 
     Args:
         folder: a folder with a published model and its tokenizer.
@@ -104,8 +104,8 @@ def _opened(folder, precision):
     tokenizer = load_tokenizer(folder)
     needs.check_published(folder, job.size())
     model = from_pretrained(folder, dtype=precision)
-    if not isinstance(model, CausalLM):
-        raise InputError(f"{folder}: holds a {type(model).__name__}, which continues no texts")
+    if not hasattr(model, "generate"):
+        raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable
 
+from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.generation_options import GenerationOptions
-from dtransformer.models.text_batches import as_lists, batches_by_length
+from dtransformer.models.text_batches import as_lists, batches_by_length, padded
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character's bytes
 _NUM_SEEDS = 2**31
 
 
 class TextGenerator:
-    """Continue texts.
+    """Continue texts, or give texts for sources.
 
     Args:
-        model: a `CausalLM`.
+        model: a `CausalLM`; or an encoder–decoder, whose texts do not go on with the prompts.
         tokenizer: an object with `encode(texts)`, ids as lists or a ragged tensor, and
             `decode(ids)`, such as of `load_tokenizer`. Where it has `encode_prompts`, that is taken
-            for prompts; else these begin with the model's start token, where it has one.
-        max_new_tokens: most tokens of a continuation.
+            for prompts; else those of a `CausalLM` begin with its start token, where it has one.
+        max_new_tokens: most tokens of a text.
         batch_size: number of prompts continued at once.
         **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
             has any.
@@ -42,6 +43,7 @@ class TextGenerator:
             options["stop_ids"] = getattr(tokenizer, "stop_ids", None) or None
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self._continues = isinstance(model, CausalLM)
         self._search = GenerationOptions.of(**options)
         self._options = options
         ends = self._search.stop_ids
@@ -55,7 +57,7 @@ class TextGenerator:
     def __call__(
         self, prompts: list[str], on_text: Callable[[int, str], None] | None = None
     ) -> list[str]:
-        """Continue a list of texts.
+        """Return texts for a list of prompts.
 
         Args:
             prompts: list of str.
@@ -63,8 +65,8 @@ class TextGenerator:
                 found; not where there are beams.
 
         Returns:
-            A list of str: of each prompt, in the same order, n = `num_return_sequences` texts that
-            come after it, without it.
+            A list of str: of each prompt, in the same order, n = `num_return_sequences` texts, what
+            comes after it without it.
 
         Raises:
             ValueError: a prompt has no token, or is too long for the model; or there is `on_text`
@@ -83,7 +85,7 @@ class TextGenerator:
                     on_text(numbers[place], new)
 
             found = self.model.generate(
-                [rows[number] for number in batch],
+                self._prompts([rows[number] for number in batch]),
                 self.max_new_tokens,
                 on_tokens=None if on_text is None else tell,
                 **{**self._options, "seed": (self._search.seed + start) % _NUM_SEEDS},
@@ -101,13 +103,21 @@ class TextGenerator:
             rows, start = as_lists(self.tokenizer.encode_prompts(list(prompts))), None
         else:
             rows, start = as_lists(self.tokenizer.encode(list(prompts))), self.model.start_id
+        if not self._continues:
+            return rows
         if start is not None:
             return [[start, *row] for row in rows]
         first = [] if self.model.start_id is None else [self.model.start_id]
         return [row or first for row in rows]
 
+    def _prompts(self, rows):
+        """Return prompts as the model's `generate` takes them."""
+        return rows if self._continues else padded(rows, self.model.pad_id)
+
     def _context(self, prompt):
         """Return the ids of a prompt after its last end: how a text begins may depend on them."""
+        if not self._continues:
+            return []
         ends = [place for place, one in enumerate(prompt) if one in self._end_ids]
         return prompt[ends[-1] + 1 :] if ends else prompt
 

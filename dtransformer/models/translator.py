@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
-from dtransformer.models.text_batches import as_lists, batches_by_length
+from dtransformer.models.text_batches import as_lists, batches_by_length, padded
 
 
 class Translator:
@@ -72,7 +70,9 @@ class Translator:
         sources = [self._truncate(i, ids) for i, ids in enumerate(self._encode(sentences))]
         translations = [""] * len(sources)
         for batch in batches_by_length(sources, self.batch_size):
-            ids = self.model.generate(self._pad([sources[i] for i in batch]), **self.search)
+            ids = self.model.generate(
+                padded([sources[i] for i in batch], self.model.pad_id), **self.search
+            )
             for i, translation in zip(batch, self.tokenizer.decode(ids.numpy())):
                 translations[i] = translation
         return translations
@@ -86,9 +86,3 @@ class Translator:
         if len(ids) > self.max_source_length and self.on_truncation:
             self.on_truncation(number, len(ids), self.max_source_length)
         return ids[: self.max_source_length]
-
-    def _pad(self, rows):
-        batch = np.full((len(rows), max(map(len, rows))), self.model.pad_id, "int32")
-        for row, ids in zip(batch, rows):
-            row[: len(ids)] = ids
-        return batch

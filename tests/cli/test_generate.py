@@ -9,7 +9,7 @@ import tokenizers
 
 from dtransformer.cli import main
 from dtransformer.datasets import load_tokenizer
-from dtransformer.models import CausalLM, from_pretrained, save_pretrained
+from dtransformer.models import CausalLM, EncoderDecoderLM, from_pretrained, save_pretrained
 from dtransformer.models.text_generator import TextGenerator
 
 LLAMA = {
@@ -31,15 +31,36 @@ LLAMA = {
 PROMPTS = ["The quick", "été é", "dog"]
 
 
+BART = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "positions": "learned",
+    "max_length": 64,
+    "position_offset": 2,
+    "embedding_norm": True,
+    "head_bias": True,
+    "trains_head_bias": False,
+    "pad_id": 0,
+    "start_id": 2,
+    "end_id": 2,
+}
+
+
+def save(network, folder, family):
+    """Save a network whose texts differ by their prompts."""
+    network.build()
+    for weight in network.weights:
+        weight.assign(weight.numpy() * 4)
+    save_pretrained(network, folder, family)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random Llama whose tokenizer knows bytes, so that characters are found in parts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    network = CausalLM(300, **LLAMA)
-    network.build()
-    for weight in network.weights:
-        weight.assign(weight.numpy() * 4)
-    save_pretrained(network, folder, "llama")
+    save(CausalLM(300, **LLAMA), folder, "llama")
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
@@ -137,6 +158,22 @@ def test_a_token_ends_texts(folder, capsys):
     stop = tokenizer.decode([[one] for one in ids if one < 128 + 3])[0]
     assert run(folder, *prompts("dog"), "--stop", stop) == 0
     assert capsys.readouterr().out == text[: text.index(stop) + len(stop)] + "\n"
+
+
+def test_texts_for_sources(folder, tmp_path, capsys):
+    """Of an encoder–decoder a text does not go on with its prompt."""
+    save(EncoderDecoderLM(300, **BART), tmp_path / "bart", "bart")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bart" / name).write_bytes((folder / name).read_bytes())
+    model, tokenizer = from_pretrained(tmp_path / "bart"), load_tokenizer(folder)
+    expected = []
+    for prompt in PROMPTS:
+        found = model.generate(tokenizer.encode_prompts([prompt]).to_tensor(), 12)
+        expected += tokenizer.decode(found)
+    assert len(set(expected)) == 3
+    for options in ([], ["--stream"]):
+        assert run(tmp_path / "bart", *prompts(*PROMPTS), *options) == 0
+        assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
 @pytest.mark.parametrize(
