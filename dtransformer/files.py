@@ -110,7 +110,8 @@ def new_folder(
 ) -> Iterator[pathlib.Path]:
     """Give a folder beside one; what is written there becomes that one, complete.
 
-    An error, or a kill, leaves what was there as it was.
+    An error leaves what was there as it was, and so does a kill; one between the two renames at the
+    end leaves what is replaced beside it, in a folder whose name ends in `.replaced`.
 
     Args:
         folder: the folder, which is missing or empty. Folders above it are made.

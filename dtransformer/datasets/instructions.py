@@ -1,6 +1,7 @@
 """Batches of prompts with answers, of which only the answers are learnt."""
 
 import functools
+import threading
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class InstructionBatches(IndexedBatches):
         shuffle = training if shuffle is None else shuffle
         plan = PackedPlan(np.stack([kept, kept], 1), length, 1, shuffle=shuffle, seed=seed)
         # The rows of this epoch, and of the one before, which the pipeline may still read.
-        self._rows = functools.lru_cache(2)(plan.batches)
+        self._plan, self._one_at_a_time = functools.lru_cache(2)(plan.batches), threading.Lock()
         what = f"{len(self._documents):,} documents"
         options = {"seed": seed, "training": training, **options}
         # The plan has shuffled.
@@ -91,7 +92,8 @@ class InstructionBatches(IndexedBatches):
     def row(self, epoch: int, number: int) -> Example:
         """Return {"tokens": int32 [s], "segments": int32 [s]} and labels int32 [s] of a row."""
         inputs, labels = self.empty_row()
-        (documents,), start = self._rows(epoch)[number], 0
+        with self._one_at_a_time:  # the pipeline's threads all ask for a new epoch's
+            (documents,), start = self._plan(epoch)[number], 0
         for segment, document in enumerate(self._documents[documents].tolist(), start=1):
             ids, is_answer = self._document(document)
             room = slice(start, min(start + len(ids), self.length))

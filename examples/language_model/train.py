@@ -101,11 +101,12 @@ def main():
     dev_batches = make_batches(held_out, training=False, **options)
 
     epochs = args.epochs or training["epochs"]
+    total_steps = epochs * len(batches)
     schedule = lr_schedules.get(
         "cosine",
         peak_learning_rate=training["learning_rate"],
-        warmup_steps=training["warmup_steps"],
-        total_steps=epochs * len(batches),
+        warmup_steps=min(training["warmup_steps"], total_steps // 2),
+        total_steps=total_steps,
     )
     optimizer = keras.optimizers.AdamW(
         schedule, weight_decay=training["weight_decay"], beta_2=0.95, global_clipnorm=1.0

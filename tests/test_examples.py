@@ -1,0 +1,46 @@
+"""Promise: the examples run as their first lines say, here for a moment each."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "language_model"
+
+
+def run(*command):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_language_models_from_scratch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(FOLDER / "embedded_text.py", "--sentences", 3000)
+    prepare = ["-m", "dtransformer.cli", "prepare", "--lm", "--sentences", "--input"]
+    run(*prepare, "data/lm/train.txt", "--train-tokenizer", 400, "--out", "data/lm/train")
+    run(
+        *prepare,
+        "data/lm/dev.txt",
+        "--tokenizer",
+        "data/lm/train/tokenizer",
+        "--out",
+        "data/lm/dev",
+    )
+    for name in ("gpt", "bert"):
+        train = [FOLDER / "train.py", "--config", FOLDER / f"{name}.yaml", "--epochs"]
+        run(*train, 1)
+        printed = run(*train, 2, "--resume")
+        assert "epoch 2, batch 1" in printed
+        assert (pathlib.Path("runs") / name / "losses.png").stat().st_size > 1000
+        lines = (pathlib.Path("runs") / name / "metrics.jsonl").read_text().splitlines()
+        losses = [x["val_loss"] for x in map(json.loads, lines) if x["kind"] == "epoch"]
+        assert len(losses) == 2 and losses[1] < losses[0]
