@@ -16,7 +16,8 @@ from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, command, damaged, edit
 from dtransformer.cli import config, needs
 from dtransformer.datasets import read_lines, read_pairs, read_sgm, read_tsv, wmt14, write_sgm
 from dtransformer.datasets.tokenizer import SubwordTokenizer
-from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.inputs.conversion import convert
+from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST

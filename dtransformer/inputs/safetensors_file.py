@@ -9,32 +9,23 @@ import os
 import pathlib
 from typing import Annotated, Literal
 
-import ml_dtypes
 import numpy as np
 import pydantic
 from pydantic import Field, Strict
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.conversion import FLOATS
 from dtransformer.inputs.files import opened
 from dtransformer.inputs.json_file import MAX_BYTES, parse_json, typed
 from dtransformer.inputs.manifest import Count, Name
 from dtransformer.inputs.paths import FilePath
 
-_FLOATS = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-}
-_TYPES = _FLOATS | {
+_TYPES = FLOATS | {
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BOOL": np.bool_,
 }
-_FLOAT_TYPES = {np.dtype(kind) for kind in _FLOATS.values()}
 
 
 class _Tensor(pydantic.BaseModel):
@@ -105,30 +96,3 @@ def _check_offsets(path, tensors, size):
         place = stop
     if place != size:
         raise InputError(f"{path}: is damaged: {size:,} bytes of tensors, expected {place:,}")
-
-
-def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
-    """Return a stored value in the type of the weight that it is for.
-
-    A floating-point type becomes another one, rounded; any other type stays what it is.
-
-    Args:
-        value: the value.
-        kind: the weight's type.
-        name: what it is, for messages.
-
-    Raises:
-        InputError: it has another kind of type; or values that are not finite in the new type.
-    """
-    kind = np.dtype(kind)
-    if value.dtype != kind and not {value.dtype, kind} <= _FLOAT_TYPES:
-        raise InputError(f"{name} is {value.dtype}, expected {kind}: convert it first")
-    with np.errstate(over="ignore", invalid="ignore"):
-        converted = value.astype(kind)
-        is_finite = kind not in _FLOAT_TYPES or np.isfinite(converted.astype(np.float64)).all()
-    if not is_finite:
-        raise InputError(
-            f"{name} has values that are not finite in {kind} (NaN, infinity, or too large): take "
-            "other weights"
-        )
-    return converted

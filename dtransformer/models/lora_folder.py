@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.checked import STRICT
+from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import read_json, typed
-from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
 from dtransformer.models.pretrained import peft

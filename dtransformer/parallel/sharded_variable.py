@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import keras
 import numpy as np
@@ -65,6 +65,36 @@ class ShardedVariable(keras.Variable):
 
     def __array__(self, dtype=None):
         return np.asarray(self.numpy(), dtype)
+
+
+class StoredValue:
+    """An initializer whose value is stored, of which any rectangle can be read by itself.
+
+    Args:
+        read: a function of bounds and of the name of a type that returns an array.
+    """
+
+    def __init__(self, read: Callable[[Bounds, str], np.ndarray]):
+        self._read = read
+
+    def rectangle(self, bounds: Bounds, dtype: str) -> tf.Tensor:
+        """Return what lies inside of some bounds."""
+        return _as_tensor(self._read(bounds, dtype))
+
+    def __call__(self, shape: tuple[int, ...], dtype: str) -> tf.Tensor:
+        return self.rectangle(full_bounds(shape), dtype)
+
+
+# Of the memory that TensorFlow's operations take as it is.
+_ALIGNMENT = 64
+
+
+def _as_tensor(array):
+    """Return an array that nobody will change as a tensor, of the same memory where that can be."""
+    if array.ctypes.data % _ALIGNMENT or not array.size:
+        return tf.constant(array)
+    bits = array.view(f"u{array.itemsize}")  # a type that both packages know
+    return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), array.dtype)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ class TraceContext:
     Args:
         on_mesh: whether tensors are DTensors, so that `constrain` applies.
         has_gradients: whether gradients may be asked for.
+        stored_values: what weights that are made begin with in place of their initializers' values;
+            None for these. See `variables.values_from`.
         rules: rows that replace those of the axis rules: logical name -> mesh axis or None.
         stage_view: what placed layers are called through in a pipeline; None where this rank
             has all layers.
@@ -40,6 +42,7 @@ class TraceContext:
 
     on_mesh: bool = False
     has_gradients: bool = True
+    stored_values: object = None
     rules: types.MappingProxyType = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )

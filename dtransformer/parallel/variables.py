@@ -4,22 +4,42 @@ A new way to shard weights is a subclass of `ShardedVariable` and a case here; l
 know of it.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.axis_rules import Specs, mesh_axis, weight_specs
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
 from dtransformer.parallel.dtensor.variable import MeshVariable
+from dtransformer.parallel.sharded_variable import Bounds, StoredValue
 from dtransformer.parallel.weight import Weight
 from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
+
+# A weight's path, bounds and type -> that rectangle of its value, padding included.
+ReadStored = Callable[[str, Bounds, str], np.ndarray]
+
+
+@contextlib.contextmanager
+def values_from(read: ReadStored) -> Iterator[None]:
+    """Let weights that are made in the `with` block begin with stored values.
+
+    Each rank reads what it will hold, and nothing is drawn, which takes longer than to read.
+
+    Args:
+        read: a function of a weight's path, bounds in its full value, and the name of its type, that
+            returns this rectangle.
+    """
+    with trace.scope(stored_values=read):
+        yield
 
 
 def make_variable(
@@ -50,6 +70,8 @@ def make_variable(
     Raises:
         ValueError: the rules do not fit its axes and shape; names the weight.
     """
+    if trace.current().stored_values is not None:
+        initializer = StoredValue(functools.partial(trace.current().stored_values, path))
     specs = weight_specs(axes, shape, path)
     local_shape = [size // axis_size(spec) for size, spec in zip(shape, specs)]
     why_not = get_parallel_config().why_replicated(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.inputs.conversion import convert
+from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.trainers import Trainer
 from tests.inputs.bounded import BOUNDED, read_or_refused, refusal

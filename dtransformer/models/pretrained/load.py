@@ -6,9 +6,9 @@ from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.folder import CONFIG, PretrainedFolder
-from dtransformer.models.pretrained.stored_weights import StoredWeights, own_path
+from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.parallel.object_collectives import together
-from dtransformer.parallel.sharded_tensor import tensors_of
+from dtransformer.parallel.variables import values_from
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
@@ -42,22 +42,18 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         return content, family, network_arguments(family, content.config, content.path / CONFIG)
 
     content, family, found = together(opened, "pretrained/folder")
-    network = _built(family, {**found, **arguments}, content.path / CONFIG)
+    network = _made(family, {**found, **arguments}, content.path / CONFIG)
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
-    for variable in network.variables:
-        path = own_path(variable)
-        for tensor in tensors_of(path, variable):
-            tensor.assign(stored.value(path, tensor))
+    with values_from(stored.read):
+        together(network.build, "pretrained/values")
     return network
 
 
-def _built(family, arguments, path):
+def _made(family, arguments, path):
     try:
-        network = family.network(**arguments)
+        return family.network(**arguments)
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
-    network.build()
-    return network
 
 
 def family_of(config: dict, path: os.PathLike) -> Family:

@@ -5,11 +5,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.safetensors_file import convert
+from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
 from dtransformer.models.pretrained.folder import PretrainedFolder
-from dtransformer.parallel.sharded_tensor import ShardedTensor
+from dtransformer.parallel.sharded_variable import Bounds
 
 _MAX_TOLD = 5
 
@@ -25,7 +25,7 @@ class StoredWeights:
     Args:
         content: the folder.
         family: the `Family` that it is of.
-        network: a network of that family, built.
+        network: a network of that family; it need not be built.
 
     Raises:
         InputError: tensors lack, are too many or of other shapes; lists them.
@@ -40,7 +40,7 @@ class StoredWeights:
         told = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         told += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
-        others = {own_path(variable) for variable in network.variables} - held
+        others = network.weight_shapes().keys() - held
         told += [f"the network also has {weight}" for weight in sorted(others)]
         if told:
             raise InputError(_told(content.path, told))
@@ -62,17 +62,27 @@ class StoredWeights:
         if told:
             raise InputError(_told(self._content.path, told))
 
-    def value(self, path: str, tensor: ShardedTensor) -> np.ndarray:
-        """Return what this rank holds of a weight, by its path, or of a part of it."""
+    def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
+        """Return a rectangle of a weight.
+
+        Args:
+            path: its path, with the network's name.
+            bounds: (start, stop) in each dimension; what is beyond the stored tensor is 0.
+            dtype: name of the type.
+
+        Raises:
+            InputError: it has values that are not finite.
+        """
+        path = path.partition("/")[2]
         stored, number, name = self._places[path]
         shapes = [self._shapes[weight] for weight in stored.weights]
         weight = stored.of(self._content[name], number, shapes)
-        kind = tf.as_dtype(tensor.dtype).as_numpy_dtype
-        told = f"{self._content.path}: {name}"
-        read = lambda bounds: convert(
-            np.ascontiguousarray(weight[tuple(slice(*ends) for ends in bounds)]), kind, told
+        kind = tf.as_dtype(dtype).as_numpy_dtype
+        value = convert(
+            weight[tuple(slice(*ends) for ends in bounds)], kind, f"{self._content.path}: {name}"
         )
-        return tensor.assemble(read)
+        padding = [(0, stop - start - n) for (start, stop), n in zip(bounds, value.shape)]
+        return np.pad(value, padding) if np.any(padding) else value
 
 
 def _told(path, told):

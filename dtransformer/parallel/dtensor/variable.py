@@ -17,7 +17,7 @@ from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.dtensor.layouts import axis_size, make_layout, relayout
-from dtransformer.parallel.sharded_variable import ShardBounds, ShardedVariable
+from dtransformer.parallel.sharded_variable import ShardBounds, ShardedVariable, StoredValue
 
 
 class MeshVariable(ShardedVariable):
@@ -52,15 +52,19 @@ class MeshVariable(ShardedVariable):
         super().__init__(initializer, **kwargs)
 
     def _initialize_with_initializer(self, initializer):
-        with tf.device("CPU:0"):
-            value = np.asarray(initializer(self._shape, dtype=self._dtype))
         self._local = LocalShards(self._shape, self.specs)
+        with tf.device("CPU:0"):
+            if isinstance(initializer, StoredValue):
+                part = lambda bounds: initializer.rectangle(bounds, self._dtype)
+            else:
+                value = np.asarray(initializer(self._shape, dtype=self._dtype))
+                part = lambda bounds: value[bounds.slices]
         self.shards = []
         for bounds, device in zip(self._local.distinct, self._local.first_devices):
             with tf.device(device):
                 self.shards.append(
                     keras.Variable(
-                        value[bounds.slices],
+                        part(bounds),
                         dtype=self._dtype,
                         trainable=self.trainable,
                         name=self.name,

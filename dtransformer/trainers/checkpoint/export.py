@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 from dtransformer.files import replacing
-from dtransformer.inputs.safetensors_file import SafetensorsFile, convert
+from dtransformer.inputs.conversion import convert
+from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.parallel.object_collectives import together
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of

@@ -1,0 +1,87 @@
+"""Promise: a rank loads what it will hold and hardly more, and draws no values before."""
+
+import math
+import pathlib
+import tempfile
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from dtransformer import parallel_config
+from dtransformer.layers import initializers
+from dtransformer.models import CausalLM, from_pretrained, save_pretrained
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.sharded_variable import own_shards
+from tests.on_mesh import on_mesh, start
+from tests.shared_runs import on_ranks
+
+LLAMA = {
+    "hidden_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_layers": 3,
+    "ffn_hidden_size": 512,
+    "positions": "rotary",
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "tied_head": False,
+    "embedding_scale": 1.0,
+    "hidden_act": "silu",
+}
+VOCAB_SIZE = 4001
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
+
+
+def folder_of(tmp_path):
+    network = CausalLM(VOCAB_SIZE, **LLAMA, dtype="bfloat16")
+    network.build()
+    save_pretrained(network, tmp_path / "model", family="llama")
+    return tmp_path / "model", {w.path: w.numpy() for w in network.weights}
+
+
+def check(folder, expected, dtype="bfloat16"):
+    """Load a folder; compare values, and what memory it took."""
+    tracemalloc.start()
+    try:
+        network = from_pretrained(folder, dtype=dtype)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    for weight in network.weights:
+        value = expected[weight.path]
+        found = np.asarray(weight.numpy())[tuple(slice(size) for size in value.shape)]
+        np.testing.assert_array_equal(found.astype("float32"), value.astype("float32"))
+    items = [(math.prod(x.shape), x.value.dtype.size) for x in own_shards(network.weights)]
+    share = sum(number * size for number, size in items)
+    largest = VOCAB_SIZE * LLAMA["hidden_size"] * items[0][1]
+    assert peak < share + 1.1 * largest + 2**20, (peak, share, largest)
+
+
+@DTYPES
+def test_on_one_device(dtype, tmp_path, monkeypatch):
+    folder, expected = folder_of(tmp_path)
+    draw = lambda *args, **kwargs: pytest.fail("an initial value was drawn")
+    monkeypatch.setattr(initializers.FlattenedInitializer, "__call__", draw)
+    check(folder, expected, dtype)
+
+
+@on_mesh
+def test_on_a_mesh():
+    """Of a vocabulary that is padded, too."""
+    with tempfile.TemporaryDirectory() as made:
+        folder, expected = folder_of(pathlib.Path(made))
+        start(model_parallel=2, vocab_emb_dp=False)
+        for dtype in ("float32", "bfloat16"):
+            check(folder, expected, dtype)
+
+
+@on_ranks("dp2@2x1")
+def test_of_shards_over_the_ranks():
+    with tempfile.TemporaryDirectory() as made:
+        folder, expected = folder_of(pathlib.Path(all_gather_json(made, "folder")[0]))
+        for dtype in ("float32", "bfloat16"):
+            with parallel_config(optimizer_shard=3, parallel_optimizer_threshold=0):
+                check(folder, expected, dtype)
+        all_gather_json(0, "loaded")
