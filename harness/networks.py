@@ -161,6 +161,27 @@ def deep_bart(epsilon, **options):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_t5(epsilon, **options):
+    """An encoder–decoder of T5's form, with a gate: relative positions, tied and scaled."""
+    model = EncoderDecoderLM(
+        _UNDIVIDED,
+        dropout_rate=0.0,
+        positions="relative",
+        relative_ranges=8,
+        relative_max_distance=12,
+        post_layernorm_residual=False,
+        norm="rms_norm",
+        gated=True,
+        use_bias=False,
+        query_scale=1.0,
+        scales_output=True,
+        start_id=0,
+        **_SIZES,
+        **options,
+    )
+    return model, _clipped_adamw(epsilon)
+
+
 def deep_llama_lora(epsilon, **blocks):
     """As `deep_llama`, of which nothing but adapters of all kernels is trained."""
     model, optimizer = deep_llama(epsilon, **blocks)
@@ -200,6 +221,7 @@ DEEP_NETWORKS = {
     "deep_bert": deep_bert,
     "deep_sentences": deep_sentences,
     "deep_bart": deep_bart,
+    "deep_t5": deep_t5,
     "deep_lamb": lamb,
 }
 NETWORKS = {

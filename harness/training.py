@@ -169,6 +169,7 @@ _DATA = {
     "deep_bert": _as_texts,
     "deep_sentences": _as_sentences,
     "deep_bart": _starting_with_padding,
+    "deep_t5": _starting_with_padding,
 }
 
 

@@ -88,7 +88,8 @@ class TokenModel(KeepsSettings, keras.Model):
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]
         # Unit variance after the multiplication with √h, and a sensible tied head.
-        normal = keras.initializers.RandomNormal(stddev=h**-0.5)
+        deviation = 1.0 if self.arguments.get("scales_output") else h**-0.5
+        normal = keras.initializers.RandomNormal(stddev=deviation)
         return VocabEmbedding(vocab_size, h, normal, dtype=self.dtype_policy, name=name)
 
     def _make_head(self):

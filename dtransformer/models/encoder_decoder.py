@@ -6,6 +6,7 @@ from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids
 from dtransformer.models.generation import Generation
@@ -15,6 +16,7 @@ from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 SIDES = "source", "target"
+_RELATIVE = "relative"
 
 
 class EncoderDecoderModel(TokenModel):
@@ -59,6 +61,7 @@ class EncoderDecoderModel(TokenModel):
             lambda_func=lambda_func,
             name="transformer",
             causal=True,
+            **self._relative_positions(),
             **self._block_arguments(),
         )
         self.head = self._make_head()
@@ -78,7 +81,18 @@ class EncoderDecoderModel(TokenModel):
             for side in SIDES
         )
 
+    def _relative_positions(self):
+        """Return what the stacks are told of positions, where embeddings have none."""
+        if self.arguments["positions"] != _RELATIVE:
+            return {}
+        names = ("relative_ranges", "relative_max_distance")
+        found = {name: self.arguments[name] for name in names}
+        distance_ranges(*found.values())  # which checks them
+        return found
+
     def _make_positions(self, side):
+        if self.arguments["positions"] == _RELATIVE:
+            return None
         return PositionEmbedding(
             self._max_lengths[side],
             self.arguments["positions"],
@@ -130,6 +144,11 @@ class EncoderDecoderModel(TokenModel):
         if segments is not None:
             memory_mask = Segments(segments, source_segments)
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
+        return self._logits(x, table)
+
+    def _logits(self, x, table):
+        if self.arguments.get("scales_output"):
+            x *= tf.cast(self.arguments["hidden_size"] ** -0.5, x.dtype)
         return self.head(x, table)
 
     def _is_token(self, target):
@@ -198,7 +217,7 @@ class EncoderDecoderModel(TokenModel):
         """
         x, table = self._embed_target(tokens[:, None], start=position)
         x, cache = self.transformer.decoder(x, entries_mask, None, memory_mask, cache=cache)
-        logits = constrain(self.head(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
+        logits = constrain(self._logits(x, table), ("batch", None, None))[:, 0, : self.vocab_size]
         return tf.cast(logits, "float32"), cache
 
     def generate(

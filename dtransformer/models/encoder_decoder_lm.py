@@ -1,4 +1,4 @@
-"""Encoder–decoders of one vocabulary, as published ones are: BART and Marian."""
+"""Encoder–decoders of one vocabulary, as published ones are: BART, Marian and T5."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,10 @@ class EncoderDecoderLM(EncoderDecoderModel):
     Reference: Lewis et al., 2020, "BART", arXiv 1910.13461, which is `positions="learned",
     position_offset=2, embedding_norm=True, pad_id=1, start_id=2, end_id=2`; Junczys-Dowmunt et al.,
     2018, "Marian", arXiv 1804.00344, which is `positions="sinusoidal_paper", hidden_act="silu"`,
-    with embeddings that are multiplied with √h, and the padding as the start, which is not trained.
+    with embeddings that are multiplied with √h, and the padding as the start, which is not trained;
+    Raffel et al., 2019, "T5", arXiv 1910.10683, which is `positions="relative", norm="rms_norm",
+    use_bias=False, post_layernorm_residual=False, query_scale=1.0, scales_output=True`, and in its
+    version 1.1 `gated=True, hidden_act="gelu_tanh", tied_head=False, scales_output=False`.
 
     Args:
         vocab_size: number V of entries of the vocabulary.
@@ -30,7 +33,8 @@ class EncoderDecoderLM(EncoderDecoderModel):
         attention_dropout_rate: dropout of attention probabilities; `dropout_rate` by default.
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable.
-        positions: `"learned"` up to `max_length`, or a sinusoidal kind of `PositionEmbedding`.
+        positions: `"learned"` up to `max_length`, a sinusoidal kind of `PositionEmbedding`, or
+            `"relative"`: a bias of scores by distance in each stack; see `relative_bias`.
         max_length: number of learned positions of the source, and of the target.
         position_offset: number of the first position; see `PositionEmbedding`.
         embedding_norm: whether embeddings are normalized.
@@ -42,7 +46,9 @@ class EncoderDecoderLM(EncoderDecoderModel):
             where it is looked up: Marian's is not.
         post_layernorm_residual: whether blocks normalize after the residual.
         norm, norm_epsilon: of the blocks and the embeddings; as `TransformerEncoderLayer`'s.
-        gated, use_bias, head_dim: as there.
+        gated, use_bias, head_dim, query_scale: as there.
+        relative_ranges, relative_max_distance: of relative positions.
+        scales_output: whether the decoder's output is multiplied with h^(-1/2) before the head.
         pad_id, start_id, end_id: ids of the padding, start and end tokens. The start may be the
             padding, or the end.
         lambda_func: places each block on a pipeline stage.
@@ -100,6 +106,10 @@ class EncoderDecoderLM(EncoderDecoderModel):
         gated: bool = False,
         use_bias: bool = True,
         head_dim: int | None = None,
+        query_scale: float | None = None,
+        relative_ranges: int = 32,
+        relative_max_distance: int = 128,
+        scales_output: bool = False,
         pad_id: int = 0,
         start_id: int = 2,
         end_id: int = 3,
@@ -134,6 +144,10 @@ class EncoderDecoderLM(EncoderDecoderModel):
             "gated": gated,
             "use_bias": use_bias,
             "head_dim": head_dim,
+            "query_scale": query_scale,
+            "relative_ranges": relative_ranges,
+            "relative_max_distance": relative_max_distance,
+            "scales_output": scales_output,
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,

@@ -165,6 +165,37 @@ def _marian():
     return Preset(EncoderDecoderLM, arguments, "Tiedemann and Thottingal, 2020, OPUS-MT, en-de")
 
 
+def _t5(num_layers, hidden_size, num_heads, ffn_hidden_size, head_dim=64, **others):
+    """T5 1.0's, whose tables have entries up to a multiple of 128, as files do."""
+    arguments = {
+        "vocab_size": 32128,
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "ffn_hidden_size": ffn_hidden_size,
+        "encoder_layers": num_layers,
+        "decoder_layers": num_layers,
+        "hidden_act": "relu",
+        "positions": "relative",
+        "norm": "rms_norm",
+        "use_bias": False,
+        "post_layernorm_residual": False,
+        "query_scale": 1.0,
+        "scales_output": True,
+        "pad_id": 0,
+        "start_id": 0,
+        "end_id": 1,
+    }
+    source = "Raffel et al., 2019, arXiv 1910.10683, §3.7"
+    return Preset(EncoderDecoderLM, {**arguments, **others}, source)
+
+
+def _t5_1_1(*sizes, **others):
+    """T5 1.1's: gated, with a head of its own; Shazeer, 2020, arXiv 2002.05202."""
+    own = {"gated": True, "hidden_act": "gelu_tanh", "tied_head": False, "scales_output": False}
+    return _t5(*sizes, **own, **others)
+
+
 PRESETS = {
     "gpt2_small": _gpt2(12, 768, 12),
     "gpt2_medium": _gpt2(24, 1024, 16),
@@ -187,4 +218,14 @@ PRESETS = {
     "bart_base": _bart(6, 768, 12),
     "bart_large": _bart(12, 1024, 16),
     "marian_base": _marian(),
+    "t5_small": _t5(6, 512, 8, 2048),
+    "t5_base": _t5(12, 768, 12, 3072),
+    "t5_large": _t5(24, 1024, 16, 4096),
+    "t5_3b": _t5(24, 1024, 32, 16384, head_dim=128),
+    "t5_11b": _t5(24, 1024, 128, 65536, head_dim=128),
+    "t5_1.1_small": _t5_1_1(8, 512, 6, 1024),
+    "t5_1.1_base": _t5_1_1(12, 768, 12, 2048),
+    "t5_1.1_large": _t5_1_1(24, 1024, 16, 2816),
+    "t5_1.1_xl": _t5_1_1(24, 2048, 32, 5120),
+    "t5_1.1_xxl": _t5_1_1(24, 4096, 64, 10240),
 }

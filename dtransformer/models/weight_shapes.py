@@ -89,6 +89,9 @@ def _stack(name, arguments, number=None, attentions: Iterable[str] = ("attention
     shapes = {
         f"{name}/block_{i}/{path}": shape for i in range(number) for path, shape in block.items()
     }
+    if number and arguments.get("positions") == "relative":
+        table = (arguments["relative_ranges"], arguments["num_heads"])
+        shapes[f"{name}/relative_positions/table"] = table
     if number and not arguments["post_layernorm_residual"]:
         shapes |= _norm(f"{name}/final_norm", arguments)
     return shapes

@@ -50,9 +50,12 @@ LONG = """
     deep_bert.used/dp2mp2@2x2+rows  deep_bert.used/dp2@2x1+shard3  deep_bert/dp2@2x1+shard1
     deep_bert.used/pp2m4-1f1b@2x1  deep_bert/pp2m4-zb_h1@2x1  deep_bert/mp2pp2m2-1f1b@2x2+rows
     deep_sentences/mp2@1x2+sp  deep_sentences/dp2@2x1+shard2  deep_sentences/dp2pp2m2-1f1b@4x1
-    deep_bart.used/dp2mp2@2x2+rows  deep_bart.used/mp2@1x2+rows+sp  deep_bart.used/dp2@2x1+shard3
+    deep_bart.used/dp2mp2@2x2+rows  deep_bart/mp2@1x2+rows+sp  deep_bart.used/dp2@2x1+shard3
     deep_bart/dp2@2x1+shard1  deep_bart/dp2@2x1+shard2  deep_bart.used/pp2m4-1f1b@2x1
-    deep_bart/pp2m4-zb_h1@2x1
+    deep_bart/pp2m4-zb_h1@2x1  deep_bart.used/mp2pp2m2-1f1b@2x2+rows
+    deep_t5.used/dp2mp2@2x2+rows  deep_t5/mp2@1x2+rows+sp  deep_t5.used/dp2@2x1+shard3
+    deep_t5/dp2@2x1+shard1  deep_t5/dp2@2x1+shard2  deep_t5.used/pp2m4-1f1b@2x1
+    deep_t5/pp2m4-zb_h1@2x1  deep_t5/pp2m2-interleaved2@2x1  deep_t5.used/mp2pp2m2-1f1b@2x2+rows
     deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
     deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2
     deep/mp2pp2m2-1f1b@4x1+rows+sp

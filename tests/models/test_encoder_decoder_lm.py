@@ -23,7 +23,19 @@ MARIAN = {
 VARIANTS = {
     "bart": {**BART, "head_bias": True, "trains_head_bias": False},
     "marian": MARIAN,
-    "gated": {"gated": True, "use_bias": False, "norm": "rms_norm", "head_dim": 6},
+    "t5": {
+        "positions": "relative",
+        "relative_ranges": 8,
+        "relative_max_distance": 10,
+        "norm": "rms_norm",
+        "post_layernorm_residual": False,
+        "use_bias": False,
+        "gated": True,
+        "head_dim": 6,
+        "query_scale": 1.0,
+        "scales_output": True,
+        "start_id": 0,
+    },
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -135,6 +147,28 @@ def test_it_is_made_again_from_its_file(variant, tmp_path):
     assert again.get_config() == model.get_config()
     np.testing.assert_array_equal(again(inputs), expected)
     assert len(again.trainable_weights) == len(model.trainable_weights)
+
+
+def test_relative_positions_have_no_end_and_blocks_share_their_table():
+    model = small_model("t5", encoder_layers=2)
+    logits = model(random_pairs(model, source=40, target=30))
+    assert logits.shape == (3, 30, VOCAB)
+    tables = [x.path for x in model.weights if x.path.endswith("relative_positions/table")]
+    assert [path.split("/")[-3] for path in tables] == ["encoder", "decoder"]
+
+
+def test_the_order_of_the_source_matters():
+    model = small_model("t5")
+    inputs = random_pairs(model, batch=1)
+    turned = {**inputs, "source": inputs["source"][:, ::-1].copy()}
+    assert (model(turned).numpy() != model(inputs).numpy()).any(axis=-1).all()
+
+
+def test_first_logits_are_of_size_one():
+    """The loss starts near that of guessing, whatever the form is."""
+    for variant in VARIANTS:
+        model = small_model(variant, hidden_size=64)
+        assert 0.3 < model(random_pairs(model)).numpy().std() < 3.0, variant
 
 
 def test_positions_end():

@@ -15,6 +15,7 @@ LLAMA = {
     "head_dim": 6,
     "tied_head": False,
 }
+PRE = {"post_layernorm_residual": False, "tied_head": False, "gated": True}
 BLOCKS = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
 NETWORKS = {
     "gpt2": lambda: CausalLM(23, **SIZES, max_length=12),
@@ -34,6 +35,9 @@ NETWORKS = {
     ),
     "bart": lambda: EncoderDecoderLM(
         23, embedding_norm=True, position_offset=2, head_bias=True, **BLOCKS
+    ),
+    "t5": lambda: EncoderDecoderLM(
+        23, positions="relative", use_bias=False, norm="rms_norm", head_dim=6, **PRE, **BLOCKS
     ),
     "marian": lambda: EncoderDecoderLM(23, positions="sinusoidal_paper", **BLOCKS),
 }

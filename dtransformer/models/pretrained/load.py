@@ -16,8 +16,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
     The folder has a `config.json`, and weights in one or several `.safetensors` files. Each rank
     reads the shards that it holds, one tensor after the other. The config's `model_type` tells the
-    family: GPT-2, Llama, Mistral and Qwen2 are a `CausalLM`, BERT and RoBERTa a `MaskedLM`, BART
-    and Marian an `EncoderDecoderLM`.
+    family: GPT-2, Llama, Mistral and Qwen2 are a `CausalLM`, BERT and RoBERTa a `MaskedLM`, BART,
+    Marian and T5 an `EncoderDecoderLM`.
 
     Args:
         folder: its path.
@@ -39,7 +39,8 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     def opened():
         content = PretrainedFolder(folder)
         family = family_of(content.config, content.path / CONFIG)
-        return content, family, network_arguments(family, content.config, content.path / CONFIG)
+        found = network_arguments(family, content.config, content.path / CONFIG)
+        return content, family, family.settled(found, content.shapes.keys())
 
     content, family, found = together(opened, "pretrained/folder")
     network = _made(family, {**found, **arguments}, content.path / CONFIG)

@@ -71,12 +71,8 @@ def _write(folder, config, tensors, variables, network):
         full = np.asarray(variables[path])
         return full[tuple(slice(size) for size in shapes[path])]
 
-    prefix = FAMILIES[config["model_type"]].prefix
-    is_head = lambda name: name.startswith("lm_head")
-    arrays = {
-        x.name if is_head(x.name) else prefix + x.name: x.join([value(w) for w in x.weights])
-        for x in tensors
-    }
+    family = FAMILIES[config["model_type"]]
+    arrays = {family.file_name(x.name): x.join([value(w) for w in x.weights]) for x in tensors}
     config = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
     with adding_to(folder) as fresh:
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})

@@ -22,9 +22,11 @@ FAMILY_OF = {
     "roberta": "roberta",
     "bart": "bart",
     "marian": "marian",
+    "t5": "t5",
+    "t5_gated": "t5",
 }
 TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "qwen2"
-PAIRS = "bart", "marian"
+PAIRS = "bart", "marian", "t5", "t5_gated"
 # As `reference_kinds.py` has them.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, END = 20, 2

@@ -85,6 +85,22 @@ MARIAN = {
     "activation_function": "swish",
     "decoder_start_token_id": PADDING,
 }
+T5 = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 1,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "dropout_rate": 0.0,
+    "pad_token_id": PADDING,
+    "eos_token_id": END,
+    "decoder_start_token_id": PADDING,
+}
+T5_GATED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 # The name of a model -> class, config, and what it is asked for.
 MODELS = {
     "gpt2": (transformers.GPT2LMHeadModel, GPT_2, Texts()),
@@ -106,6 +122,8 @@ MODELS = {
     ),
     "bart": (transformers.BartForConditionalGeneration, BART, Pairs(END)),
     "marian": (transformers.MarianMTModel, MARIAN, Pairs(PADDING)),
+    "t5": (transformers.T5ForConditionalGeneration, T5, Pairs(PADDING)),
+    "t5_gated": (transformers.T5ForConditionalGeneration, T5_GATED, Pairs(PADDING)),
 }
 STEPS = 3
 
@@ -116,6 +134,8 @@ def make(folder):
         torch.manual_seed(number)
         config = model_class.config_class(**options, attn_implementation="eager")
         model = model_class(config).float()
+        if options.get("tie_word_embeddings") is False:  # T5's is made tied, whatever it says
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         with torch.no_grad():
             for weight in drawn(model):
                 weight.add_(torch.randn_like(weight) * 0.1)

@@ -40,13 +40,16 @@ GPT_2 = {
 }
 
 
+def saved(network, path, family):
+    network.build()
+    save_pretrained(network, path / family, family)
+    return path / family
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A good folder of a Llama."""
-    network = CausalLM(20, **LLAMA)
-    network.build()
-    save_pretrained(network, tmp_path / "llama", "llama")
-    return tmp_path / "llama"
+    return saved(CausalLM(20, **LLAMA), tmp_path, "llama")
 
 
 def refusal(path):
@@ -170,6 +173,8 @@ def test_an_index_that_does_not_fit(folder):
         ("llama", {"window": 3}, "the network has window=3, the published family None"),
         ("llama", {"embedding_scale": None}, "embedding_scale=None, the published family 1.0"),
         ("qwen2", {}, "the network has qkv_bias=False, the published family True"),
+        ("llama", {"soft_cap": 30.0}, "soft_cap=30.0, the published family None"),
+        ("llama", {"qk_norm": "rms_norm"}, "qk_norm='rms_norm', the published family None"),
         ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' has no name in published configs"),
         ("llama", {"rotary_fraction": 0.5}, "rotary_fraction=0.5, the published family 1.0"),
         ("mistral", {"qkv_bias": True}, "qkv_bias=True, the published family False"),
@@ -201,10 +206,7 @@ BERT = {"hidden_size": 16, "num_heads": 4, "num_layers": 1, "ffn_hidden_size": 2
 @pytest.fixture
 def bert(tmp_path):
     """A good folder of a BERT."""
-    network = MaskedLM(20, **BERT, next_sentence=True)
-    network.build()
-    save_pretrained(network, tmp_path / "bert", "bert")
-    return tmp_path / "bert"
+    return saved(MaskedLM(20, **BERT, next_sentence=True), tmp_path, "bert")
 
 
 def test_files_of_the_first_bert(bert):
@@ -273,10 +275,7 @@ BART = {**SIZES, **FROZEN, "position_offset": 2, "embedding_norm": True, "pad_id
 @pytest.fixture
 def bart(tmp_path):
     """A good folder of a BART."""
-    network = EncoderDecoderLM(20, **BART)
-    network.build()
-    save_pretrained(network, tmp_path / "bart", "bart")
-    return tmp_path / "bart"
+    return saved(EncoderDecoderLM(20, **BART), tmp_path, "bart")
 
 
 def test_special_tokens_may_be_the_same(bart):
@@ -285,6 +284,21 @@ def test_special_tokens_may_be_the_same(bart):
     assert (network.pad_id, network.start_id, network.end_id) == (1, 2, 2)
     change_config(bart, pad_token_id=2)
     assert from_pretrained(bart).pad_id == 2
+
+
+def test_a_file_of_a_model_without_a_head(bart):
+    """Its names have no prefix, and there is no bias of the head."""
+
+    def as_model(tensors):
+        tensors.pop("final_logits_bias")
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    change_tensors(bart, as_model)
+    network = from_pretrained(bart)
+    assert not network.arguments["head_bias"]
+    save_pretrained(network, bart.parent / "new", "bart")
+    assert "model.shared.weight" in load_file(bart.parent / "new" / "model.safetensors")
 
 
 def test_tables_that_are_stored_once_more(bart):
@@ -304,8 +318,8 @@ def test_tables_that_are_stored_once_more(bart):
         ({"decoder_ffn_dim": 24}, "encoder_ffn_dim=64 and decoder_ffn_dim=24 differ"),
         ({"decoder_attention_heads": 2}, "attention_heads=4 and decoder_attention_heads=2 differ"),
         ({"decoder_layers": KeyError}, "lacks the field 'decoder_layers'"),
-        ({"decoder_layers": 2}, "it lacks model.decoder.layers.1.self_attn.q_proj.weight"),
-        ({"vocab_size": 21}, "model.shared.weight is [20, 16], not [21, 16]"),
+        ({"decoder_layers": 2}, "it lacks decoder.layers.1.self_attn.q_proj.weight"),
+        ({"vocab_size": 21}, "shared.weight is [20, 16], not [21, 16]"),
         ({"decoder_start_token_id": 20}, "start_id must be in the vocabulary of 20, got 20"),
         ({"pad_token_id": None}, "pad_id must be an int, got None"),
         ({"decoder_start_token_id": KeyError}, "start_id must be an int, got None"),
@@ -313,7 +327,7 @@ def test_tables_that_are_stored_once_more(bart):
             {"model_type": "marian", "share_encoder_decoder_embeddings": False},
             "share_encoder_decoder_embeddings=false is not built for Marian's blocks",
         ),
-        ({"model_type": "marian"}, "it also has model.decoder.layernorm_embedding.bias"),
+        ({"model_type": "marian"}, "it also has decoder.layernorm_embedding.bias"),
     ],
 )
 def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
@@ -325,7 +339,7 @@ def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
     "family, options, told",
     [
         ("marian", {}, "positions='learned', the published family 'sinusoidal_paper'"),
-        ("bart", {"head_bias": False}, "head_bias=False, the published family True"),
+        ("bart", {"tied_head": False}, "tied_head=False, the published family True"),
         ("bart", {"embedding_scale": 2.0}, "embedding_scale=2.0, the published family 1.0"),
         ("bart", {"norm": "rms_norm"}, "norm='rms_norm', the published family 'layer_norm'"),
         ("llama", {}, "of the class EncoderDecoderLM, those of the family 'llama'"),
@@ -333,6 +347,74 @@ def test_a_config_of_bart_that_does_not_fit(bart, fields, told):
 )
 def test_an_encoder_decoder_that_is_none_of_the_family(tmp_path, family, options, told):
     network = EncoderDecoderLM(20, **{**BART, **options})
+    network.build()
+    with pytest.raises(InputError, match=told):
+        save_pretrained(network, tmp_path / "new", family)
+
+
+T5 = {
+    **SIZES,
+    "positions": "relative",
+    "norm": "rms_norm",
+    "use_bias": False,
+    "post_layernorm_residual": False,
+    "query_scale": 1.0,
+    "scales_output": True,
+    "start_id": 0,
+}
+
+
+@pytest.fixture
+def t5(tmp_path):
+    """A good folder of a T5."""
+    return saved(EncoderDecoderLM(20, **T5), tmp_path, "t5")
+
+
+def test_a_head_of_its_own_of_t5(t5):
+    """Newer configs of version 1.1 say that it is tied, and that nothing is scaled."""
+    assert from_pretrained(t5).arguments["tied_head"]
+    change_tensors(t5, lambda tensors: tensors.update({"lm_head.weight": tensors["shared.weight"]}))
+    assert from_pretrained(t5).arguments["tied_head"]
+    change_config(t5, scale_decoder_outputs=False)
+    assert not from_pretrained(t5).arguments["tied_head"]
+    change_config(t5, scale_decoder_outputs=KeyError, tie_word_embeddings=False)
+    network = from_pretrained(t5)
+    assert not network.arguments["tied_head"] and not network.arguments["scales_output"]
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({"feed_forward_proj": "twice-relu"}, "feed_forward_proj is 'twice-relu'"),
+        (
+            {"feed_forward_proj": "gated-relu"},
+            "it lacks encoder.block.0.layer.1.DenseReluDense.wi_0",
+        ),
+        ({"feed_forward_proj": "mish"}, "the activation 'mish' is none of"),
+        ({"relative_attention_num_buckets": 16}, "bias.weight is [32, 4], not [16, 4]"),
+        ({"relative_attention_max_distance": 4}, "relative_max_distance=4 must be more than"),
+        ({"d_kv": KeyError}, "lacks the field 'd_kv'"),
+        ({"tie_word_embeddings": False}, "it lacks lm_head.weight"),
+        ({"num_decoder_layers": 2}, "it lacks decoder.block.1.layer.0.SelfAttention.q.weight"),
+    ],
+)
+def test_a_config_of_t5_that_does_not_fit(t5, fields, told):
+    change_config(t5, **fields)
+    assert told in refusal(t5)
+
+
+@pytest.mark.parametrize(
+    "family, options, told",
+    [
+        ("bart", {}, "positions='relative', the published family 'learned'"),
+        ("t5", {"query_scale": None}, "query_scale=None, the published family 1.0"),
+        ("t5", {"use_bias": True}, "use_bias=True, the published family False"),
+        ("t5", {"attention_dropout_rate": 0.3}, "attention_dropout_rate=0.3, the published family"),
+        ("t5", {"gated": True}, "a gate of hidden_act='gelu' has no name"),
+    ],
+)
+def test_an_encoder_decoder_that_is_no_t5(tmp_path, family, options, told):
+    network = EncoderDecoderLM(20, **{**T5, **options})
     network.build()
     with pytest.raises(InputError, match=told):
         save_pretrained(network, tmp_path / "new", family)

@@ -5,6 +5,7 @@ from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
 from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.gpt2 import GPT2
 from dtransformer.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2
+from dtransformer.models.pretrained.families.t5 import T5
 
 # The `model_type` of a config -> the family.
 FAMILIES: dict[str, Family] = {
@@ -16,4 +17,5 @@ FAMILIES: dict[str, Family] = {
     "roberta": ROBERTA,
     "bart": BART,
     "marian": MARIAN,
+    "t5": T5,
 }

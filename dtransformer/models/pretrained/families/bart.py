@@ -7,6 +7,7 @@ arXiv 1804.00344, whose published models are of Tiedemann and Thottingal, 2020, 
 from dtransformer.errors import InputError
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.pretrained.families.family import (
+    DECODER_IDS,
     Family,
     activation,
     dense,
@@ -33,6 +34,7 @@ _FIELDS = {
     "attention_dropout_rate": "attention_dropout",
 }
 _USUAL = {"max_length": 1024, "dropout_rate": 0.1, "attention_dropout_rate": 0.0}
+_BIAS = "final_logits_bias"
 _OFFSET = 2  # of BART's positions, whatever the padding's id is
 
 
@@ -52,9 +54,13 @@ def _arguments(config, name):
         "hidden_act": activation(config.get("activation_function", "gelu")),
         "embedding_scale": None if config.get("scale_embedding") else 1.0,
         "norm_epsilon": 1e-5,
-        "head_bias": True,
         "trains_head_bias": False,
     }
+
+
+def _settled(arguments, names):
+    """Files of models without a head have no bias of it, either."""
+    return {**arguments, "head_bias": _BIAS in names}
 
 
 def _bart_arguments(config):
@@ -77,7 +83,6 @@ def _config(arguments, **own):
         embedding_scale=None if is_scaled else 1.0,
         norm="layer_norm",
         norm_epsilon=1e-5,
-        head_bias=True,
         tied_head=True,
         post_layernorm_residual=True,
         gated=False,
@@ -106,7 +111,7 @@ def _marian_config(arguments):
 
 
 def _block(side, number, attentions):
-    theirs, ours = f"model.{side}.layers.{number}.", f"transformer/{side}/block_{number}/"
+    theirs, ours = f"{side}.layers.{number}.", f"transformer/{side}/block_{number}/"
     tensors = []
     for own, name in attentions.items():
         for projection, part in {"q_proj": "query", "k_proj": "key", "v_proj": "value"}.items():
@@ -129,9 +134,10 @@ _ATTENTIONS = {
 
 def _tensors(arguments):
     found = [
-        table("model.shared.weight", "source_embedding/table"),
-        StoredTensor("final_logits_bias", ("head/bias",), num_inputs=0, is_row=True),
+        table("shared.weight", "source_embedding/table"),
     ]
+    if arguments["head_bias"]:
+        found.append(StoredTensor(_BIAS, ("head/bias",), num_inputs=0, is_row=True))
     for side, attentions in _ATTENTIONS.items():
         block = lambda number, side=side, names=attentions: _block(side, number, names)
         found += of_blocks(arguments[f"{side}_layers"], block)
@@ -141,23 +147,18 @@ def _tensors(arguments):
 def _bart_tensors(arguments):
     found = _tensors(arguments)
     for side, own in {"encoder": "source", "decoder": "target"}.items():
-        found.append(table(f"model.{side}.embed_positions.weight", f"{own}_positions/table"))
-        found += norm(f"model.{side}.layernorm_embedding", f"{own}_norm")
+        found.append(table(f"{side}.embed_positions.weight", f"{own}_positions/table"))
+        found += norm(f"{side}.layernorm_embedding", f"{own}_norm")
     return found
 
 
 _COMMON = {
-    "special_ids": {
-        "pad_id": "pad_token_id",
-        "start_id": "decoder_start_token_id",
-        "end_id": "eos_token_id",
-    },
+    "special_ids": DECODER_IDS,
     "own_padding": False,
-    "copies": (
-        "lm_head.weight",
-        "model.encoder.embed_tokens.weight",
-        "model.decoder.embed_tokens.weight",
-    ),
+    "prefix": "model.",
+    "heads": ("lm_head", _BIAS),
+    "copies": ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+    "settled": _settled,
 }
 BART = Family(
     "BartForConditionalGeneration",

@@ -4,7 +4,14 @@ from dtransformer.models.pretrained.families.family import linear
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 # What no config of theirs can say otherwise.
-PLAIN = {"embedding_scale": 1.0, "head_bias": False, "post_layernorm_residual": False}
+PLAIN = {
+    "embedding_scale": 1.0,
+    "head_bias": False,
+    "post_layernorm_residual": False,
+    "query_scale": None,
+    "soft_cap": None,
+    "qk_norm": None,
+}
 
 
 def head(arguments: dict) -> list[StoredTensor]:

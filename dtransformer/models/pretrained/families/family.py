@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
@@ -19,6 +19,7 @@ _ACTIVATIONS = {
 }
 # Special tokens of texts: our arguments -> fields of published configs.
 TEXT_IDS = {"pad_id": "pad_token_id", "start_id": "bos_token_id", "end_id": "eos_token_id"}
+DECODER_IDS = {**TEXT_IDS, "start_id": "decoder_start_token_id"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,13 @@ class Family:
         tensors: a function of a network's arguments that returns the `StoredTensor`s of a file.
         special_ids: dict of arguments that are ids of tokens, and the fields that hold them.
         own_padding: whether padding that is the start or end token, too, is none.
-        prefix: what names may begin with, or not.
+        prefix: what names may begin with, or not; `tensors` has them without it.
+        heads: what names begin with that have no prefix in any case.
         copies: names of tensors that hold once more what another one does.
         ignored: endings of names that hold no weights of the network.
         renamed: dict of endings of names in older files, and what they are now.
+        settled: a function of the arguments and of the names of a file's tensors that returns the
+            arguments: it settles what the config leaves open.
     """
 
     architecture: str
@@ -47,9 +51,11 @@ class Family:
     special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)
     own_padding: bool = True
     prefix: str = ""
+    heads: tuple[str, ...] = ("lm_head",)
     copies: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def own_name(self, name: str) -> str:
         """Return what a tensor of a file is called by `tensors`."""
@@ -58,6 +64,10 @@ class Family:
             if name.endswith(older):
                 return name.removesuffix(older) + newer
         return name
+
+    def file_name(self, name: str) -> str:
+        """Return what a tensor of `tensors` is called in the files that are written."""
+        return name if name.startswith(self.heads) else self.prefix + name
 
     def is_spare(self, name: str) -> bool:
         """Return whether a file may have a tensor of that name besides the network's."""
