@@ -13,7 +13,7 @@ from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise"
 # From so many scores of a head on, "auto" takes blocks.
-_MANY_SCORES = 1024 * 1024
+_MANY_SCORES = 2048 * 1024
 
 
 def attention(

@@ -99,7 +99,7 @@ def _forward(blocks, q, k, v, tensors):
             top = top if highest is None else tf.maximum(top, highest)
             exponentials = tf.exp(scores - top)
             new_total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-            new = blocks.context(exponentials, v[:, :, start:end], number)
+            new = blocks.context(exponentials, v[:, :, start:end], number, known=own)
             if highest is None:
                 context, total = new, new_total
             else:
@@ -130,7 +130,7 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
             probabilities = tf.exp(scores - own_sums)
             with tf.GradientTape() as context_tape:
                 context_tape.watch([probabilities, own_v])
-                own = blocks.context(probabilities, own_v, number, again=own_dy)
+                own = blocks.context(probabilities, own_v, number, known=own_dy)
             upstream = tf.cast(own_dy, own.dtype)
             dp, dv = context_tape.gradient(own, [probabilities, own_v], upstream)
             ds = probabilities * (dp - own_means)
@@ -187,18 +187,18 @@ class _Blocks:
             return True
         return last - 1 < start + self.window and (self.causal or end - 1 < first + self.window)
 
-    def context(self, probabilities, v, number, again=None):
+    def context(self, probabilities, v, number, known):
         """Return what a block adds to the context, in the compute type.
 
         Args:
             probabilities: tensor [b, n, s, t], or multiples of them.
             v: tensor [b, m, t, d].
             number: of the block.
-            again: None the first time; then a tensor that is known when it is computed again.
+            known: a tensor before which its dropout mask is not drawn.
         """
         probabilities = tf.cast(probabilities, v.dtype)
         if self.dropout is not None:
-            probabilities = self.dropout(probabilities, number, again)
+            probabilities = self.dropout(probabilities, number, known)
         product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
         return tf.cast(product, self.compute_type)
 

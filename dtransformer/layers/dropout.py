@@ -54,15 +54,15 @@ class Dropout(Layer):
         """Return how to drop elements of one block after the other; None for nothing to drop.
 
         Returns:
-            A function of a block, a tensor; its number, an int; and None, or, where a backward pass
-            drops the same ones once more, a tensor that is known by then.
+            A function of a block, a tensor; its number, an int; and a tensor that is known before the
+            mask is drawn, or None: else masks may be drawn, and kept, long before they are used.
         """
         if not training or self.rate == 0:
             return None
         seed, number = current_dropout_seed(), layer_number(self)
 
-        def drop(x, block=0, again=None):
-            own = seed if again is None else seed_after(seed, again)
+        def drop(x, block=0, known=None):
+            own = seed if known is None else seed_after(seed, known)
             return _drop(x, self.rate, own, number, block)
 
         return drop
