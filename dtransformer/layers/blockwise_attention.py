@@ -19,7 +19,6 @@ from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.recompute import after
-from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 # Positions of a block: products of fewer are slower, scores of more are not in the cache.
 _QUERIES, _KEYS = 512, 2048
@@ -212,9 +211,8 @@ def _block_of(x, first, s, start, t):
 
 def _within(length, x, start, end):
     """Return x [b, n, end - start, d] at its positions of so many, with zeros around it."""
-    b, n, _, d = static_or_dynamic_shape(x)
-    zeros = [tf.zeros([b, n, size, d], x.dtype) for size in (start, length - end)]
-    return joined([part for part in (zeros[0], x, zeros[1]) if part.shape[2]], axis=2)
+    # TensorFlow would keep the zeros themselves for good, those of every block.
+    return tf.pad(x, [[0, 0], [0, 0], [start, length - end], [0, 0]])
 
 
 def joined(parts: list[tf.Tensor], axis: int) -> tf.Tensor:
