@@ -44,3 +44,5 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
         lines = (pathlib.Path("runs") / name / "metrics.jsonl").read_text().splitlines()
         losses = [x["val_loss"] for x in map(json.loads, lines) if x["kind"] == "epoch"]
         assert len(losses) == 2 and losses[1] < losses[0]
+    generate = ["-m", "dtransformer.cli", "generate", "--model", "runs/gpt/model", "--prompt", "We"]
+    assert len(run(*generate, "--max-new-tokens", 8).split()) > 2

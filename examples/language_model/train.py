@@ -10,13 +10,15 @@
     horovodrun -np 4 python examples/language_model/train.py --model_parallel 2
 
 Files of your own go the same way. The run's folder gets checkpoints, metrics.jsonl, and a picture
-of the losses where matplotlib is there; the same command with --resume goes on where it stood.
+of the losses where matplotlib is there; the same command with --resume goes on where it stood. What
+the GPT has learnt is in its folder `model`, for `dtransformer generate --model`.
 """
 
 import argparse
 import json
 import math
 import pathlib
+import shutil
 import sys
 
 import keras
@@ -31,7 +33,7 @@ from dtransformer.datasets import (
 )
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.models import CausalLM, MaskedLM, save_pretrained
 from dtransformer.trainers import ModelCheckpoint, Trainer, lr_schedules
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 
@@ -132,7 +134,9 @@ def main():
         loss = trainer.evaluate(dev_batches, verbose=0, return_dict=True)["loss"]
         if dtransformer.is_chief():
             print(f"Perplexity on held-out text: {math.exp(loss):.2f}")
-        write_some(network, load_tokenizer(shards.tokenizer_folder), config["prompts"])
+        tokenizer = load_tokenizer(shards.tokenizer_folder)
+        write_some(network, tokenizer, config["prompts"])
+        save(network, tokenizer, args.run / "model")
     if dtransformer.is_chief():
         draw(args.run / "metrics.jsonl", args.run / "losses.png")
 
@@ -144,6 +148,15 @@ def write_some(network, tokenizer, prompts):
     for prompt, text in zip(prompts, tokenizer.decode(texts), strict=True):
         if dtransformer.is_chief():
             print(f"{prompt} … {text}")
+
+
+def save(network, tokenizer, folder):
+    """Write a folder that `dtransformer generate` and `transformers` load; all ranks have to call."""
+    if dtransformer.is_chief():
+        shutil.rmtree(folder, ignore_errors=True)  # that of a run that is resumed
+    save_pretrained(network, folder, family="gpt2")
+    if dtransformer.is_chief():
+        tokenizer.save(folder)
 
 
 def draw(metrics, picture):
