@@ -34,6 +34,9 @@ class EncoderDecoderModel(TokenModel):
         [b, t, V'], V' being the target's vocabulary padded to a multiple of model_parallel.
     """
 
+    # Whether all tokens are one function on a mesh; see `decoding.compiled`.
+    loops_on_mesh = False
+
     def _set_up(self, lambda_func, **sizes):
         """Make the layers, of the arguments and what they are called where networks differ.
 
@@ -50,7 +53,8 @@ class EncoderDecoderModel(TokenModel):
         check_ids(min(sizes["source_vocab_size"], self.vocab_size), pad_id=self.pad_id)
         check_ids(self.vocab_size, start_id=self.start_id, end_id=self.end_id)
         self._max_lengths = {side: sizes[f"{side}_length"] for side in SIDES}
-        self._generator = Generator(self, Generation, never=(self.pad_id, self.start_id))
+        never = self.pad_id, self.start_id
+        self._generator = Generator(self, Generation, never, loops_on_mesh=self.loops_on_mesh)
         self._add_embeddings(sizes["source_vocab_size"], sizes["shared"])
         self.transformer = Transformer(
             options["encoder_layers"],

@@ -60,6 +60,8 @@ class TranslationTransformer(EncoderDecoderModel):
     2
     """
 
+    loops_on_mesh = True  # of its form DTensor compiles more than one
+
     def __init__(
         self,
         source_vocab_size: int,

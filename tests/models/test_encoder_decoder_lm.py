@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.trainers import Trainer
+from tests.on_mesh import on_mesh, start
 from tests.tolerances import BLOCKS, assert_all_close
 
 VOCAB = 23
@@ -177,3 +179,22 @@ def test_positions_end():
     assert model.generate(source).shape[1] <= 12
     with pytest.raises(ValueError, match="13 positions are asked for.*max_length=12"):
         model.generate(source, max_length=13)
+
+
+@on_mesh
+def test_one_search_after_the_other_on_a_mesh():
+    """DTensor compiles no second loop of such a network."""
+    options = {"head_bias": True, "dropout_rate": 0.0}
+    sizes = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 1}
+    source = np.random.default_rng(0).integers(4, 40, (3, 6), "int32")
+
+    def found():
+        dtransformer.set_seed(0)
+        network = EncoderDecoderLM(40, **sizes, **options)
+        searches = {}, {"temperature": 0.8}, {"beam_size": 3}
+        return [network.generate(source, max_length=8, **each).numpy() for each in searches]
+
+    expected = found()
+    start(model_parallel=2)
+    for own, theirs in zip(found(), expected, strict=True):
+        np.testing.assert_array_equal(own, theirs)
