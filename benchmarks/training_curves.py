@@ -28,7 +28,7 @@ from dtransformer.models import from_pretrained
 PEER = pathlib.Path(__file__).parent / "peers" / "curves_of_transformers.py"
 FAMILIES = "gpt2", "llama", "bert", "t5"
 ROWS, LENGTH, IGNORED = 16, 64, -100
-LEARNING_RATE, EPSILON = 1e-3, 1e-10  # as the peer's
+LEARNING_RATE, EPSILON = 3e-4, 1e-10  # as the peer's
 MASKED = 1 / 6
 
 

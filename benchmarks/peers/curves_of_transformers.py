@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-LEARNING_RATE, EPSILON = 1e-3, 1e-10
+LEARNING_RATE, EPSILON = 3e-4, 1e-10
 
 
 def model_of(family, vocab_size, length, pad_id, start_id, end_id):
@@ -27,7 +27,7 @@ def model_of(family, vocab_size, length, pad_id, start_id, end_id):
     sizes |= {"num_hidden_layers": 4, "max_position_embeddings": length}
     bert = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     t5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
-    t5 |= {"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    t5 |= {"dropout_rate": 0.0}
     kinds = {
         "gpt2": (transformers.GPT2LMHeadModel, {**gpt2, **rates}),
         "llama": (transformers.LlamaForCausalLM, {**sizes, "num_key_value_heads": 2}),

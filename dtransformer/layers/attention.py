@@ -303,7 +303,7 @@ class MultiHeadAttention(Layer):
         options = {
             "causal": self.causal,
             "window": self.window,
-            "dropout": self.attention_dropout.by_blocks(training),
+            "dropout": self.attention_dropout.masks(training),
         }
 
         def attend(q, k, v, *tables):

@@ -1,12 +1,11 @@
 """The core of attention: queries, keys, values and a mask give the context."""
 
-from collections.abc import Callable
-
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
+from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -25,7 +24,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
-    dropout: Callable | None = None,
+    dropout: DropoutMasks | None = None,
     softmax_compute_type: str = "float32",
     implementation: str = "auto",
 ) -> tf.Tensor:
@@ -50,8 +49,8 @@ def attention(
         window: see `is_near`.
         soft_cap: scores x become c·tanh(x / c) before they are masked (Gemma Team, 2024, arXiv
             2408.00118, §2); None for not.
-        dropout: a function of the probabilities, or of some of them and the number of their block;
-            see `seen_blocks`. None for none.
+        dropout: the masks of probabilities, one for the rows of each block of queries; see
+            `seen_blocks`. None for none.
         softmax_compute_type: type that the softmax is computed in.
         implementation: `"reference"` keeps all scores, `"blockwise"` none, whose backward pass
             computes them again; `"auto"` takes blocks where there are many scores.
@@ -86,7 +85,7 @@ def attention(
         any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if dropout is not None:
-        probabilities = _dropped_by_blocks(dropout, probabilities, causal, window)
+        probabilities = _dropped_by_rows(dropout, probabilities, causal, window)
     probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
@@ -124,22 +123,16 @@ def chosen_implementation(
     return implementation
 
 
-def _dropped_by_blocks(dropout, probabilities, causal, window):
-    """Drop out of all probabilities what would be dropped out of those of each block."""
+def _dropped_by_rows(dropout, probabilities, causal, window):
+    """Drop out of all probabilities what would be dropped out of those of each block's rows."""
     s, t = probabilities.shape[2:]
     if s is None or t is None:
-        return dropout(probabilities)
+        return dropout.drop(probabilities, dropout.kept(probabilities))
     rows = []
-    for (first, last), columns in seen_blocks(s, t, causal, window):
-        seen = [
-            dropout(probabilities[:, :, first:last, start:end], number)
-            for (start, end), number in columns
-        ]
-        before, after = columns[0][0][0], columns[-1][0][1]
-        row = [
-            probabilities[:, :, first:last, :before],
-            *seen,
-            probabilities[:, :, first:last, after:],
-        ]
-        rows.append(joined([part for part in row if part.shape[3]], axis=3))
+    for number, ((first, last), columns) in enumerate(seen_blocks(s, t, causal, window)):
+        start, end = columns[0][0], columns[-1][1]
+        row = probabilities[:, :, first:last]
+        seen = row[..., start:end]
+        seen = dropout.drop(seen, dropout.kept(seen, number))
+        rows.append(joined([x for x in (row[..., :start], seen, row[..., end:]) if x.shape[3]], 3))
     return joined(rows, axis=2)

@@ -8,13 +8,13 @@ computes the scores again. Blocks of which nothing is seen are not computed.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.custom_gradient import custom_gradient
@@ -28,23 +28,22 @@ Range = tuple[int, int]
 
 def seen_blocks(
     num_queries: int, num_keys: int, causal: bool, window: int | None
-) -> list[tuple[Range, list[tuple[Range, int]]]]:
+) -> list[tuple[Range, list[Range]]]:
     """Return the blocks of scores [s, t] of which something may be seen; see `is_near`.
 
     Returns:
-        A list, for each block of queries, of its range of positions and of a list, for each block
-        of keys, of its range and the block's number.
+        A list, for each block of queries, of its range of positions, and the list of the ranges of
+        keys, one after the other.
     """
     rows = []
-    for row, (first, last) in enumerate(_ranges(0, num_queries, _QUERIES)):
+    for first, last in _ranges(0, num_queries, _QUERIES):
         start, end = 0, num_keys
         if causal:
             end = min(end, last)
         if window is not None:
             start = max(start, first - window + 1)
             end = min(end, last + window - 1)
-        keys = _ranges(start, max(end, start + 1), _KEYS)
-        rows.append(((first, last), [(k, row * num_keys + i) for i, k in enumerate(keys)]))
+        rows.append(((first, last), _ranges(start, max(end, start + 1), _KEYS)))
     return rows
 
 
@@ -61,7 +60,7 @@ def blockwise_attention(
     causal: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
-    dropout: Callable | None = None,
+    dropout: DropoutMasks | None = None,
     softmax_compute_type: str = "float32",
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. Sums are of float32 at least."""
@@ -86,19 +85,20 @@ def blockwise_attention(
 def _forward(blocks, q, k, v, tensors):
     """Return the context, and the logarithms of the sums of exponentials [b, n, s, 1]."""
     contexts, log_sums = [], []
-    for (first, last), columns in blocks.rows(q, k):
+    for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
         # One block of queries after the other: else all scores could be there at once.
         own = q[:, :, first:last]
         own = after(own, contexts[-1]) if contexts else own
         context = highest = total = None
-        for (start, end), number in columns:
+        kept = blocks.kept(own, row, columns)
+        for (start, end), own_kept in zip(columns, kept, strict=True):
             scores = blocks.scores(own, k[:, :, start:end], tensors, first, start)
             # Of a query that sees nothing all exponentials are 0.
             top = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
             top = top if highest is None else tf.maximum(top, highest)
             exponentials = tf.exp(scores - top)
             new_total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-            new = blocks.context(exponentials, v[:, :, start:end], number, known=own)
+            new = blocks.context(exponentials, v[:, :, start:end], own_kept)
             if highest is None:
                 context, total = new, new_total
             else:
@@ -116,12 +116,12 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
     # The softmax's gradient needs the mean of the probabilities' gradients, which is this.
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
     of_q, of_k, of_v, of_tensors = [], tf.zeros_like(k), tf.zeros_like(v), []
-    for (first, last), columns in blocks.rows(q, k):
+    for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
         own_q, own_dy, own_sums, own_means = (x[:, :, first:last] for x in (q, dy, log_sums, means))
         # One block of queries after the other; and so TensorFlow does not keep all that is added up.
         own_q, own_dy = after(own_q, of_k if of_q else own_dy), after(own_dy, of_v)
-        of_own = []
-        for (start, end), number in columns:
+        of_own, kept = [], blocks.kept(own_dy, row, columns)
+        for (start, end), own_kept in zip(columns, kept, strict=True):
             own_k, own_v = k[:, :, start:end], v[:, :, start:end]
             with tf.GradientTape() as tape:
                 tape.watch([own_q, own_k, *tensors])
@@ -129,7 +129,7 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
             probabilities = tf.exp(scores - own_sums)
             with tf.GradientTape() as context_tape:
                 context_tape.watch([probabilities, own_v])
-                own = blocks.context(probabilities, own_v, number, known=own_dy)
+                own = blocks.context(probabilities, own_v, own_kept)
             upstream = tf.cast(own_dy, own.dtype)
             dp, dv = context_tape.gradient(own, [probabilities, own_v], upstream)
             ds = probabilities * (dp - own_means)
@@ -151,7 +151,7 @@ class _Blocks:
     causal: bool
     window: int | None
     soft_cap: float | None
-    dropout: Callable | None
+    dropout: DropoutMasks | None
     compute_type: str
 
     def rows(self, q, k):
@@ -186,18 +186,25 @@ class _Blocks:
             return True
         return last - 1 < start + self.window and (self.causal or end - 1 < first + self.window)
 
-    def context(self, probabilities, v, number, known):
+    def kept(self, known, row, columns):
+        """Return dropout's masks of the blocks of a row, which are not drawn before `known` is."""
+        if self.dropout is None:
+            return [None] * len(columns)
+        sizes = [end - start for start, end in columns]
+        kept = self.dropout.kept(known, row, width=sum(sizes), known=known)
+        return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=3)
+
+    def context(self, probabilities, v, kept):
         """Return what a block adds to the context, in the compute type.
 
         Args:
             probabilities: tensor [b, n, s, t], or multiples of them.
             v: tensor [b, m, t, d].
-            number: of the block.
-            known: a tensor before which its dropout mask is not drawn.
+            kept: dropout's mask, or None.
         """
         probabilities = tf.cast(probabilities, v.dtype)
-        if self.dropout is not None:
-            probabilities = self.dropout(probabilities, number, known)
+        if kept is not None:
+            probabilities = self.dropout.drop(probabilities, kept)
         product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
         return tf.cast(product, self.compute_type)
 

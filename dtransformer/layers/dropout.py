@@ -1,7 +1,7 @@
 """Dropout without state: masks are a function of a seed, the layer and the rank."""
 
+import dataclasses
 import zlib
-from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -47,25 +47,14 @@ class Dropout(Layer):
         return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
-        drop = self.by_blocks(training)
-        return inputs if drop is None else drop(inputs)
+        masks = self.masks(training)
+        return inputs if masks is None else masks.drop(inputs, masks.kept(inputs))
 
-    def by_blocks(self, training: bool) -> Callable | None:
-        """Return how to drop elements of one block after the other; None for nothing to drop.
-
-        Returns:
-            A function of a block, a tensor; its number, an int; and a tensor that is known before the
-            mask is drawn, or None: else masks may be drawn, and kept, long before they are used.
-        """
+    def masks(self, training: bool) -> "DropoutMasks | None":
+        """Return how to drop elements of inputs that come in parts; None for nothing to drop."""
         if not training or self.rate == 0:
             return None
-        seed, number = current_dropout_seed(), layer_number(self)
-
-        def drop(x, block=0, known=None):
-            own = seed if known is None else seed_after(seed, known)
-            return _drop(x, self.rate, own, number, block)
-
-        return drop
+        return DropoutMasks(self.rate, current_dropout_seed(), layer_number(self))
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
@@ -74,15 +63,48 @@ class Dropout(Layer):
         return {**super().get_config(), "rate": self.rate}
 
 
-def _drop(x, rate, seed, number, block):
-    @custom_gradient
-    def drop(x):
-        is_kept = kept_elements(static_or_dynamic_shape(x), rate, seed, number, block)
-        scale = tf.cast(1 / (1 - rate), x.dtype)
+@dataclasses.dataclass(frozen=True)
+class DropoutMasks:
+    """The masks of a layer's parts, which may be drawn again.
 
-        def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
-            return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
+    Args:
+        rate: the share that is set to zero.
+        seed: int32 tensor [2].
+        number: the layer's number.
+    """
 
-        return mask(x), mask
+    rate: float
+    seed: tf.Tensor
+    number: int | tf.Tensor
 
-    return drop(x)
+    def kept(
+        self, x: tf.Tensor, part: int = 0, width: int | None = None, known: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Return which elements of a part are kept, a bool tensor.
+
+        Args:
+            x: tensor of the part's shape.
+            part: its number.
+            width: the part's last dimension; that of x by default.
+            known: a tensor that is known before the mask is drawn; None for none: a mask may be
+                drawn, and kept, long before it is used.
+        """
+        seed = self.seed if known is None else seed_after(self.seed, known)
+        shape = static_or_dynamic_shape(x)
+        if width is not None:
+            shape = [*shape[:-1], width]
+        return kept_elements(shape, self.rate, seed, self.number, part)
+
+    def drop(self, x: tf.Tensor, is_kept: tf.Tensor) -> tf.Tensor:
+        """Return x without what is not kept, the rest scaled up."""
+
+        @custom_gradient
+        def drop(x):
+            scale = tf.cast(1 / (1 - self.rate), x.dtype)
+
+            def mask(x):  # by a selection: the backward pass keeps a byte an element, not a number
+                return tf.where(is_kept, x * scale, tf.zeros([], x.dtype))
+
+            return mask(x), mask
+
+        return drop(x)

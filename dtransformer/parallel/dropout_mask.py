@@ -22,7 +22,7 @@ def kept_elements(
     rate: float,
     seed: tf.Tensor,
     number: int | tf.Tensor = 0,
-    block: int = 0,
+    part: int = 0,
 ) -> tf.Tensor:
     """Return which elements are kept: a bool tensor, False with the probability `rate`.
 
@@ -36,10 +36,10 @@ def kept_elements(
         rate: the probability, in [0, 1).
         seed: int32 tensor [2].
         number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
-        block: int in [0, 2³¹): masks of one number differ by it.
+        part: int in [0, 2³¹): masks of one number differ by it.
     """
     whole, fraction = divmod(rate * _LEVELS, 1)
-    offset = block * 2 * _COLUMNS
+    offset = part * 2 * _COLUMNS
     if trace.is_on_mesh() or whole >= _LEVELS - 1:
         return _random_floats(shape, seed, number, offset) >= rate
     threshold = tf.constant(int(whole), "uint8")

@@ -65,7 +65,7 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
                 q,
                 [k],
                 [v],
-                dropout=dropout.by_blocks(training=True),
+                dropout=dropout.masks(training=True),
                 softmax_compute_type="float64" if dtype == "float64" else "float32",
                 implementation=implementation,
                 **options,
