@@ -84,7 +84,7 @@ def blockwise_attention(
 
 def _forward(blocks, q, k, v, tensors):
     """Return the context, and the logarithms of the sums of exponentials [b, n, s, 1]."""
-    contexts, log_sums = [], []
+    contexts, log_sums, parts = [], [], _Parts()
     for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
         # One block of queries after the other: else all scores could be there at once.
         own = q[:, :, first:last]
@@ -92,13 +92,13 @@ def _forward(blocks, q, k, v, tensors):
         context = highest = total = None
         kept = blocks.kept(own, row, columns)
         for (start, end), own_kept in zip(columns, kept, strict=True):
-            scores = blocks.scores(own, k[:, :, start:end], tensors, first, start)
+            scores = blocks.scores(own, parts(k, start, end), tensors, first, start)
             # Of a query that sees nothing all exponentials are 0.
             top = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
             top = top if highest is None else tf.maximum(top, highest)
             exponentials = tf.exp(scores - top)
             new_total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-            new = blocks.context(exponentials, v[:, :, start:end], own_kept)
+            new = blocks.context(exponentials, parts(v, start, end), own_kept)
             if highest is None:
                 context, total = new, new_total
             else:
@@ -116,13 +116,14 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
     # The softmax's gradient needs the mean of the probabilities' gradients, which is this.
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
     of_q, of_k, of_v, of_tensors = [], tf.zeros_like(k), tf.zeros_like(v), []
+    parts = _Parts()
     for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
         own_q, own_dy, own_sums, own_means = (x[:, :, first:last] for x in (q, dy, log_sums, means))
         # One block of queries after the other; and so TensorFlow does not keep all that is added up.
         own_q, own_dy = after(own_q, of_k if of_q else own_dy), after(own_dy, of_v)
         of_own, kept = [], blocks.kept(own_dy, row, columns)
         for (start, end), own_kept in zip(columns, kept, strict=True):
-            own_k, own_v = k[:, :, start:end], v[:, :, start:end]
+            own_k, own_v = parts(k, start, end), parts(v, start, end)
             with tf.GradientTape() as tape:
                 tape.watch([own_q, own_k, *tensors])
                 scores = blocks.scores(own_q, own_k, tensors, first, start)
@@ -214,6 +215,19 @@ def _block_of(x, first, s, start, t):
     if x.shape[-2] != 1:
         x = x[..., first : first + s, :]
     return x[..., start : start + t]
+
+
+class _Parts:
+    """Positions of keys and values, each range taken once."""
+
+    def __init__(self):
+        self._taken = {}
+
+    def __call__(self, x, start, end):
+        key = id(x), start, end
+        if key not in self._taken:
+            self._taken[key] = x[:, :, start:end]
+        return self._taken[key]
 
 
 def _within(length, x, start, end):
