@@ -1,6 +1,6 @@
 """Models of `transformers`, made and trained on given batches, in a process of its own.
 
-    python benchmarks/peers/curves_of_transformers.py FOLDER FAMILY STEPS
+    python benchmarks/peers/curves_of_transformers.py FOLDER FAMILY STEPS LEARNING_RATE
 
 FOLDER has `batches.npz`; what is made is `FOLDER/FAMILY`, the model before the first step, and
 `FOLDER/FAMILY.npz`, the losses.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-LEARNING_RATE, EPSILON = 3e-4, 1e-10
+EPSILON = 1e-10
 
 
 def model_of(family, vocab_size, length, pad_id, start_id, end_id):
@@ -56,7 +56,7 @@ def loss_of(family, model, batch, pad_id):
     )
 
 
-def main(folder, family, steps):
+def main(folder, family, steps, learning_rate):
     torch.set_num_threads(1)  # so small products gain nothing by more
     torch.manual_seed(0)
     told = dict(np.load(folder / "batches.npz"))
@@ -67,7 +67,7 @@ def main(folder, family, steps):
     length = batches["labels"].shape[2]
     model = model_of(family, length=length, **ids)
     model.save_pretrained(folder / family)
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=EPSILON)
+    optimizer = torch.optim.Adam(model.parameters(), learning_rate, eps=EPSILON)
     losses, began = [], time.perf_counter()
     for step in range(steps):
         number = step % len(batches["labels"])
@@ -81,4 +81,4 @@ def main(folder, family, steps):
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
