@@ -23,8 +23,7 @@ QUICK = """
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
     deep_dropout/pp2m4-zb_h1@2x1
-    deep_llama.used/dp2mp2@2x2+rows
-    deep_llama_lora/mp2pp2m2-1f1b@2x2+rows  deep_llama_frozen/pp2m4-1f1b@2x1
+    deep_llama/mp2@2x1  deep_llama_lora/dp2@2x1  deep_llama_frozen/pp2m4-1f1b@2x1
     deep_bert.used/mp2@1x2+rows+sp
 """.split()
 LONG = """
@@ -36,10 +35,12 @@ LONG = """
     deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
     deep_packed/mp2@1x2+sp  deep_packed/dp2mp2@2x2+rows  deep_packed/pp2m4-1f1b@2x1
     deep_packed/dp2@2x1+shard3
-    deep_llama.used/mp2@1x2+sp  deep_llama/mp4@1x4  deep_llama/mp2@2x1  deep_llama/dp2@2x1+shard1
+    deep_llama.used/dp2mp2@2x2+rows
+    deep_llama.used/mp2@1x2+sp  deep_llama/mp4@1x4  deep_llama/dp2@2x1+shard1
     deep_llama/dp2@2x1+shard2  deep_llama.used/dp2@2x1+shard3  deep_llama.used/pp2m4-1f1b@2x1
     deep_llama/pp2m4-zb_h1@2x1  deep_llama.used/mp2pp2m2-1f1b@2x2+rows
-    deep_llama_lora.used/dp2mp2@2x2+rows  deep_llama_lora/mp2@2x1+sp  deep_llama_lora/dp2@2x1
+    deep_llama_lora.used/dp2mp2@2x2+rows  deep_llama_lora/mp2@2x1+sp
+    deep_llama_lora/mp2pp2m2-1f1b@2x2+rows
     deep_llama_lora/dp2@2x1+shard1  deep_llama_lora/dp2@2x1+shard2  deep_llama_lora/pp2m4-zb_h1@2x1
     deep_llama_lora.used/dp2@2x1+shard3  deep_llama_lora.used/pp2m4-1f1b@2x1
     deep_llama_lora/dp2mp2@2x2+shard3  deep_llama_lora/dp2@2x1+whole2  deep_llama_lora/mp2@1x2+rows+sp
