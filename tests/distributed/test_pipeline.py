@@ -25,6 +25,8 @@ def test_a_rank_has_its_stage_only(run, ranks_of):
     network, layout = network_of(run), Run.of(run).layout
     of_all = weights(ranks_of(alone(run))[0], "final")
     stacks = _stacks(network, layout)
+    has_head = any("head/" in path for path in of_all)
+    is_tied = not any(path.endswith("head/kernel") for path in of_all)
     place = schedules.SCHEDULES[layout.schedule].place
     stage_of_chunk = place(layout.stages, layout.chunks).stage_of_chunk
     for rank, results in enumerate(ranks_of(run)):
@@ -39,9 +41,9 @@ def test_a_rank_has_its_stage_only(run, ranks_of):
         assert {"/".join(p.split("/")[-4:-2]) for p in own if p.endswith("key_kernel")} == names
         is_last = stage == stage_of_chunk[-1]
         tables = {path for path in of_all if path.endswith("embedding/table")}
-        has_tables = stage == 0 or (is_last and network != "deep")
+        has_tables = stage == 0 or (is_last and is_tied)
         assert {path for path in own if path in tables} == (tables if has_tables else set())
-        assert any("head/" in path for path in own) == (network == "deep" and is_last)
+        assert any("head/" in path for path in own) == (has_head and is_last)
 
 
 def _stacks(network, layout):
