@@ -126,11 +126,12 @@ def chosen_implementation(
 def _dropped_by_rows(dropout, probabilities, causal, window):
     """Drop out of all probabilities what would be dropped out of those of each block's rows."""
     s, t = probabilities.shape[2:]
-    if s is None or t is None:
+    blocks = [] if s is None or t is None else seen_blocks(s, t, causal, window)
+    spans = [(rows, columns[0][0], columns[-1][1]) for rows, columns in blocks]
+    if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):  # no slices of all there is
         return dropout.drop(probabilities, dropout.kept(probabilities))
     rows = []
-    for number, ((first, last), columns) in enumerate(seen_blocks(s, t, causal, window)):
-        start, end = columns[0][0], columns[-1][1]
+    for number, ((first, last), start, end) in enumerate(spans):
         row = probabilities[:, :, first:last]
         seen = row[..., start:end]
         seen = dropout.drop(seen, dropout.kept(seen, number))
