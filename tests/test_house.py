@@ -14,11 +14,12 @@ PACKAGE = ROOT / "dtransformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
-BOTTOM = {"_compat", "errors", "files", "quiet", "tables", "version"}
+BOTTOM = {"_compat", "architectures", "errors", "files", "quiet", "start", "tables", "version"}
 ROOMS = {
-    "cli": {"trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
+    "cli": {"planner", "trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
     "trainers": {"reports", "layers", "parallel", "inputs"},
-    "reports": {"layers", "parallel"},
+    "reports": {"planner", "layers", "parallel"},
+    "planner": {"parallel"},
     "models": {"layers", "parallel", "inputs"},
     "layers": {"parallel"},
     "parallel": set(),
@@ -35,6 +36,7 @@ PURE = (
     "parallel/pipeline/schedules.py",
     "parallel/pipeline/simulator.py",
     "parallel/pipeline/timeline.py",
+    *(f"planner/{path.name}" for path in PACKAGE.glob("planner/*.py")),
 )
 FRAMEWORKS = {"tensorflow", "keras", "horovod"}
 # What layers and models may not know of: where they are, and how what they compute is divided.

@@ -10,7 +10,6 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
@@ -158,6 +157,8 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write the options of a run as YAML."""
+    from dtransformer.datasets.text_files import write_text_atomically
+
     sections = {
         section.name: dataclasses.asdict(getattr(config, section.name))
         for section in dataclasses.fields(config)
