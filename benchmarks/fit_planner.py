@@ -14,6 +14,7 @@ import itertools
 import json
 
 import numpy as np
+import paths  # noqa: F401
 
 from dtransformer.planner import published
 from dtransformer.planner.clusters import device_named

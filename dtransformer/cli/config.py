@@ -103,6 +103,7 @@ class TrainingOptions:
     keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
     bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
+    layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
 
 
 @_options
@@ -151,7 +152,10 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
         key, equals, text = setting.partition("=")
         if not equals:
             raise InputError(f"--set {shown(setting)}: expected section.key=value")
-        set_option(config, key.strip(), parse_yaml(text, f"--set {shown(key)}"), "--set")
+        key, value = key.strip(), parse_yaml(text, f"--set {shown(key)}")
+        if (key, value) == ("parallel", "auto"):
+            key = "training.layout"
+        set_option(config, key, value, "--set")
     return config
 
 
@@ -175,6 +179,8 @@ def _flatten(content, path):
     for section, values in (content or {}).items():
         if section not in RunConfig.__dataclass_fields__:
             set_option(RunConfig(), section, values, path)  # says what is known
+        if section == "parallel" and values == "auto":
+            values, section = {"layout": "auto"}, "training"
         if not isinstance(values, dict | None):
             raise InputError(
                 f"{path}: section {section} holds {shown(values)}, expected keys and values"

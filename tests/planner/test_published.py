@@ -4,11 +4,14 @@ Constants of the A100 are fitted on table 1 and on the layouts of `published.FIT
 `published.HELD_OUT_MODELS`, table 5 and table 2 are tests that nothing is fitted on.
 """
 
+import pathlib
+
 import pytest
 
 from dtransformer.planner import check, published
 from dtransformer.planner.clusters import DEVICES
 from dtransformer.planner.constants import A100
+from dtransformer.planner.page import with_made_part
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,10 @@ def test_what_it_chooses_is_nearly_the_best(model):
 
 def test_one_set_of_constants_serves_all():
     assert all(device.constants is A100 for device in DEVICES.values())
+
+
+def test_the_page_has_the_tables_of_today():
+    """Run benchmarks/planner_page.py where it has not."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "planner.md"
+    text = page.read_text("utf-8")
+    assert with_made_part(text) == text
