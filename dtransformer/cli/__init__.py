@@ -101,6 +101,10 @@ def _doctor(arguments):
 
 
 def _run(arguments):
+    if arguments.command == "plan":
+        return run_plan(arguments)
+    import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+
     if arguments.command == "prepare":
         return prepare(arguments)
     if arguments.command == "doctor":
@@ -122,8 +126,6 @@ def _run(arguments):
             )
     elif arguments.command == "generate":
         run_generate(arguments)
-    elif arguments.command == "plan":
-        run_plan(arguments)
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
 
