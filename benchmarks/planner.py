@@ -31,15 +31,22 @@ LAYOUTS = {
     "mp2": {"model_parallel": 2, "vocab_emb_dp": False},
     "pp2": {"pipeline_stage": 2, "micro_batch_num": 4},
     "pp4": {"pipeline_stage": 4, "micro_batch_num": 4},
+    "dp4": {"data_parallel": 4},
+    "dp2pp2": {"data_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4},
+    "dp2mp2": {"data_parallel": 2, "model_parallel": 2, "vocab_emb_dp": False},
 }
+OF_FOUR = ("dp4", "dp2pp2", "dp2mp2")
 MEASURE = "measure"
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="with commas")
+    parser.add_argument(
+        "--layouts", default=",".join(n for n in LAYOUTS if n not in OF_FOUR), help="with commas"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each round, the first two apart")
+    parser.add_argument("--network", default="causal", choices=("causal", "translation"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=2000)
@@ -59,8 +66,17 @@ def ranks_of(name):
 
 
 def network(args):
-    from dtransformer.models import CausalLM
+    from dtransformer.models import CausalLM, EncoderDecoderLM
 
+    if args.network == "translation":
+        return EncoderDecoderLM(
+            args.vocab_size,
+            hidden_size=args.hidden_size,
+            num_heads=8,
+            encoder_layers=args.layers // 2,
+            decoder_layers=args.layers // 2,
+            max_length=args.length,
+        )
     return CausalLM(
         args.vocab_size,
         hidden_size=args.hidden_size,
@@ -100,12 +116,18 @@ def train(args):
     ids = np.random.default_rng(0).integers(4, args.vocab_size, (args.rows, args.length + 1))
     index, count = dtransformer.data_shard()
     own = ids.astype("int32")[index::count]
+    inputs = own[:, :-1]
+    if args.network == "translation":
+        inputs = {"source": inputs, "target": inputs}
     times = []
     for _ in range(args.steps):
         start = time.perf_counter()
-        trainer.train_on_batch(own[:, :-1], own[:, 1:], shard=False)
+        trainer.train_on_batch(inputs, own[:, 1:], shard=False)
         times.append(time.perf_counter() - start)
-    memory = {row.what: row.planned for row in trainer.memory_report().rows}
+    config = config_of(args.worker)
+    is_alone = config.model_parallel == config.pipeline_stage == 1
+    rows = trainer.memory_report(inputs if is_alone else None).rows
+    memory = {row.what: row.planned for row in rows}
     everyone = all_gather_json(memory, "benchmark/memory")
     return {"seconds": times[2:], "memory": max(everyone, key=lambda one: sum(one.values()))}
 

@@ -25,16 +25,13 @@ def plan_of_run(config: RunConfig) -> Plan:
     length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
     rows = data.batch_size or max(data.batch_tokens // length, 1)
     rows = 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
-    fixed = fields_of(config.parallel)
-    if isinstance(fixed.get("recompute"), dict):
-        fixed["recompute"] = config.parallel.recompute
     return automatic_plan(
         shape_of_run(config, length),
         rows,
         local_devices=training.local_devices,
         precision=training.precision,
         optimizer=training.optimizer,
-        fixed=fixed,
+        fixed=fields_of(config.parallel),
     )
 
 

@@ -83,7 +83,7 @@ def cost_of(
     flops = job.global_batch * model.flops_per_sequence()
     return Cost(
         layout=layouts.describe(number),
-        config=layouts.config(number, {n: v for n, v in job.fixed.items() if n != "recompute"}),
+        config=_config_of(layouts, number, job),
         micro_batch=int(layouts.micro_batch[number]),
         step_seconds=step,
         tokens_per_second=job.global_batch * model.sequence_length / step,
@@ -93,3 +93,13 @@ def cost_of(
         bytes_by_kind=needed,
         available_bytes=int(cluster.memory_bytes),
     )
+
+
+def _config_of(layouts, number, job):
+    """Return a layout as a config, with all that the job fixes as it is given."""
+    fixed = job.fixed_config()
+    others = {name: getattr(fixed, name) for name in job.fixed}
+    config = layouts.config(number, others)
+    if "recompute" in others:  # the grid knows whole blocks and attention only
+        config.recompute = others["recompute"]
+    return config

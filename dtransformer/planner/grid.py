@@ -21,7 +21,7 @@ _COLUMNS = {
     "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
     "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
     "pipeline_chunks": "chunks", "pipeline_schedule": "schedule", "recompute": "recompute",
-    "optimizer_shard": "level", "sequence_parallel": "sequence",
+    "optimizer_shard": "level", "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
 }  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def _options(model, allowed, *, t, p, c, e, data, batch):
     return Layouts.of(
         model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
         chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
+        rows=allowed("rows", [1]) or 0,
     )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def _fixed_columns(job):
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
             raise InputError(f"there is no field {shown(name)} to fix; {hint}")
     try:
-        config = TransformerOpParallelConfig(**job.fixed)
+        config = job.fixed_config()
     except (TypeError, ValueError) as error:
         raise InputError(f"fixed: {error}") from None
     columns, others = {}, {}
@@ -131,6 +132,8 @@ def _fixed_columns(job):
             others[name] = value
         elif name == "pipeline_schedule":
             columns["schedule"] = SCHEDULE_NAMES.index(value)
+        elif name == "vocab_emb_dp":
+            columns["rows"] = int(not value)
         elif name == "recompute":
             columns["recompute"] = RECOMPUTES.index(recompute_of(value))
         elif value is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtransformer.errors import InputError, shown
+from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 # States of a parameter, in float32 numbers; of those that keep rows and columns, as good as none.
@@ -102,6 +103,17 @@ class Job:
         """The bytes of an activation."""
         return 2 if self.is_mixed else 4
 
+    def fixed_config(self) -> TransformerOpParallelConfig:
+        """Return a config of the fixed fields; `recompute` may be a dict of its own fields.
+
+        Raises:
+            TypeError, ValueError: a field has a wrong value.
+        """
+        fields = dict(self.fixed)
+        if isinstance(fields.get("recompute"), Mapping):
+            fields["recompute"] = TransformerRecomputeConfig(**fields["recompute"])
+        return TransformerOpParallelConfig(**fields)
+
     def system(self) -> System:
         """Return how this library carries the job out.
 
@@ -112,7 +124,7 @@ class Job:
             weight_bytes=4,
             gradient_bytes=4,
             state_bytes=4 * OPTIMIZERS[self.optimizer],
-            sent_gradient_bytes=4,
+            sent_gradient_bytes=4 if self.fixed_config().gradient_dtype == "float32" else 2,
             hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
             hides_on_mesh=False,
             repeats_last_sum=False,

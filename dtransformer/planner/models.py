@@ -267,7 +267,7 @@ def from_architecture(name: str, architecture: Architecture, **changes) -> Model
     return checked(ModelShape, {**fields, **changes})
 
 
-def from_network(network, **changes) -> ModelShape:
+def from_network(network: object, **changes) -> ModelShape:
     """Return the shape of a network that was made, built or not.
 
     Args:

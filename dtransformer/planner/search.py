@@ -148,8 +148,10 @@ def cost(
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
     layouts = layout_of(config, job.global_batch, cluster.num_devices)
+    job = dataclasses.replace(job, fixed={"gradient_dtype": config.gradient_dtype})
     memory, time = evaluate(model, cluster, job, layouts)
     found = cost_of(model, cluster, job, layouts, memory, time, 0)
+    found = dataclasses.replace(found, config=config.resolve(cluster.num_devices))
     if found.fits:
         return found
     return dataclasses.replace(found, change=cheapest_change(model, cluster, job, layouts))

@@ -126,6 +126,16 @@ def test_fixed_fields_are_kept():
         assert one.config.gradient_aggregation_group == 2
 
 
+def test_what_is_fixed_is_in_the_config_as_it_is_given():
+    fixed = {"recompute": {"select": ["attention", "norm"]}, "vocab_emb_dp": True}
+    job = Job(64, fixed={**fixed, "gradient_dtype": "float16", "model_parallel": 2})
+    best = plan(named(SMALL), cluster(8), job).best
+    assert best.config.recompute.select == ("attention", "norm")
+    assert best.config.vocab_emb_dp and best.config.gradient_dtype == "float16"
+    wide = plan(named(SMALL), cluster(8), Job(64, fixed={**fixed, "model_parallel": 2})).best
+    assert best.seconds_by_kind["reduction"] < wide.seconds_by_kind["reduction"]
+
+
 def test_placement_matters():
     """Sums over the model axis are many times slower where it spans nodes."""
     model = named("gpt_18b")
@@ -171,6 +181,10 @@ WRONG = [
     (
         lambda: plan(named(SMALL), cluster(8), Job(7, fixed={"data_parallel": 8})),
         "no layout of 8 devices divides global_batch=7",
+    ),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
+        "fixed: recompute must",
     ),
     (
         lambda: cost(named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),
