@@ -3,13 +3,17 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
+from dtransformer.models import from_pretrained
+
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "language_model"
+EXAMPLES = ROOT / "examples"
+FOLDER = EXAMPLES / "language_model"
 
 
 def run(*command):
@@ -46,3 +50,13 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
         assert len(losses) == 2 and losses[1] < losses[0]
     generate = ["-m", "dtransformer.cli", "generate", "--model", "runs/gpt/model", "--prompt", "We"]
     assert len(run(*generate, "--max-new-tokens", 8).split()) > 2
+
+
+@pytest.mark.long
+def test_a_t5_that_translates(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("-m", "dtransformer.cli", "prepare", "--embedded", "--out", "data/embedded")
+    printed = run(EXAMPLES / "t5" / "train.py", "--epochs", 1)
+    assert float(re.search(r"BLEU = ([\d.]+)", printed)[1]) > 5
+    assert pathlib.Path("runs/t5/losses.png").stat().st_size > 1000
+    assert from_pretrained("runs/t5/model").arguments["positions"] == "relative"

@@ -22,7 +22,8 @@ class InstructionBatches(IndexedBatches):
         ({"tokens": int32 [b, s], "segments": int32 [b, s]}, labels int32 [b, s])
 
     where labels are the next tokens that belong to an answer, its end token among them, and
-    `ignore_id` elsewhere; segments number the documents of a row, from 1, 0 being padding.
+    `ignore_id` elsewhere; segments number the documents of a row, from 1, 0 being padding. With
+    `prefix` inputs have `"prefix"`, too, int32 [b, s]: 1 in the first prompt of a document.
 
     Reference: Ouyang et al., 2022, "InstructGPT", arXiv 2203.02155, §3.5.
 
@@ -35,6 +36,7 @@ class InstructionBatches(IndexedBatches):
             Otherwise they are cut off, and empty rows fill the last batch.
         add_start, add_end: whether documents begin, and answers end, with the tokenizer's start and
             end tokens, where it has them.
+        prefix: whether inputs tell the first prompts, for a `CausalLM` with `prefix=True`.
         **options: `batch_size` and others, as `LanguageModelBatches`'.
 
     Attributes:
@@ -66,9 +68,11 @@ class InstructionBatches(IndexedBatches):
         training: bool = True,
         add_start: bool = True,
         add_end: bool = True,
+        prefix: bool = False,
         **options,
     ):
         check_length(length, 2)
+        self._has_prefix = prefix
         self._shards = shards
         self._start = first_id(shards, ("start", "cls")) if add_start else None
         self._end = first_id(shards, ("end", "sep")) if add_end else None
@@ -90,7 +94,7 @@ class InstructionBatches(IndexedBatches):
         super().__init__(shards, plan.num_batches, what, length=length, shuffle=False, **options)
 
     def row(self, epoch: int, number: int) -> Example:
-        """Return {"tokens": int32 [s], "segments": int32 [s]} and labels int32 [s] of a row."""
+        """Return the inputs of a row, a dict of int32 [s], and its labels, int32 [s]."""
         inputs, labels = self.empty_row()
         with self._one_at_a_time:  # the pipeline's threads all ask for a new epoch's
             (documents,), start = self._plan(epoch)[number], 0
@@ -99,6 +103,8 @@ class InstructionBatches(IndexedBatches):
             room = slice(start, min(start + len(ids), self.length))
             size = room.stop - start
             inputs["tokens"][room], inputs["segments"][room] = ids[:size], segment
+            if self._has_prefix:  # what comes before the first answer
+                inputs["prefix"][room] = (np.cumsum(is_answer) == 0)[:size]
             following = np.where(is_answer[1:], ids[1:], self.ignore_id)[:size]
             labels[start : start + len(following)] = following
             start = room.stop
@@ -108,6 +114,7 @@ class InstructionBatches(IndexedBatches):
         """Return a row in which nothing counts."""
         zeros = np.zeros(self.length, np.int32)
         inputs = {"tokens": zeros + np.int32(self.pad_id), "segments": zeros.copy()}
+        inputs.update({"prefix": zeros.copy()} if self._has_prefix else {})
         return inputs, zeros + np.int32(self.ignore_id)
 
     def _document(self, number):

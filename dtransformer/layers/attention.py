@@ -66,7 +66,8 @@ class MultiHeadAttention(Layer):
         window: how far a query may attend; None for everywhere. See `is_near`.
         alibi: whether scores have the bias of ALiBi; see `position_bias.alibi`.
         relative_max_distance: of the table of positions of a call; see `relative_bias`.
-        query_scale: what queries are multiplied with; 1 / √d by default.
+        query_scale: what queries are multiplied with; 1 / √d by default. First values of their
+            kernel make up for it, so that the first scores do not depend on it.
         soft_cap: scores x become c·tanh(x / c); None for not. See `attention`.
         qk_norm: the norm of each head's queries and keys before they turn, `"rms_norm"` or
             `"layer_norm"`; None for none (Henry et al., 2020, arXiv 2010.04245, §2).
@@ -187,18 +188,18 @@ class MultiHeadAttention(Layer):
     ) -> None:
         h, d = self.hidden_size, self.head_dim
         n, m = self.num_heads, self.num_kv_heads
+        scales = {"query": d**-0.5 / self.query_scale} if self.query_scale else {}
         for name, heads in {"query": n, "key": m, "value": m}.items():
             kernel = self.add_weight(
                 (h, heads, d),
-                FlattenedInitializer(self.kernel_initializer),
+                FlattenedInitializer(self.kernel_initializer, scale=scales.get(name, 1.0)),
                 axes=("embed", "heads", "head_dim"),
                 name=f"{name}_kernel",
                 num_inputs=1,
             )
             setattr(self, f"{name}_kernel", kernel)
-            bias = None
+            bias, axes = None, ("heads", "head_dim")
             if self.qkv_bias:
-                axes = ("heads", "head_dim")
                 bias = self.add_weight((heads, d), "zeros", axes=axes, name=f"{name}_bias")
             setattr(self, f"{name}_bias", bias)
         self.output_kernel = self.add_weight(

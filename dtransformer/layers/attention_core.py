@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
+from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.dropout import DropoutMasks
@@ -74,18 +74,15 @@ def attention(
         if isinstance(bias, PositionBias):
             bias = bias.block(bias.tensors, 0, s, 0, t)
         scores += tf.cast(bias, scores.dtype)
-    allowed = None if mask is None else expand_mask(mask)
-    near = is_near(tf.range(s), tf.range(t), causal, window)
-    if near is not None:
-        allowed = near[None, None] if allowed is None else allowed & near
-    any_allowed = None
-    if allowed is not None:
-        scores = tf.where(allowed, scores, tf.constant(scores.dtype.min, scores.dtype))
+    seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
+    any_seen = None
+    if seen is not None:
+        scores = tf.where(seen, scores, tf.constant(scores.dtype.min, scores.dtype))
     if mask is not None:
-        any_allowed = tf.reduce_any(allowed, axis=-1, keepdims=True)
+        any_seen = tf.reduce_any(seen, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if dropout is not None:
-        probabilities = _dropped_by_rows(dropout, probabilities, causal, window)
+        probabilities = _dropped_by_rows(dropout, probabilities, *reach(mask, causal, window))
     probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
@@ -94,8 +91,8 @@ def attention(
         by_shared_heads(lambda p, v=v: tf.matmul(p, v), p, v) for p, v in zip(probabilities, values)
     ]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
-    if any_allowed is not None:
-        context *= tf.cast(any_allowed, context.dtype)
+    if any_seen is not None:
+        context *= tf.cast(any_seen, context.dtype)
     return constrain(context, ("batch", "heads", None, "head_dim"))
 
 
@@ -126,11 +123,12 @@ def chosen_implementation(
 def _dropped_by_rows(dropout, probabilities, causal, window):
     """Drop out of all probabilities what would be dropped out of those of each block's rows."""
     s, t = probabilities.shape[2:]
-    if s is None or t is None:
+    blocks = [] if s is None or t is None else seen_blocks(s, t, causal, window)
+    spans = [(rows, columns[0][0], columns[-1][1]) for rows, columns in blocks]
+    if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):  # no slices of all there is
         return dropout.drop(probabilities, dropout.kept(probabilities))
     rows = []
-    for number, ((first, last), columns) in enumerate(seen_blocks(s, t, causal, window)):
-        start, end = columns[0][0], columns[-1][1]
+    for number, ((first, last), start, end) in enumerate(spans):
         row = probabilities[:, :, first:last]
         seen = row[..., start:end]
         seen = dropout.drop(seen, dropout.kept(seen, number))

@@ -17,10 +17,19 @@ class Segments(typing.NamedTuple):
         queries: tensor [b, s], the number of the sequence of each query, from 1, and 0 for
             padding; or bool, where there is a token.
         keys: tensor [b, t], as the queries.
+        prefix: bool tensor [b, t], the keys that all queries of their sequence may attend to,
+            though attention be causal; None for none. That of a prefix language model (Raffel et
+            al., 2020, arXiv 1910.10683, §3.2.1) is the beginning of each sequence.
     """
 
     queries: tf.Tensor
     keys: tf.Tensor
+    prefix: tf.Tensor | None = None
+
+    def block(self, queries: slice, keys: slice) -> "Segments":
+        """Return what some queries and keys are of."""
+        prefix = None if self.prefix is None else self.prefix[:, keys]
+        return Segments(self.queries[:, queries], self.keys[:, keys], prefix)
 
 
 def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
@@ -38,7 +47,7 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
     """Return a mask as bool [b, n or 1, s or 1, t]."""
     if isinstance(mask, Segments):
-        mask = same_segment(*mask)
+        mask = same_segment(mask.queries, mask.keys)
     mask = tf.cast(mask, "bool")
     if len(mask.shape) == 2:
         return mask[:, None, None, :]
@@ -68,6 +77,33 @@ def is_near(
             in_window &= keys < queries + window
         near = in_window if near is None else near & in_window
     return near
+
+
+def allowed(mask: tf.Tensor | Segments | None, near: tf.Tensor | None) -> tf.Tensor | None:
+    """Return where queries may attend, bool [b or 1, n or 1, s or 1, t]; None for everywhere.
+
+    Args:
+        mask: a mask, see `attention`; None for everywhere.
+        near: bool [s, t], what is within reach; see `is_near`.
+    """
+    if near is not None:
+        near = near[None, None]
+        if isinstance(mask, Segments) and mask.prefix is not None:
+            near |= mask.prefix[:, None, None, :]
+    if mask is None or near is None:
+        return near if mask is None else expand_mask(mask)
+    return expand_mask(mask) & near
+
+
+def reach(
+    mask: tf.Tensor | Segments | None, causal: bool, window: int | None
+) -> tuple[bool, int | None]:
+    """Return causal and window, see `is_near`, by which no query attends beyond.
+
+    A prefix may be attended to from everywhere.
+    """
+    has_prefix = isinstance(mask, Segments) and mask.prefix is not None
+    return (False, None) if has_prefix else (causal, window)
 
 
 @register

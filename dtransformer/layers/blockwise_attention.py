@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, expand_mask, is_near
+from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.position_bias import PositionBias
@@ -156,7 +156,7 @@ class _Blocks:
     compute_type: str
 
     def rows(self, q, k):
-        return seen_blocks(q.shape[2], k.shape[2], self.causal, self.window)
+        return seen_blocks(q.shape[2], k.shape[2], *reach(self.mask, self.causal, self.window))
 
     def scores(self, q, k, tensors, first, start):
         """Return the scores of a block, -inf where a query may not attend."""
@@ -166,19 +166,18 @@ class _Blocks:
             scores = self.soft_cap * tf.tanh(scores / self.soft_cap)
         if self.bias is not None:
             scores += tf.cast(self.bias.block(tensors, first, s, start, t), scores.dtype)
-        allowed = None
-        if isinstance(self.mask, Segments):
-            queries, keys = self.mask.queries[:, first : first + s], self.mask.keys
-            allowed = expand_mask(Segments(queries, keys[:, start : start + t]))
-        elif self.mask is not None:
-            allowed = _block_of(self.mask, first, s, start, t)
+        mask, near = self.mask, None
+        if isinstance(mask, Segments):
+            mask = mask.block(slice(first, first + s), slice(start, start + t))
+        elif mask is not None:
+            mask = _block_of(mask, first, s, start, t)
         if not self._are_all_near(first, first + s, start, start + t):
             positions = first + tf.range(s), start + tf.range(t)
-            near = is_near(*positions, self.causal, self.window)[None, None]
-            allowed = near if allowed is None else allowed & near
-        if allowed is None:
+            near = is_near(*positions, self.causal, self.window)
+        seen = allowed(mask, near)
+        if seen is None:
             return scores
-        return tf.where(allowed, scores, tf.constant(-np.inf, scores.dtype))
+        return tf.where(seen, scores, tf.constant(-np.inf, scores.dtype))
 
     def _are_all_near(self, first, last, start, end):
         if self.causal and first < end - 1:

@@ -36,7 +36,9 @@ def with_new_positions(
     index = cache["index"]
     key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
     extended = {**cache, "key": key, "value": value, "index": index + num_new}
-    seen = kv_cache.seen(size, index, num_new, num_hypotheses, window)
+    new = index + tf.range(num_new * num_hypotheses) // num_hypotheses
+    near = is_near(new, tf.range(size) // num_hypotheses, causal=True, window=window)
+    seen = near[None, None, :, :]
     if mask is not None:
         seen &= expand_mask(mask)
     if "prefix_key" not in cache:
@@ -46,8 +48,7 @@ def with_new_positions(
         prefix_mask = tf.ones([num_sources, length], "bool")
     prefix_mask = expand_mask(prefix_mask)
     if window is not None:
-        positions = length + index + tf.range(num_new * num_hypotheses) // num_hypotheses
-        prefix_mask &= is_near(positions, tf.range(length), causal=True, window=window)
+        prefix_mask &= is_near(length + new, tf.range(length), causal=True, window=window)
     shape = [num_sources, 1, num_new * num_hypotheses]
     parts = [
         tf.broadcast_to(prefix_mask, [*shape, length]),

@@ -31,19 +31,21 @@ class FlattenedInitializer(WrappedInitializer):
     Args:
         initializer: a Keras initializer, or its name.
         num_inputs: how many leading dimensions are summed over.
+        scale: what the values are multiplied with.
     """
 
-    def __init__(self, initializer, num_inputs=1):
+    def __init__(self, initializer, num_inputs=1, scale=1.0):
         super().__init__(initializer)
-        self.num_inputs = num_inputs
+        self.num_inputs, self.scale = num_inputs, scale
 
     def __call__(self, shape, dtype=None):
         inputs, outputs = shape[: self.num_inputs], shape[self.num_inputs :]
         matrix = self.initializer((int(np.prod(inputs)), int(np.prod(outputs))), dtype=dtype)
+        matrix = matrix if self.scale == 1 else matrix * tf.cast(self.scale, matrix.dtype)
         return tf.reshape(matrix, shape)
 
     def get_config(self):
-        return {**super().get_config(), "num_inputs": self.num_inputs}
+        return {**super().get_config(), "num_inputs": self.num_inputs, "scale": self.scale}
 
 
 def seeded(initializer, path: str):

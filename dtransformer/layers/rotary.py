@@ -8,6 +8,7 @@ import tensorflow as tf
 # What each way of scaling has to be told.
 _SCALING = {
     "linear": ("factor",),
+    "ntk": ("factor",),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -23,17 +24,20 @@ def rotary_frequencies(
     """Return by how much each pair of features turns from one position to the next.
 
     References: Su et al., 2021, "RoFormer", arXiv 2104.09864, §3.2; Chen et al., 2023, arXiv
-    2306.15595, for linear scaling; Llama 3's is that of Grattafiori et al., 2024, arXiv
-    2407.21783, as its configs give it: wavelengths that fit into the original length less than
-    `low_freq_factor` times grow by `factor`, those that fit more than `high_freq_factor` times
-    stay, and those between do a part of both.
+    2306.15595, for linear scaling. NTK-aware scaling, as Peng et al., 2023, arXiv 2309.00071,
+    §3.1, define it, takes a larger base: the longest wavelength grows by `factor`, the shortest
+    stays. Llama 3's is that of Grattafiori et al., 2024, arXiv 2407.21783, as its configs give
+    it: wavelengths that fit into the original length less than `low_freq_factor` times grow by
+    `factor`, those that fit more than `high_freq_factor` times stay, and those between do a part
+    of both.
 
     Args:
         head_dim: number d of features of a head.
         base: the longest wavelength is about 2π·base positions.
         fraction: share of the features that turn, the first ones; in (0, 1].
-        scaling: None; `{"type": "linear", "factor": …}`; or `{"type": "llama3", "factor": …,
-            "low_freq_factor": …, "high_freq_factor": …, "original_max_position_embeddings": …}`.
+        scaling: None; `{"type": "linear", "factor": …}`; `{"type": "ntk", "factor": …}`; or
+            `{"type": "llama3", "factor": …, "low_freq_factor": …, "high_freq_factor": …,
+            "original_max_position_embeddings": …}`.
 
     Returns:
         A float64 array [r / 2], r being the number of features that turn; radians.
@@ -52,16 +56,38 @@ def rotary_frequencies(
             f"rotary positions turn pairs of features, but rotary_fraction={fraction} of "
             f"head_dim={head_dim} are {turning}"
         )
+    kind = None if scaling is None else _check_scaling(scaling)
+    if kind == "ntk":
+        base = ntk_base(base, scaling["factor"], turning)
     frequencies = base ** (-np.arange(0, turning, 2) / turning)
-    if scaling is None:
+    if kind in (None, "ntk"):
         return frequencies
-    kind, factor = _check_scaling(scaling), scaling["factor"]
+    factor = scaling["factor"]
     if kind == "linear":
         return frequencies / factor
     times = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = np.clip((times - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / factor)
+
+
+def ntk_base(base: float, factor: float, turning: int) -> float:
+    """Return the base of NTK-aware scaling, by which the longest wavelength grows by a factor.
+
+    Args:
+        base: the base without scaling.
+        factor: how much longer texts are.
+        turning: number of features that turn, more than 2.
+
+    Raises:
+        ValueError: a single pair turns, whose wavelength no base changes.
+    """
+    if turning < 4:
+        raise ValueError(
+            f"rotary_scaling of the type 'ntk' needs 4 features that turn, got {turning}: take "
+            "'linear', or larger heads"
+        )
+    return base * factor ** (turning / (turning - 2))
 
 
 def _check_scaling(scaling):

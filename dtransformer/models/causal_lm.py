@@ -57,11 +57,15 @@ class CausalLM(OneStackModel):
             `rotary_frequencies`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
+        prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
+            et al., 2020, arXiv 1910.10683, §3.2.1): what `"prefix"` tells in training, and in
+            `generate` the prompt.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
             packed into a row, a dict of `"tokens"` and `"segments"`, int tensors [b, s]: the
-            number of each token's sequence, from 1, and 0 for padding.
+            number of each token's sequence, from 1, and 0 for padding. With `prefix` a dict that
+            has `"prefix"`, too, [b, s]: 1 where a token is of the prefix of its sequence.
         training: whether dropout applies.
 
     Output shape:
@@ -117,6 +121,7 @@ class CausalLM(OneStackModel):
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
         implementation: str = "auto",
+        prefix: bool = False,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -156,11 +161,17 @@ class CausalLM(OneStackModel):
             "qk_norm": qk_norm,
             "qk_norm_epsilon": qk_norm_epsilon,
             "implementation": implementation,
+            "prefix": prefix,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
         if positions not in _POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
+        if prefix and window is not None:
+            raise ValueError(
+                f"prefix=True does not work with window={window}, which would hide the prefix from "
+                "what comes later: leave one of them out"
+            )
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id
         self.vocab_size = vocab_size
@@ -198,16 +209,32 @@ class CausalLM(OneStackModel):
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
             others = [self.positions, self.dropout, self.blocks, self.head]
-            self._build_layers([self.embedding], others, tf.TensorSpec([1, 1], "int32"))
+            ids = tf.TensorSpec([1, 1], "int32")
+            example = {"tokens": ids, "prefix": ids} if self.arguments["prefix"] else ids
+            self._build_layers([self.embedding], others, example)
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         ids = tokens_of(inputs)
-        segments = inputs["segments"] if isinstance(inputs, dict) else None
+        segments = inputs.get("segments") if isinstance(inputs, dict) else None
+        prefix = self._prefix_of(inputs)
         x, table = self.embed(ids, segments=segments, training=training)
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
-        mask = None if segments is None else Segments(segments, segments)
+        if segments is None and prefix is not None:
+            segments = tf.ones_like(ids)
+        mask = None if segments is None else Segments(segments, segments, prefix)
         return self.head(self.blocks(x, mask, training=training), table)
+
+    def _prefix_of(self, inputs):
+        """Return which tokens are of a prefix, bool [b, s]; None where there is none."""
+        is_told = isinstance(inputs, dict) and "prefix" in inputs
+        if is_told != self.arguments["prefix"]:
+            raise ValueError(
+                f"the network was made with prefix={self.arguments['prefix']}, and its inputs "
+                f'{"have" if is_told else "lack"} "prefix": give a dict of "tokens" and '
+                '"prefix" to a network with prefix=True, and to no other'
+            )
+        return tf.cast(inputs["prefix"], "bool") if is_told else None
 
     def embed(
         self,

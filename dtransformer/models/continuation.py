@@ -40,11 +40,15 @@ class Continuation:
         model, search = self._model, self.search
         if capacity is None:
             capacity = search.max_length
-        is_token = self.memory_mask(source)
-        x, _ = model.embed(tf.where(is_token, source[:, :-1], 0), start=-_count(~is_token))
-        _, prefixes = model.blocks(
-            x, Segments(is_token, is_token), cache=[{} for _ in model.blocks.blocks]
-        )
+        # The last token's keys are computed by the first step of the search. It is seen by the
+        # tokens before it where the text is a prefix.
+        last = None if model.arguments["prefix"] else -1
+        is_token = source[:, :last] != NO_TOKEN
+        x, _ = model.embed(tf.where(is_token, source[:, :last], 0), start=-_count(~is_token))
+        mask = Segments(is_token, is_token, None if last else is_token)
+        _, prefixes = model.blocks(x, mask, cache=[{} for _ in model.blocks.blocks])
+        if last is None:
+            prefixes = [{name: x[:, :, :-1] for name, x in own.items()} for own in prefixes]
         batch_size = static_or_dynamic_shape(source)[0]
         empty = model.blocks.init_cache(batch_size, capacity, search.num_beams)
         return {

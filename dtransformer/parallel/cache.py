@@ -100,27 +100,3 @@ def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
         return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [-1, 1, n, d])
     x = tf.reshape(x, [b, n, num_positions, -1, d])
     return tf.reshape(tf.transpose(x, [0, 3, 2, 1, 4]), [-1, num_positions, n, d])
-
-
-def seen(
-    size: int | tf.Tensor,
-    index: tf.Tensor,
-    num_new: int | tf.Tensor,
-    num_hypotheses: int | tf.Tensor,
-    window: int | None = None,
-) -> tf.Tensor:
-    """Return which entries are of positions up to the queries' own: bool [1, 1, s·k, e].
-
-    Args:
-        size: number e.
-        index: int scalar, the position of the first query.
-        num_new: number s of new positions.
-        num_hypotheses: number k of queries at each.
-        window: how many positions are seen, the query's own and those before it; None for all.
-    """
-    entries = (tf.range(size) // num_hypotheses)[None, :]
-    queries = (index + tf.range(num_new * num_hypotheses) // num_hypotheses)[:, None]
-    is_seen = entries <= queries
-    if window is not None:
-        is_seen &= queries < entries + window
-    return is_seen[None, None, :, :]

@@ -177,5 +177,4 @@ def _unshard_length(x):
 
 
 def _specs(x):
-    """Return the mesh axes of an activation [b, s, h]; a table's dimensions are in no batch."""
     return activation_specs(("batch", "length", None), x.shape)

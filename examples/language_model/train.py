@@ -15,7 +15,6 @@ the GPT has learnt is in its folder `model`, for `dtransformer generate --model`
 """
 
 import argparse
-import json
 import math
 import pathlib
 import shutil
@@ -34,6 +33,7 @@ from dtransformer.datasets import (
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM, MaskedLM, save_pretrained
+from dtransformer.reports import draw_losses
 from dtransformer.trainers import ModelCheckpoint, Trainer, lr_schedules
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 
@@ -138,7 +138,10 @@ def main():
         write_some(network, tokenizer, config["prompts"])
         save(network, tokenizer, args.run / "model")
     if dtransformer.is_chief():
-        draw(args.run / "metrics.jsonl", args.run / "losses.png")
+        try:
+            draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")
+        except ImportError as error:
+            print(error)
 
 
 def write_some(network, tokenizer, prompts):
@@ -157,28 +160,6 @@ def save(network, tokenizer, folder):
     save_pretrained(network, folder, family="gpt2")
     if dtransformer.is_chief():
         tokenizer.save(folder)
-
-
-def draw(metrics, picture):
-    """Draw the losses of all steps, and those of the held-out text after each epoch."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("The losses are in", metrics, "(pip install 'dtransformer[plot]' for a picture)")
-        return
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([x["step"] for x in steps], [x["step_loss"] for x in steps], lw=0.8, label="training")
-    held_out = [x["val_loss"] for x in epochs]
-    axes.plot([x["step"] for x in epochs], held_out, "o-", label="held-out text")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.legend()
-    figure.savefig(picture)
-    print(f"{picture}: the loss on held-out text is {held_out[-1]:.3f}")
 
 
 if __name__ == "__main__":

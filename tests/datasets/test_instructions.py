@@ -42,6 +42,13 @@ def test_the_form_of_a_batch(tmp_path):
     assert labels == [no, f, END, no, h, i, END, no] + [no, no, c, d, END, no] + [no] * 2
 
 
+def test_the_first_prompt_of_a_document_is_its_prefix(tmp_path):
+    shards = some_shards(tmp_path / "x", [["ab", "cd"], ["e", "f", "g", "hi"]])
+    batches = some_batches(shards, length=16, batch_size=1, prefix=True)
+    ((inputs, _),) = batches.as_dataset().as_numpy_iterator()
+    assert inputs["prefix"][0].tolist() == [1] * 2 + [0] * 6 + [1] * 3 + [0] * 5
+
+
 def test_every_document_is_in_one_row_of_an_epoch(documents, shards):
     batches = some_batches(shards, batch_size=1)
     orders = []

@@ -213,3 +213,12 @@ def test_keys_and_values_that_do_not_fit_are_refused(key, value):
     key, value = key or (2, 3, 8), value or (2, 3, 8)
     with pytest.raises(ValueError, match=r"(key|value) has the shape"):
         MultiHeadAttention(8, 2)(tf.ones((2, 4, 8)), tf.ones(key), tf.ones(value))
+
+
+def test_the_first_scores_do_not_depend_on_the_scale_of_queries():
+    """Or T5, which does not scale them, would begin with attention that looks at one position."""
+    x = tf.constant(np.random.default_rng(4).normal(size=(2, 5, 16)), "float32")
+    plain = MultiHeadAttention(16, 4, name="own")(x, x, x)
+    for scale in (1.0, 0.25):
+        layer = MultiHeadAttention(16, 4, query_scale=scale, name="own")
+        np.testing.assert_allclose(layer(x, x, x), plain, rtol=0, atol=1e-6)

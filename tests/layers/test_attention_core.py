@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_mask import Segments
 
 B, N, S, T, D = 2, 6, 4, 7, 5
 RNG = np.random.default_rng(0)
@@ -21,8 +22,8 @@ def reference(q, k, v, mask):
     """Return the context in float64, with repeated heads."""
     k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2)
-    shape = {2: (B, 1, 1, T), 3: (B, 1, S, T), 4: (B, N, S, T)}
-    mask = np.ones((B, N, S, T)) if mask is None else mask.reshape(shape[mask.ndim])
+    mask = np.ones((B, T)) if mask is None else mask
+    mask = np.expand_dims(mask, {2: (1, 2), 3: 1, 4: ()}[mask.ndim])
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True)) * mask
     return weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
 
@@ -53,3 +54,21 @@ def test_context_and_gradients(num_kv_heads, mask, parts):
             ends.append((reference(*moved, mask) * upstream).sum())
         slope = (ends[0] - ends[1]) / 2e-6
         np.testing.assert_allclose((gradient * direction).numpy().sum(), slope, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_all_of_a_sequence_sees_its_prefix(implementation):
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])
+    prefix = np.array([[1, 1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]], "bool")
+    i, j = np.mgrid[:T, :T]
+    mask = (i >= j) | prefix[:, None, :]
+    mask &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
+    q, k, v = np.random.default_rng(2).normal(size=(3, B, N, T, D))
+    context = attention(
+        *(tf.constant(q), [tf.constant(k)], [tf.constant(v)]),
+        Segments(*map(tf.constant, (segments, segments, prefix))),
+        causal=True,
+        softmax_compute_type="float64",
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(context, reference(q, k, v, mask), rtol=0, atol=1e-12)

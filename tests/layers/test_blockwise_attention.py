@@ -18,6 +18,7 @@ from tests.on_mesh import on_mesh, start
 B, N, M, S, D = 2, 4, 2, 11, 5
 RNG = np.random.default_rng(0)
 SEGMENTS = tf.constant(RNG.integers(0, 3, (B, S)))
+PREFIX = tf.constant(np.arange(S)[None] < [[6], [0]])
 TABLE = tf.constant(RNG.normal(size=(8, N)))
 CASES = {
     "all": {},
@@ -26,6 +27,7 @@ CASES = {
     "window": {"window": 2},
     "keys": {"mask": SEGMENTS > 0},
     "segments": {"mask": Segments(SEGMENTS, SEGMENTS)},
+    "prefix": {"causal": True, "mask": Segments(SEGMENTS, SEGMENTS, PREFIX)},
     "pairs": {"mask": tf.constant(RNG.integers(0, 2, (B, S, S)))},
     "heads": {"mask": tf.constant(RNG.integers(0, 2, (B, N, S, S))), "causal": True},
     "nowhere": {"mask": tf.zeros((B, S), "bool")},
@@ -110,7 +112,7 @@ def test_like_with_all_scores_in_bfloat16(case):
         )
 
 
-@pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments"])
+@pytest.mark.parametrize("case", ["all", "causal", "causal window", "segments", "prefix"])
 def test_the_same_elements_are_dropped(case):
     """Gradients too: the backward pass draws the masks again."""
     dropped, kept = results("blockwise", case, rate=0.3), results("blockwise", case)
@@ -165,15 +167,18 @@ def losses_by(implementation, **options):
     rng = np.random.default_rng(2)
     tokens, labels = rng.integers(1, 30, (2, 4, S), "int32")
     segments = np.sort(rng.integers(0, 3, (4, S)), axis=1)[:, ::-1].astype("int32")
-    step = lambda: trainer.train_on_batch({"tokens": tokens, "segments": segments}, labels)
+    inputs = {"tokens": tokens, "segments": segments}
+    if options.get("prefix"):
+        inputs["prefix"] = rng.integers(0, 2, (4, S))
+    step = lambda: trainer.train_on_batch(inputs, labels)
     return [float(np.ravel(step())[0]) for _ in range(3)]
 
 
 @on_mesh
 def test_the_same_on_a_mesh():
     blockwise_attention._QUERIES, blockwise_attention._KEYS = 5, 4
-    options = {"positions": "alibi", "window": 6}
-    expected = losses_by("reference", **options)
-    np.testing.assert_allclose(losses_by("blockwise", **options), expected, rtol=1e-5)
+    cases = {"positions": "alibi", "window": 6}, {"positions": "rotary", "prefix": True}
+    expected = [losses_by("reference", **options) for options in cases]
     start(data_parallel=2, model_parallel=2, sequence_parallel=True)
-    np.testing.assert_allclose(losses_by("blockwise", **options), expected, rtol=1e-5)
+    for options, losses in zip(cases, expected):
+        np.testing.assert_allclose(losses_by("blockwise", **options), losses, rtol=1e-5)

@@ -54,6 +54,30 @@ def test_scaled_frequencies():
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
+def test_ntk_scaling_is_that_of_transformers_at_a_length():
+    """Their dynamic scaling at a length L is that by the factor f·L / M − (f − 1), M being the most."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=512)
+    found = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 2.0 * 4 - 1})
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
+def test_ntk_scaling_stretches_the_longest_wavelength():
+    plain = rotary_frequencies(32, 500.0)
+    scaled = rotary_frequencies(32, 500.0, scaling={"type": "ntk", "factor": 4.0})
+    np.testing.assert_allclose(scaled[[0, -1]], plain[[0, -1]] / [1, 4])
+    assert ((scaled < plain) & (scaled > plain / 4))[1:-1].all()
+
+
 @pytest.mark.parametrize(
     "arguments, told",
     [
@@ -64,6 +88,7 @@ def test_scaled_frequencies():
         ({"head_dim": 8, "scaling": {"type": "yarn"}}, "'yarn', expected one of"),
         ({"head_dim": 8, "scaling": {"type": "linear"}}, "has the fields factor"),
         ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "more than 0"),
+        ({"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}}, "needs 4 features that turn"),
         ({"head_dim": 8, "scaling": {**LLAMA_3, "more": 1.0}}, "has the fields factor"),
     ],
 )

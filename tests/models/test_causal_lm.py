@@ -350,6 +350,7 @@ def test_learned_positions_end():
         ({"positions": "turned"}, ValueError, "positions must be .*alibi, got 'turned'"),
         ({"hidden_act": "gelo"}, ValueError, "gelo"),
         ({"num_beams": 2}, ValueError, "num_beams"),
+        ({"prefix": True, "window": 4}, ValueError, "does not work with window=4"),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
@@ -360,6 +361,14 @@ def test_a_wrong_argument_is_an_error_that_names_it(options, error, message):
 def test_a_wrong_vocabulary_is_an_error():
     with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
         CausalLM(0)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_prefix_is_told_to_a_network_that_has_one(prefix):
+    ids = random_ids()
+    inputs = ids if prefix else {"tokens": ids, "prefix": tf.ones_like(ids)}
+    with pytest.raises(ValueError, match=f"made with prefix={prefix}, and its inputs"):
+        small_model(prefix=prefix)(inputs)
 
 
 # Training

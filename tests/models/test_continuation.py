@@ -22,6 +22,7 @@ VARIANTS = {
         "tied_head": False,
     },
     "window": {"positions": "rotary", "rotary_fraction": 0.5, "window": 4, "num_kv_heads": 1},
+    "prefix": {"positions": "rotary", "prefix": True},
     "no_padding": {"pad_id": None, "end_id": None},
 }
 
@@ -35,8 +36,11 @@ def model(variant="learned", **options):
     return network
 
 
-def log_p(network, ids):
-    logits = np.asarray(network(np.array([ids], "int32")), "float64")[0]
+def log_p(network, ids, num_prompt):
+    inputs = np.array([ids], "int32")
+    if network.arguments["prefix"]:
+        inputs = {"tokens": inputs, "prefix": np.arange(len(ids))[None] < num_prompt}
+    logits = np.asarray(network(inputs), "float64")[0]
     if network.pad_id is not None:
         logits[:, network.pad_id] = -1e9
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -46,7 +50,7 @@ def anew(network, prompt):
     """Return the greedy continuation, by the whole network for each token."""
     ids = list(prompt)
     while len(ids) < len(prompt) + NEW and (len(ids) == len(prompt) or ids[-1] != network.end_id):
-        ids.append(int(log_p(network, ids)[-1].argmax()))
+        ids.append(int(log_p(network, ids, len(prompt))[-1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -70,7 +74,7 @@ def test_beams_find_what_is_at_least_as_likely(variant):
     network = model(variant)
 
     def score(prompt, ids):
-        all_of_it = log_p(network, prompt + ids)[len(prompt) - 1 : -1]
+        all_of_it = log_p(network, prompt + ids, len(prompt))[len(prompt) - 1 : -1]
         return all_of_it[range(len(ids)), ids].sum()
 
     found = network.generate(PROMPTS, NEW, beam_size=4, length_penalty=0.0)

@@ -85,3 +85,13 @@ def test_of_shards_over_the_ranks():
             with parallel_config(optimizer_shard=3, parallel_optimizer_threshold=0):
                 check(folder, expected, dtype)
         all_gather_json(0, "loaded")
+
+
+def test_ntk_scaling_is_saved_as_the_base_that_it_takes(tmp_path):
+    network = CausalLM(50, **LLAMA, rotary_scaling={"type": "ntk", "factor": 4.0})
+    network.build()
+    save_pretrained(network, tmp_path / "model", family="llama")
+    loaded = from_pretrained(tmp_path / "model")
+    assert loaded.arguments["rotary_scaling"] is None
+    ids = np.arange(40)[None] % 50
+    np.testing.assert_allclose(loaded(ids), network(ids), rtol=0, atol=1e-6)

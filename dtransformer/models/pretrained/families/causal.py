@@ -11,6 +11,7 @@ PLAIN = {
     "query_scale": None,
     "soft_cap": None,
     "qk_norm": None,
+    "prefix": False,
 }
 
 

@@ -6,6 +6,7 @@ herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.
 """
 
 from dtransformer.errors import InputError
+from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.pretrained.families.causal import PLAIN, head
 from dtransformer.models.pretrained.families.family import (
@@ -74,18 +75,21 @@ def _llama_config(arguments):
         rotary_fraction=1.0,
     )
     hidden, heads = arguments["hidden_size"], arguments["num_heads"]
+    head_dim, base = arguments["head_dim"] or hidden // heads, arguments["rotary_base"]
     scaling = dict(arguments["rotary_scaling"] or {"type": "default"})
+    if scaling["type"] == "ntk":  # configs say it by the base
+        base, scaling = ntk_base(base, scaling["factor"], head_dim), {"type": "default"}
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": arguments["num_kv_heads"] or heads,
-        "head_dim": arguments["head_dim"] or hidden // heads,
+        "head_dim": head_dim,
         "num_hidden_layers": arguments["num_layers"],
         "intermediate_size": arguments["ffn_hidden_size"],
         "max_position_embeddings": arguments["max_length"],
-        "rope_theta": arguments["rotary_base"],
+        "rope_theta": base,
         "rope_parameters": {
-            "rope_theta": arguments["rotary_base"],
+            "rope_theta": base,
             "rope_type": scaling.pop("type"),
             **scaling,
         },
