@@ -62,7 +62,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     )
     return Device(
         name=name,
-        tflops_16_bit=peak / 1e12 * (1 if device_type() == "GPU" else 0.5),
+        tflops_16_bit=_product_flops(_ROWS, _LARGE, _LARGE, "bfloat16") / 1e12,
         tflops_32_bit=peak / 1e12,
         memory_gb=memory_gb,
         memory_gb_per_second=memory / 1e9,
@@ -87,15 +87,16 @@ def measure_products() -> tuple[float, float, float]:
     return peak, half_rows, half_features
 
 
-def _product_flops(rows, inputs, outputs):
-    x, y = (tf.random.stateless_normal(s, [0, 0]) for s in ([rows, inputs], [inputs, outputs]))
+def _product_flops(rows, inputs, outputs, dtype="float32"):
+    shapes = [rows, inputs], [inputs, outputs]
+    x, y = (tf.cast(tf.random.stateless_normal(s, [0, 0]), dtype) for s in shapes)
     times = max(round(2e9 / (2.0 * rows * inputs * outputs)), 1)
 
     @tf.function
     def products(x):
         for _ in range(min(times, 32)):
             z = tf.matmul(x, y)
-            x = x + z[:1, :1] * 1e-9  # each needs the one before
+            x += tf.cast(1e-9, dtype) * z[:1, :1]  # each needs the one before
         return x[0, 0]
 
     seconds = _seconds(lambda: products(x).numpy())
