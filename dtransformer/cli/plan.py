@@ -153,11 +153,19 @@ def device_of(name: str):
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a device, as --measure writes them")
+    base = fields.pop("base", None)
+    if base is not None:  # a named device with other figures
+        named = device_named(base)
+        known = {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
+        own = fields.pop("constants", {})
+        known["constants"] = vars(named.constants) | (own if isinstance(own, dict) else {"?": own})
+        known["links"] = {axis: vars(link) for axis, link in named.links.items()}
+        fields = {**known, **fields}
     links = fields.get("links") or {}
     if not isinstance(links, dict) or not all(isinstance(link, dict) for link in links.values()):
         raise InputError(f"{name}: links: expected axes with gb_per_second and latency_us")
     fields["links"] = {axis: checked(Link, link) for axis, link in links.items()}
-    if "constants" in fields:
+    if isinstance(fields.get("constants"), dict):
         fields["constants"] = checked(Constants, fields["constants"])
     return checked(Device, fields)
 

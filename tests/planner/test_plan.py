@@ -248,6 +248,19 @@ def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["device"] == "mine"
 
 
+def test_a_named_device_with_other_links(capsys, tmp_path):
+    path = tmp_path / "slow.yaml"
+    path.write_text("base: a100\nbetween_gb_per_second: 1\nconstants: {hop_us: 50}\n")
+    ask = ["plan", "--model", "gpt-7.5b", "--devices", "64", "--global-batch", "512", "--json"]
+    assert main([*ask, "--device", str(path)]) == 0
+    slow = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert main([*ask, "--device", "a100"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["step_seconds"] < slow["step_seconds"]
+    path.write_text("base: a100\nnetwork: 1\n")
+    assert main([*ask, "--device", str(path)]) == 2
+    assert "Device has no 'network'; it has name, " in capsys.readouterr().err
+
+
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     assert main([*ASK, "--json", "--plot", str(tmp_path / "plan.png")]) == 0
