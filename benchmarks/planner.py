@@ -4,16 +4,16 @@
     python benchmarks/planner.py --layouts alone,dp2,mp2,pp2 --rounds 3
 
 The machine is measured for each number of ranks, as `dtransformer plan --measure` does, by turns with
-the layouts. `step_seconds` is the median of a layout's steps, of all rounds; `memory` is the fullest
-rank's by `memory_report()`. `ranking` is whether the planner puts pairs of layouts in the measured
-order, as a share of the pairs whose steps differ by more than a tenth.
+the layouts. `step_seconds` is the least of a layout's steps, of all rounds, as what else runs on a
+machine only adds to it; so are the machine's figures. `memory_bytes` is the fullest rank's by
+`memory_report()`. `ranking` is whether the planner puts pairs of layouts in the measured order, as a
+share of the pairs whose steps differ by more than a tenth.
 """
 
 import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import sys
 import time
 
@@ -144,13 +144,13 @@ def predicted(args, name, device):
     return cost(from_network(network(args)), cluster, job, config_of(name))
 
 
-def median_of(devices):
-    """Return the median of each figure of devices that were measured by turns."""
+def best_of(devices, name=""):
+    """Return the best of each figure of devices that were measured by turns."""
     first = devices[0]
     if isinstance(first, dict):
-        return {key: median_of([device[key] for device in devices]) for key in first}
+        return {key: best_of([device[key] for device in devices], key) for key in first}
     if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return statistics.median(devices)
+        return min(devices) if name.endswith("_us") else max(devices)
     return first
 
 
@@ -158,11 +158,12 @@ def compared(name, cost, runs):
     memory = runs[0]["memory"]
     own = cost.bytes_by_kind
     planned = sum(own[kind] for kind in ("weights", "gradients", "states", "activations"))
-    seconds = statistics.median(itertools.chain(*(run["seconds"] for run in runs)))
+    seconds = min(itertools.chain(*(run["seconds"] for run in runs)))
     return {
         "step_seconds": round(seconds, 4),
         "planned_seconds": round(cost.step_seconds, 4),
         "error": round(cost.step_seconds / seconds - 1, 3),
+        "planned_by_kind": {k: round(v, 4) for k, v in cost.seconds_by_kind.items() if v},
         "memory_bytes": sum(memory.values()),
         "memory_error": round(planned / sum(memory.values()) - 1, 3),
     }
@@ -199,11 +200,11 @@ def main():
             print(name, found["seconds"][:3], file=sys.stderr)
     layouts = {}
     for name in names:
-        device = median_of(devices[ranks_of(name)])
+        device = best_of(devices[ranks_of(name)])
         layouts[name] = compared(name, predicted(args, name, device), runs[name])
     report = {
         "options": {k: v for k, v in vars(args).items() if k != "worker"},
-        "devices": {ranks: median_of(found) for ranks, found in devices.items()},
+        "devices": {ranks: best_of(found) for ranks, found in devices.items()},
         "layouts": layouts,
         "ranking": ranking(layouts),
     }

@@ -53,6 +53,8 @@ def kept_bytes(
     is_input_sharded=False,
     recomputed=(),
     by_blocks=(),
+    expert_rows=None,
+    experts_chosen=0,
 ):
     """Return the bytes that a block keeps of a sequence until its backward pass, on a device.
 
@@ -73,6 +75,9 @@ def kept_bytes(
         is_input_sharded: whether what a recomputed block keeps is sharded, in any case.
         recomputed: parts that are recomputed by themselves: "attention", "feed_forward", "norm".
         by_blocks: for each attention whether it is computed by blocks; by default none is.
+        expert_rows: rows that experts compute of a sequence, in place of a feed-forward layer: they
+            and the experts' outputs are kept, too.
+        experts_chosen: experts that each token is sent to.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
@@ -98,7 +103,10 @@ def kept_bytes(
         elif "attention" not in recomputed:
             sharded += (2 * item + 1) * num_heads * length * other
     if "feed_forward" not in recomputed:
-        sharded += (4 if gated else 2) * item * length * ffn_hidden_size
+        rows = length if expert_rows is None else expert_rows
+        sharded += (4 if gated else 2) * item * rows * ffn_hidden_size
+        if experts_chosen:
+            replicated += item * (rows / length + experts_chosen)
     if "norm" in recomputed:
         replicated -= (number + 1) * item
     return replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t

@@ -44,31 +44,33 @@ def activations_of_block(
     model: ModelShape, kind: BlockKind, layouts: Layouts, item_bytes=2, by_blocks=False
 ):
     """Return the bytes that a block keeps of a micro-batch on a device: an array [N]."""
-    c = layouts.context
+    c, length = layouts.context, kind.length / layouts.context
     sizes = {
-        "length": kind.length / c,
+        "length": length,
+        "attended": [other / c for other in kind.attended],
         "hidden_size": model.hidden_size,
         "num_heads": model.num_heads,
         "head_dim": model.head_dim,
         "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_hidden_size * max(model.experts_chosen, 1),
+        "ffn_hidden_size": model.ffn_hidden_size,
         "gated": model.gated,
         "item_bytes": item_bytes,
         "model_parallel": layouts.model,
         "is_sequence_sharded": layouts.sequence > 0,
-        "by_blocks": [
-            by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended
-        ],
     }
-    # With context parallelism keys and values are kept of the own shard, scores of all.
-    attended = [other / c for other in kind.attended]
-    none = kept_bytes(**sizes, attended=attended)
-    scores = (2 * item_bytes + 1) * model.num_heads / layouts.model * kind.length / c
-    seen = [o for o, blocks in zip(kind.attended, sizes["by_blocks"]) if not blocks]
-    none = none + sum(scores * (other - other / c) for other in seen)
-    attention = kept_bytes(**sizes, attended=attended, recomputed=("attention",))
-    full = kept_bytes(**sizes, attended=attended, recomputes_block=True)
-    return layouts.micro_batch * np.choose(layouts.recompute, [none, attention, full])
+    if model.num_experts > 1:
+        rows = length * model.experts_chosen * model.capacity_factor
+        sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
+
+    def kept(blocks):
+        none = kept_bytes(**sizes, by_blocks=blocks)
+        attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
+        full = kept_bytes(**sizes, recomputes_block=True)
+        return np.choose(layouts.recompute, [none, attention, full])
+
+    here = [by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended]
+    # Where sequences are sharded, attention is computed by blocks.
+    return layouts.micro_batch * np.where(c > 1, kept([True] * len(here)), kept(here))
 
 
 def memory_of(

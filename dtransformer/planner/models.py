@@ -262,6 +262,16 @@ def from_architecture(name: str, architecture: Architecture, **changes) -> Model
         dense = h * h + h
         own = 2 * h + h * types + dense + 2 * h + fields["vocab_size"]
         fields["other_parameters"] = own + pair * (dense + 2 * h + 2)
+    if experts := given.get("moe_config"):
+        get = experts.get if isinstance(experts, Mapping) else lambda *a: getattr(experts, *a)
+        if given.get("moe_every", 1) > 1:
+            raise InputError(
+                f"{name}: experts in every {given['moe_every']} blocks are not planned: give a "
+                "ModelShape with experts in all, or in none"
+            )
+        fields["num_experts"] = get("expert_num", 1)
+        fields["experts_chosen"] = get("num_experts_chosen", 1)
+        fields["capacity_factor"] = float(get("capacity_factor", 1.1))
     if has_encoder and given.get("embedding_norm"):
         fields["other_parameters"] = 4 * h
     return checked(ModelShape, {**fields, **changes})

@@ -1,7 +1,6 @@
 """What this machine does: products, memory, collectives; as a `planner.Device`."""
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 
@@ -17,13 +16,14 @@ from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.batch import put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.planner.clusters import Device, Link
 from dtransformer.planner.constants import Constants
 
-_ROUNDS = 7
+_ROUNDS, _LEAST_SECONDS = 7, 1.0  # of each measurement
 _LARGE, _ROWS = 1024, 2048
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
-_MEMORY_ITEMS = 2**24
+_MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
 
 
 def measure_device(name: str, memory_gb: float) -> Device:
@@ -88,19 +88,12 @@ def measure_products() -> tuple[float, float, float]:
 
 
 def _product_flops(rows, inputs, outputs, dtype="float32"):
-    shapes = [rows, inputs], [inputs, outputs]
-    x, y = (tf.cast(tf.random.stateless_normal(s, [0, 0]), dtype) for s in shapes)
-    times = max(round(2e9 / (2.0 * rows * inputs * outputs)), 1)
-
-    @tf.function
-    def products(x):
-        for _ in range(min(times, 32)):
-            z = tf.matmul(x, y)
-            x += tf.cast(1e-9, dtype) * z[:1, :1]  # each needs the one before
-        return x[0, 0]
-
-    seconds = _seconds(lambda: products(x).numpy())
-    return 2.0 * rows * inputs * outputs * min(times, 32) / seconds
+    times = int(min(max(2e9 / (2.0 * rows * inputs * outputs), 2), 32))
+    normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
+    many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
+    products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
+    seconds = _seconds(lambda: products(many).numpy())
+    return 2.0 * rows * inputs * outputs * times / seconds
 
 
 def _memory_bytes_per_second():
@@ -165,11 +158,19 @@ def _link(small_seconds, large_seconds, members, times):
 
 
 def _seconds(run: Callable) -> float:
-    """Return the median seconds of a function's calls, after one that is not counted."""
+    """Return the least seconds of a function's calls: what others do on a machine only adds.
+
+    Ranks that wait for each other in it call it as often: by numbers that they agree on.
+    """
     run()
+    start = time.perf_counter()
+    run()
+    once = max(time.perf_counter() - start, 1e-6)
+    rounds = max(_ROUNDS, min(int(_LEAST_SECONDS / once), 1000))
+    rounds = max(all_gather_json(rounds, "measure/rounds"))
     found = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return min(found)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from dtransformer.architectures import ARCHITECTURES, Architecture
 from dtransformer.cli import main
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
@@ -17,6 +18,8 @@ from dtransformer.parallel.validators import check_supported
 from dtransformer.planner import Cluster, Job, ModelShape, cost, device_named, named, plan, report
 from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
+from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.models import from_architecture
 from dtransformer.planner.search import SIMPLER_SHARE
 
 SMALL = "gpt2_small"
@@ -153,6 +156,35 @@ def test_experts_are_counted():
     more = 7 * 4 * 2 * 1024 * 4096
     assert sparse.parameters() - dense.parameters() == pytest.approx(more, rel=0.01)
     assert sparse.flops_per_sequence() == dense.flops_per_sequence()
+
+
+def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
+    """Whatever the trainer takes today: the formulas know context and expert parallelism."""
+    model = named("llama2_7b", sequence_length=32768)
+    found = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
+    memory, seconds = evaluate(model, cluster(4), Job(4), found)
+    assert memory.activations[0] > memory.activations[1] > memory.activations[2]
+    assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
+    np.testing.assert_allclose(memory.states, memory.states[0])  # four share them in any case
+
+
+def test_experts_that_are_sharded():
+    sizes = dict(
+        hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
+    )
+    model = ModelShape("sparse", num_experts=8, experts_chosen=2, **sizes)
+    memory, seconds = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8]))
+    assert memory.weights[1] < memory.weights[0] / 2
+    assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
+
+
+def test_experts_of_a_network_are_read():
+    arguments = {**ARCHITECTURES["gpt2_small"].arguments}
+    arguments["moe_config"] = {"expert_num": 4, "num_experts_chosen": 2}
+    model = from_architecture("sparse", Architecture("CausalLM", arguments, ""))
+    assert (model.num_experts, model.experts_chosen) == (4, 2)
+    with pytest.raises(InputError, match="experts in every 2 blocks"):
+        from_architecture("s", Architecture("CausalLM", {**arguments, "moe_every": 2}, ""))
 
 
 WRONG = [
