@@ -112,9 +112,11 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     shared = layouts.data * layouts.context  # who have the same weights
     parameters = parameters_of_stage(model, layouts, stage)
     weights, gradients, states = system.bytes_a_parameter(layouts.level, t > 1)
-    found = dict(
-        zip(KINDS[:3], state_bytes(parameters, shared, layouts.level, weights, gradients, states))
-    )
+    own_experts = experts_of_stage(model, layouts, stage)
+    sizes = layouts.level, weights, gradients, states
+    dense = state_bytes(parameters - own_experts, shared, *sizes)
+    experts = state_bytes(own_experts, shared / layouts.expert, *sizes)  # who have the same
+    found = {kind: x + y for kind, x, y in zip(KINDS[:3], dense, experts)}
     found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
     found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
@@ -127,13 +129,18 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     return found
 
 
+def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
+    """Return the parameters of experts among those of a rank of a stage, an array [N]."""
+    each = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
+    return sum(stage.blocks) * each / (layouts.model * layouts.expert)
+
+
 def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
     """Return the parameters of a rank of a stage: its shards of them, an array [N]."""
-    t, e = layouts.model, layouts.expert
-    total = 0.0
+    t, total = layouts.model, experts_of_stage(model, layouts, stage)
     for number, kind in zip(stage.blocks, model.kinds):
         experts = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
-        total = total + number * ((model.block_parameters(kind) - experts) / t + experts / (t * e))
+        total = total + number * (model.block_parameters(kind) - experts) / t
     rows = np.where(layouts.rows > 0, t, 1)
     table = model.embedding_parameters() + model.other_parameters
     # A tied table is on the first stage and on the last one.
