@@ -13,6 +13,7 @@ CONFIG ?= examples/wmt14/embedded.yaml
 RUN ?= runs/embedded
 STAGES := $(if $(filter-out 1,$(PP)),--set parallel.pipeline_stage=$(PP) \
   --set parallel.micro_batch_num=$(shell expr 4 '*' $(PP)))
+LAYOUT := $(if $(AUTO),--set parallel=auto,--set parallel.model_parallel=$(MP) $(STAGES))
 SEVERAL := $(filter-out 1,$(NP))
 LAUNCH := $(if $(SEVERAL),$(BIN)/horovodrun --gloo -np $(NP))
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -34,8 +35,8 @@ help:  ## list the targets
 	@echo "dtransformer: make TARGET"
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, PP=2 spreads the"
-	@echo "blocks over two stages, DEVICES=2 gives each rank two devices, PYTHON=python3.12"
-	@echo "chooses the interpreter."
+	@echo "blocks over two stages, AUTO=1 leaves that to the planner, DEVICES=2 gives each rank two"
+	@echo "devices, PYTHON=python3.12 chooses the interpreter."
 
 setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and for several ranks
 
@@ -67,8 +68,7 @@ data/embedded/train.en.sgm: .venv/ready
 
 train: $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
-	  --set parallel.model_parallel=$(MP) --set training.local_devices=$(DEVICES) \
-	  $(STAGES)
+	  --set training.local_devices=$(DEVICES) $(LAYOUT)
 	@echo "sacreBLEU on held-out sentences:"
 	@$(BIN)/dtransformer evaluate --run $(RUN) \
 	  --src data/embedded/test.en.sgm --ref data/embedded/test.fr.sgm

@@ -1,48 +1,51 @@
-"""dtransformer: Keras models of Transformers, trained on many devices."""
+"""dtransformer: Keras models of Transformers, trained on many devices.
 
+What needs TensorFlow is imported when it is first asked for, so that plans, which need none, start
+at once: `dtransformer.planner`, `dtransformer.parallel.config`.
+"""
+
+import importlib
 import os
+import sys
+from typing import TYPE_CHECKING
 
-from dtransformer.quiet import quiet_start, refuse_backend
+from dtransformer.quiet import refuse_backend
+from dtransformer.version import __version__
 
 # Keras reads its backend when it is first imported; this library needs TensorFlow's.
 if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
     refuse_backend(os.environ["KERAS_BACKEND"])
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-with quiet_start():
-    import keras
-    import tensorflow
+_keras = sys.modules.get("keras")  # it was imported before
+if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":
+    refuse_backend(_keras.backend.backend())
 
-    tensorflow.config.list_physical_devices()
-
-if keras.backend.backend() != "tensorflow":  # it was imported before
-    refuse_backend(keras.backend.backend())
-
-from dtransformer.parallel.config import (
-    EmbeddingOpParallelConfig,
-    MoEConfig,
-    MoEParallelConfig,
-    OpParallelConfig,
-    TransformerOpParallelConfig,
-    TransformerRecomputeConfig,
-    get_parallel_config,
-    parallel_config,
-    set_parallel_config,
-)
-from dtransformer.parallel.job import (
-    compiles_shapes,
-    data_shard,
-    init,
-    is_chief,
-    local_rank,
-    rank,
-    rows_multiple_of,
-    set_seed,
-    shutdown,
-    size,
-)
-from dtransformer.trainers import Trainer
-from dtransformer.version import __version__
+if TYPE_CHECKING:
+    from dtransformer.parallel.config import (
+        EmbeddingOpParallelConfig,
+        MoEConfig,
+        MoEParallelConfig,
+        OpParallelConfig,
+        TransformerOpParallelConfig,
+        TransformerRecomputeConfig,
+        get_parallel_config,
+        parallel_config,
+        set_parallel_config,
+    )
+    from dtransformer.parallel.job import (
+        compiles_shapes,
+        data_shard,
+        init,
+        is_chief,
+        local_rank,
+        rank,
+        rows_multiple_of,
+        set_seed,
+        shutdown,
+        size,
+    )
+    from dtransformer.trainers import Trainer
 
 __all__ = [
     "EmbeddingOpParallelConfig",
@@ -67,3 +70,24 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+_HOMES = ("parallel.config", "parallel.job", "trainers")  # of the names above
+_ROOMS = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
+
+
+def __getattr__(name):
+    """Import what is first asked for: a public name, or a room of the package."""
+    if name in (*_ROOMS, "trainers"):
+        return importlib.import_module(f"dtransformer.{name}")
+    if name in __all__:
+        for home in _HOMES:
+            if home != "parallel.config":
+                importlib.import_module("dtransformer.start")
+            module = importlib.import_module(f"dtransformer.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'dtransformer' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__, *_ROOMS})

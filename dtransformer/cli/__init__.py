@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare, train, translate, evaluate, generate, checkpoint, doctor.
+"""The command line: dtransformer prepare, train, translate, generate, plan, checkpoint, doctor, …
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from dtransformer.cli.generate_options import add_generate, run_generate
 from dtransformer.cli.options import Parser, option_of
+from dtransformer.cli.plan import add_plan, run_plan
 from dtransformer.cli.prepare import add_options, prepare
 from dtransformer.errors import InputError, one_line
 from dtransformer.version import __version__
@@ -59,6 +60,7 @@ def _parser():
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
     add_generate(commands)
+    add_plan(commands)
 
     checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -99,6 +101,10 @@ def _doctor(arguments):
 
 
 def _run(arguments):
+    if arguments.command == "plan":
+        return run_plan(arguments)
+    import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+
     if arguments.command == "prepare":
         return prepare(arguments)
     if arguments.command == "doctor":

@@ -10,7 +10,6 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
@@ -104,6 +103,7 @@ class TrainingOptions:
     keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
     bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
     tensorboard: bool = False
+    layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
 
 
 @_options
@@ -152,12 +152,17 @@ def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] =
         key, equals, text = setting.partition("=")
         if not equals:
             raise InputError(f"--set {shown(setting)}: expected section.key=value")
-        set_option(config, key.strip(), parse_yaml(text, f"--set {shown(key)}"), "--set")
+        key, value = key.strip(), parse_yaml(text, f"--set {shown(key)}")
+        if (key, value) == ("parallel", "auto"):
+            key = "training.layout"
+        set_option(config, key, value, "--set")
     return config
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write the options of a run as YAML."""
+    from dtransformer.datasets.text_files import write_text_atomically
+
     sections = {
         section.name: dataclasses.asdict(getattr(config, section.name))
         for section in dataclasses.fields(config)
@@ -174,6 +179,8 @@ def _flatten(content, path):
     for section, values in (content or {}).items():
         if section not in RunConfig.__dataclass_fields__:
             set_option(RunConfig(), section, values, path)  # says what is known
+        if section == "parallel" and values == "auto":
+            values, section = {"layout": "auto"}, "training"
         if not isinstance(values, dict | None):
             raise InputError(
                 f"{path}: section {section} holds {shown(values)}, expected keys and values"

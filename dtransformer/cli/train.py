@@ -11,6 +11,7 @@ import keras
 
 import dtransformer
 from dtransformer.cli import needs, runs
+from dtransformer.cli.automatic import plan_of_run
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.run_callbacks import Beginning, BestWeights, FiniteWeights, TimeLimit
 from dtransformer.cli.run_folder import RunFolder
@@ -18,6 +19,7 @@ from dtransformer.cli.run_identity import (
     CHECKPOINTS,
     CONFIG,
     METRICS,
+    PLAN,
     TENSORBOARD,
     TOKENIZER,
     WEIGHTS,
@@ -26,12 +28,15 @@ from dtransformer.cli.run_identity import (
 )
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
+from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.planner.automatic import told
+from dtransformer.planner.report import text_of
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -80,6 +85,10 @@ def train(
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)  # before any work
+    found = None
+    if config.training.layout == "auto":
+        found = plan_of_run(config)
+        config.parallel = found.best.config
     try:
         dtransformer.init(
             config.parallel,
@@ -93,11 +102,15 @@ def train(
         folder.recover()
         return folder.check(config_path, overwrite, resume)
 
+    if found is not None and job.is_chief():
+        print(told(found))
     resumes = from_chief(resumes_from, "run/resumes")
     # Everything is made, so that what is wrong is told, before the folder is touched.
     prepared = _prepare(config, folder.path if resumes else None)
     try:
         from_chief(lambda: _begin(folder, prepared, resumes), "run/begin")
+        if found is not None and job.is_chief():
+            write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
         _fit(prepared, folder, RunIdentity.load(folder.path), resumes)
     finally:
         if job.is_chief() and not resumes:

@@ -14,6 +14,7 @@ Documents, for language models. Files: `documents` reads them. Ids: `shard_write
 `instructions`. Where a run stands, `epochs` says for all.
 """
 
+import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.datasets.batch_plan import plan_batches
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.documents import read_documents

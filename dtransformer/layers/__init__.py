@@ -1,5 +1,6 @@
 """The layers, one a file. Ordinary Keras layers where there is no mesh."""
 
+import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_mask import AttentionMask
 from dtransformer.layers.base import Layer

@@ -1,5 +1,6 @@
 """Networks made of the layers."""
 
+import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.freezing import freeze, unfreeze

@@ -1,36 +1,19 @@
-"""The sizes of published models, as data: a preset is a network's class and its arguments.
+"""Networks of the sizes of published models, which `dtransformer.architectures` has as data."""
 
-Numbers are those of the papers; `from_preset` makes a network of that size, with weights of its own.
-"""
-
-import dataclasses
-
+from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.masked_lm import MaskedLM
 
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """The size of a published model.
-
-    Args:
-        network: the class of the network.
-        arguments: dict of its arguments.
-        source: where they are published.
-    """
-
-    network: type[TokenModel]
-    arguments: dict
-    source: str
+_NETWORKS = {network.__name__: network for network in (CausalLM, EncoderDecoderLM, MaskedLM)}
 
 
 def from_preset(name: str, **arguments) -> TokenModel:
     """Return a network of the size of a published model, not built, with weights of its own.
 
     Args:
-        name: a key of `PRESETS`.
+        name: a key of `dtransformer.architectures.ARCHITECTURES`.
         **arguments: arguments that replace the preset's, such as `vocab_size`.
 
     Raises:
@@ -41,191 +24,7 @@ def from_preset(name: str, **arguments) -> TokenModel:
     >>> from_preset("bert_base").num_parameters()
     110106428
     """
-    if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}, expected one of {', '.join(PRESETS)}")
-    preset = PRESETS[name]
-    return preset.network(**{**preset.arguments, **arguments})
-
-
-def _gpt2(num_layers, hidden_size, num_heads):
-    arguments = {
-        "vocab_size": 50257,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_layers": num_layers,
-        "max_length": 1024,
-        "hidden_act": "gelu_tanh",
-        "embedding_scale": 1.0,
-        "pad_id": None,
-        "start_id": 50256,
-        "end_id": 50256,
-    }
-    return Preset(CausalLM, arguments, "Radford et al., 2019, table 2")
-
-
-def _llama(source, num_layers, hidden_size, num_heads, ffn_hidden_size, **others):
-    arguments = {
-        "vocab_size": 32000,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "ffn_hidden_size": ffn_hidden_size,
-        "num_layers": num_layers,
-        "dropout_rate": 0.0,
-        "hidden_act": "silu",
-        "positions": "rotary",
-        "max_length": 2048,
-        "tied_head": False,
-        "embedding_scale": 1.0,
-        "norm": "rms_norm",
-        "gated": True,
-        "use_bias": False,
-        "pad_id": None,
-        "start_id": 1,
-        "end_id": 2,
-    }
-    return Preset(CausalLM, {**arguments, **others}, source)
-
-
-_LLAMA_1 = "Touvron et al., 2023, arXiv 2302.13971, table 2"
-_LLAMA_2 = "Touvron et al., 2023, arXiv 2307.09288, table 1"
-_LLAMA_3 = "Grattafiori et al., 2024, arXiv 2407.21783, table 3"
-_LLAMA_2_ARGUMENTS = {"max_length": 4096, "norm_epsilon": 1e-5}
-_LLAMA_3_ARGUMENTS = {
-    "vocab_size": 128256,
-    "num_kv_heads": 8,
-    "max_length": 8192,
-    "norm_epsilon": 1e-5,
-    "rotary_base": 500000.0,
-    "start_id": 128000,
-    "end_id": 128001,
-}
-
-
-def _mistral():
-    source = "Jiang et al., 2023, arXiv 2310.06825, table 1"
-    own = {"num_kv_heads": 8, "max_length": 32768, "window": 4096, "norm_epsilon": 1e-5}
-    return _llama(source, 32, 4096, 32, 14336, **own)
-
-
-def _bert(num_layers, hidden_size, num_heads):
-    arguments = {
-        "vocab_size": 30522,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "num_layers": num_layers,
-        "next_sentence": True,
-    }
-    return Preset(MaskedLM, arguments, "Devlin et al., 2019, arXiv 1810.04805, §3")
-
-
-def _roberta(num_layers, hidden_size, num_heads):
-    own = {
-        "vocab_size": 50265,
-        "num_token_types": 1,
-        "position_offset": 2,
-        "norm_epsilon": 1e-5,
-        "next_sentence": False,
-        "pad_id": 1,
-    }
-    arguments = {**_bert(num_layers, hidden_size, num_heads).arguments, **own}
-    return Preset(MaskedLM, arguments, "Liu et al., 2019, arXiv 1907.11692, table 9")
-
-
-def _bart(layers_of_each, hidden_size, num_heads):
-    arguments = {
-        "vocab_size": 50265,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "encoder_layers": layers_of_each,
-        "decoder_layers": layers_of_each,
-        "position_offset": 2,
-        "embedding_norm": True,
-        "pad_id": 1,
-        "start_id": 2,
-        "end_id": 2,
-    }
-    return Preset(EncoderDecoderLM, arguments, "Lewis et al., 2020, arXiv 1910.13461, §2 and §5")
-
-
-def _marian():
-    arguments = {
-        "vocab_size": 58101,
-        "hidden_size": 512,
-        "num_heads": 8,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "hidden_act": "silu",
-        "positions": "sinusoidal_paper",
-        "embedding_scale": None,
-        "trains_padding": False,
-        "pad_id": 58100,
-        "start_id": 58100,
-        "end_id": 0,
-    }
-    return Preset(EncoderDecoderLM, arguments, "Tiedemann and Thottingal, 2020, OPUS-MT, en-de")
-
-
-def _t5(num_layers, hidden_size, num_heads, ffn_hidden_size, head_dim=64, **others):
-    """T5 1.0's, whose tables have entries up to a multiple of 128, as files do."""
-    arguments = {
-        "vocab_size": 32128,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "ffn_hidden_size": ffn_hidden_size,
-        "encoder_layers": num_layers,
-        "decoder_layers": num_layers,
-        "hidden_act": "relu",
-        "positions": "relative",
-        "norm": "rms_norm",
-        "use_bias": False,
-        "post_layernorm_residual": False,
-        "query_scale": 1.0,
-        "scales_output": True,
-        "pad_id": 0,
-        "start_id": 0,
-        "end_id": 1,
-    }
-    source = "Raffel et al., 2019, arXiv 1910.10683, §3.7"
-    return Preset(EncoderDecoderLM, {**arguments, **others}, source)
-
-
-def _t5_1_1(*sizes, **others):
-    """T5 1.1's: gated, with a head of its own; Shazeer, 2020, arXiv 2002.05202."""
-    own = {"gated": True, "hidden_act": "gelu_tanh", "tied_head": False, "scales_output": False}
-    return _t5(*sizes, **own, **others)
-
-
-PRESETS = {
-    "gpt2_small": _gpt2(12, 768, 12),
-    "gpt2_medium": _gpt2(24, 1024, 16),
-    "gpt2_large": _gpt2(36, 1280, 20),
-    "gpt2_xl": _gpt2(48, 1600, 25),
-    "llama_7b": _llama(_LLAMA_1, 32, 4096, 32, 11008),
-    "llama_13b": _llama(_LLAMA_1, 40, 5120, 40, 13824),
-    "llama_33b": _llama(_LLAMA_1, 60, 6656, 52, 17920),
-    "llama_65b": _llama(_LLAMA_1, 80, 8192, 64, 22016),
-    "llama2_7b": _llama(_LLAMA_2, 32, 4096, 32, 11008, **_LLAMA_2_ARGUMENTS),
-    "llama2_13b": _llama(_LLAMA_2, 40, 5120, 40, 13824, **_LLAMA_2_ARGUMENTS),
-    "llama2_70b": _llama(_LLAMA_2, 80, 8192, 64, 28672, num_kv_heads=8, **_LLAMA_2_ARGUMENTS),
-    "llama3_8b": _llama(_LLAMA_3, 32, 4096, 32, 14336, **_LLAMA_3_ARGUMENTS),
-    "llama3_70b": _llama(_LLAMA_3, 80, 8192, 64, 28672, **_LLAMA_3_ARGUMENTS),
-    "mistral_7b": _mistral(),
-    "bert_base": _bert(12, 768, 12),
-    "bert_large": _bert(24, 1024, 16),
-    "roberta_base": _roberta(12, 768, 12),
-    "roberta_large": _roberta(24, 1024, 16),
-    "bart_base": _bart(6, 768, 12),
-    "bart_large": _bart(12, 1024, 16),
-    "marian_base": _marian(),
-    "t5_small": _t5(6, 512, 8, 2048),
-    "t5_base": _t5(12, 768, 12, 3072),
-    "t5_large": _t5(24, 1024, 16, 4096),
-    "t5_3b": _t5(24, 1024, 32, 16384, head_dim=128),
-    "t5_11b": _t5(24, 1024, 128, 65536, head_dim=128),
-    "t5_1.1_small": _t5_1_1(8, 512, 6, 1024),
-    "t5_1.1_base": _t5_1_1(12, 768, 12, 2048),
-    "t5_1.1_large": _t5_1_1(24, 1024, 16, 2816),
-    "t5_1.1_xl": _t5_1_1(24, 2048, 32, 5120),
-    "t5_1.1_xxl": _t5_1_1(24, 4096, 64, 10240),
-}
+    if name not in ARCHITECTURES:
+        raise ValueError(f"there is no preset {name!r}, expected one of {', '.join(ARCHITECTURES)}")
+    preset = ARCHITECTURES[name]
+    return _NETWORKS[preset.network](**{**preset.arguments, **arguments})

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -195,6 +196,36 @@ class TransformerOpParallelConfig(validators.Checked):
     vocab_emb_dp: bool = validators.field(True, validators.flag)
     sequence_parallel: bool = validators.field(False, validators.flag)
     parallel_rules: dict | None = validators.field(None, validators.axis_rules)
+
+    @classmethod
+    def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":
+        """Return the layout that the planner chooses for this job; rank 0 prints it, and why.
+
+        Every rank gets the same. A network that is given may be one that is not built, made before
+        `dtransformer.init`; give its name or its `planner.ModelShape` where it is made later.
+
+        Args:
+            model: a network, a `planner.ModelShape`, or the name of a published model.
+            global_batch: sequences of a step, of all replicas.
+            **options: as `planner.automatic.automatic_plan` has them: `device`, `precision`,
+                `optimizer`, `local_devices`, and `fixed`, a dict of fields that are given.
+
+        Raises:
+            InputError: nothing fits, or no layout has what is fixed.
+
+        Example:
+
+        >>> config = TransformerOpParallelConfig.auto("gpt2_small", 8, device="a100")
+        Layout: one device · batch 8, by the planner: ...
+        >>> config.resolve(1).data_parallel
+        1
+        """
+        from dtransformer.planner.automatic import automatic_plan, told  # it knows the config
+
+        found = automatic_plan(model, global_batch, **options)
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(told(found))
+        return found.best.config
 
     def _known_data_parallel(self):
         if self.data_parallel is None:

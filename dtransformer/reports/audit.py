@@ -13,6 +13,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
+from dtransformer.planner.formulas import ring_elements
 
 # TensorFlow's and Horovod's operations -> what they do.
 _OPERATIONS = {
@@ -75,8 +76,8 @@ class Collective:
             return self.sends
         if self.kind == "send/recv":
             return self.elements
-        times = {"all-reduce": 2, "reduce-scatter": self.group_size}.get(self.sent_as, 1)
-        return self.elements * times * (self.group_size - 1) / self.group_size
+        whole = self.elements * (self.group_size if self.sent_as == "reduce-scatter" else 1)
+        return ring_elements(self.sent_as, whole, self.group_size)
 
     @property
     def bytes_sent(self):

@@ -15,6 +15,7 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
 from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.pipeline.own_stage import is_here
+from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
 from dtransformer.tables import columns
 
@@ -130,12 +131,9 @@ def communication_report(network, collectives, input_shapes, graph):
 def block_formula(network, stream_shapes):
     """Return the elements that each block's all-reduces sum, by Shoeybi et al., 2019, §3.
 
-    One all-reduce of b·s·h forward and one backward for every attention and every
-    feed-forward layer; backward none where no weight before it is trained. A block that is
-    recomputed repeats those forward, but for the last one, which no gradient needs, unless its
-    sums are kept. To all-gather an input that is kept sharded is half an all-reduce. The
-    low-rank addition of a sharded kernel sums b·s·r more: forward where its inputs are sharded,
-    backward where its outputs are.
+    As `planner.formulas.sums_over_model` counts them; backward there is none where no weight before
+    a layer is trained. The low-rank addition of a sharded kernel sums b·s·r more: forward where its
+    inputs are sharded, backward where its outputs are.
 
     Args:
         network: a `keras.Model`.
@@ -155,15 +153,19 @@ def block_formula(network, stream_shapes):
             features = stream_shapes[stack.name][-1]
             for block in filter(is_here, stack.blocks):
                 begins = [place[id(part.variables[0])] for part in _sublayers(block)]
-                sums = len(begins) + 1.0 * sum(first < begin for begin in begins)
-                ranks = [_rank(weight) for weight in block.variables]
-                sums += sum(ranks) / features
                 config = block.recompute_config
-                if config.recompute and first < place[id(block.variables[-1])]:
-                    sums += (len(begins) - 1) * config.mp_comm_recompute
+                repeats = config.recompute and first < place[id(block.variables[-1])]
+                sums = sums_over_model(
+                    len(begins),
+                    sum(first < begin for begin in begins),
+                    recomputes_block=repeats,
+                    repeats_sums=config.mp_comm_recompute,
+                    shards_input=config.recompute_slice_activation,
+                )
+                sums += sum(_rank(weight) for weight in block.variables) / features
+                if repeats and config.mp_comm_recompute:
                     of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
-                    sums += config.mp_comm_recompute * sum(of_inputs) / features
-                    sums += 0.5 * config.recompute_slice_activation
+                    sums += sum(of_inputs) / features
                 formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 

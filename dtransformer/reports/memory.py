@@ -25,6 +25,7 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
+from dtransformer.planner.formulas import kept_bytes
 from dtransformer.tables import columns
 
 
@@ -161,11 +162,7 @@ def _weight_bytes(row, variable):
 def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes that the blocks' activations take until the backward pass.
 
-    Those of one device, of the blocks of its pipeline stage. With items of i bytes, and for each
-    sequence of s positions: a norm and an input of products keep i·s·h each, dropout a byte an
-    element, attention queries and context, i·s·n·d each, keys and values, i·t·m·d each, and for
-    each head two of i·s·t and a mask; by blocks a float32 a query instead. The feed-forward layer
-    keeps two of i·s·f, four where it is gated.
+    Those of one device, of the blocks of its pipeline stage, by `planner.formulas.kept_bytes`.
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
@@ -223,25 +220,25 @@ def _of_block(block, s, h, lengths, item, config):
         item: bytes of an activation.
         config: the parallel config.
     """
-    t, choice, options = config.model_parallel, block.recompute_config, block.arguments
-    stream = s * h
-    if choice.recompute:
-        is_sharded = config.sequence_parallel or choice.recompute_slice_activation
-        return item * stream * len(lengths) / (t if is_sharded else 1)
-    number, n = len(lengths), options["num_heads"]
-    d, m = options.get("head_dim") or h // n, options.get("num_kv_heads") or n
-    replicated = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
-    sharded = 2 * item * d * sum(n * s + m * length for length in lengths)
-    for length in lengths:
-        if _implementation(block, s, length) == "blockwise":
-            sharded += 4 * n * s
-        elif "attention" not in choice.select:
-            sharded += (2 * item + 1) * n * s * length
-    if "feed_forward" not in choice.select:
-        sharded += (4 if options["gated"] else 2) * item * s * options["ffn_hidden_size"]
-    if "norm" in choice.select:
-        replicated -= (number + 1) * item
-    return replicated * stream / (t if config.sequence_parallel else 1) + sharded / t
+    choice, options = block.recompute_config, block.arguments
+    n = options["num_heads"]
+    return kept_bytes(
+        length=s,
+        attended=lengths,
+        hidden_size=h,
+        num_heads=n,
+        head_dim=options.get("head_dim") or h // n,
+        num_kv_heads=options.get("num_kv_heads") or n,
+        ffn_hidden_size=options["ffn_hidden_size"],
+        gated=options["gated"],
+        item_bytes=item,
+        model_parallel=config.model_parallel,
+        is_sequence_sharded=config.sequence_parallel,
+        recomputes_block=choice.recompute,
+        is_input_sharded=choice.recompute_slice_activation,
+        recomputed=choice.select,
+        by_blocks=[_implementation(block, s, length) == "blockwise" for length in lengths],
+    )
 
 
 def _bytes(variables):

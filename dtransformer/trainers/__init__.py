@@ -1,5 +1,6 @@
 """How a step is run: the trainer, its engines, schedules and callbacks."""
 
+import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.trainer import Trainer
 

@@ -3,8 +3,9 @@
 import pytest
 import tensorflow as tf
 
+from dtransformer.architectures import ARCHITECTURES
 from dtransformer.models import from_preset
-from dtransformer.models.presets import PRESETS
+from dtransformer.planner import from_network, named
 
 # As published, or counted from the published weights, tables of positions included.
 PUBLISHED = {
@@ -42,11 +43,49 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_number_of_parameters(name):
     network = from_preset(name)
     assert network.num_parameters() == PUBLISHED[name]
     assert not network.weights
+    check_planner(name, network)
+
+
+def check_planner(name, network):
+    """The planner counts the same, but for a thousandth: tables of relative positions and the like."""
+    assert named(name).parameters() == pytest.approx(network.num_parameters(), rel=1e-3)
+    assert from_network(network).parameters() == named(name).parameters()
+
+
+# In billions, as printed; table 1 of Narayanan et al., 2021, and table 3 of Vaswani et al., 2017.
+ROUNDED = {
+    "gpt_1.7b": (1.7, 1),
+    "gpt_3.6b": (3.6, 1),
+    "gpt_7.5b": (7.5, 1),
+    "gpt_18b": (18.4, 1),
+    "gpt_22b": (22, 0),
+    "gpt_39b": (39.1, 1),
+    "gpt_76b": (76.1, 1),
+    "gpt_145b": (145.6, 1),
+    "gpt_175b": (174.6, 1),
+    "gpt_310b": (310.1, 1),
+    "gpt_530b": (529.6, 1),
+    "gpt_1t": (1008.0, 1),
+    "transformer_base": (0.063, 3),  # 65 M there, with other pieces
+    "transformer_big": (0.214, 3),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_number_of_parameters_as_printed(name):
+    number, digits = ROUNDED[name]
+    network = from_preset(name)
+    assert round(network.num_parameters() / 1e9, digits) == number
+    check_planner(name, network)
+
+
+def test_every_preset_is_compared():
+    assert {*PUBLISHED, *ROUNDED} == {*ARCHITECTURES}
 
 
 def test_arguments_replace_those_of_a_preset():

@@ -40,6 +40,7 @@ Example:
 [1.0, 2.0]
 """
 
+import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.parallel.collectives.differentiable import (
     all_gather,
     all_reduce_max,

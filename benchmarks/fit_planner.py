@@ -1,0 +1,109 @@
+"""Fits the planner's constants of the A100, and prints them as JSON, with the errors.
+
+    python benchmarks/fit_planner.py
+
+Fitted on table 1 of Narayanan et al., 2021, and on the measured layouts of the models that
+`dtransformer.planner.published.FITTED_MODELS` names; the others are held out. Also prints what other
+halves to fit on would have given: mean error on what was held out each time. Least absolute errors
+of the logarithm, by Gauss-Newton with weights; no randomness.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import paths  # noqa: F401
+
+from dtransformer.planner import published
+from dtransformer.planner.clusters import device_named
+from dtransformer.planner.systems import DEEPSPEED, MEGATRON, OVERLAPPING, predicted_seconds
+
+FITTED = (
+    "product_share",
+    "half_rows",
+    "half_features",
+    "pass_overhead_us",
+    "between_share",
+    "hop_us",
+)
+START = dict(zip(FITTED, (0.8, 200, 100, 10, 0.5, 10)))
+TABLE_1_WEIGHT = 4  # of each of its ten rows, beside some dozens of layouts
+PRIOR = 0.02  # of (log constant − log start)²: keeps what data do not tell where it was
+
+
+def parts(models):
+    """Return (steps, system, weight) of what constants are fitted on."""
+    rows = [row.step for row in published.table_1()]
+    found = [([s], OVERLAPPING if s.overlaps else MEGATRON, TABLE_1_WEIGHT) for s in rows]
+    return found + [(published.layouts_of(model), DEEPSPEED, 1) for model in models]
+
+
+def log_errors(constants, some):
+    device = device_named("a100-80")
+    own = dataclasses.replace(device.constants, **constants)
+    device = dataclasses.replace(device, constants=own)
+    found = []
+    for steps, system, _ in some:
+        seconds = predicted_seconds(steps, system, device)
+        found.append(np.log(seconds / [step.seconds for step in steps]))
+    return np.concatenate(found)
+
+
+def fit(models, iterations=40):
+    """Return the constants that are fitted on table 1 and on the layouts of some models."""
+    some = parts(models)
+    weights = np.concatenate([np.full(len(steps), weight) for steps, _, weight in some])
+    start = np.log(list(START.values()))
+    named = lambda x: dict(zip(FITTED, map(float, np.exp(x))))
+
+    def cost(x):
+        return np.sum(weights * np.abs(log_errors(named(x), some))) + PRIOR * np.sum(
+            (x - start) ** 2
+        )
+
+    x, best, damping, eye = start.copy(), cost(start), 1e-2, np.eye(len(start))
+    for _ in range(iterations):
+        errors = log_errors(named(x), some)
+        slopes = [(log_errors(named(x + 1e-4 * row), some) - errors) / 1e-4 for row in eye]
+        jacobian = np.stack(slopes, axis=1)
+        robust = weights / np.maximum(np.abs(errors), 0.02)
+        matrix = jacobian.T @ (robust[:, None] * jacobian) + 2 * PRIOR * eye
+        slope = jacobian.T @ (robust * errors) + 2 * PRIOR * (x - start)
+        while damping < 1e6:
+            step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope)
+            trial = x - np.clip(step, -0.5, 0.5)
+            if cost(trial) < best:
+                x, best, damping = trial, cost(trial), damping / 3
+                break
+            damping *= 3
+        else:
+            break
+    return named(x)
+
+
+def held_out_error(constants, models):
+    """Return the mean error on the layouts of the models that were not fitted on, a share."""
+    others = [m for m in published.LAYOUT_MODELS if m not in models]
+    some = [(published.layouts_of(model), DEEPSPEED, 1) for model in others]
+    return float(np.mean(np.abs(np.expm1(log_errors(constants, some)))))
+
+
+def main():
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    constants = fit(published.FITTED_MODELS)
+    halves = {}
+    for models in itertools.combinations(published.LAYOUT_MODELS, 2):
+        halves[" and ".join(models)] = round(held_out_error(fit(models), models), 4)
+    report = {
+        "constants": {name: float(f"{value:.3g}") for name, value in constants.items()},
+        "fitted_on": ["table 1", *published.FITTED_MODELS],
+        "held_out_mean_error": round(held_out_error(constants, published.FITTED_MODELS), 4),
+        "held_out_mean_error_of_other_halves": halves,
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""`dtransformer plan`: does it fit, how long does a step take, which layout is best."""
+
+import argparse
+import dataclasses
+import json
+
+from dtransformer.cli.options import number
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
+from dtransformer.tables import columns
+
+_MOST = 10**6
+
+
+def add_plan(commands) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "plan", help="say what a layout costs, and which one to take, before a device is touched"
+    )
+    parser.add_argument("--model", help="a name, such as gpt-175b or llama2-13b, or a YAML file")
+    parser.add_argument(
+        "--devices", type=number(1, _MOST), metavar="N", help="number of devices, of all nodes"
+    )
+    parser.add_argument("--nodes", type=number(1, _MOST), metavar="N", help="or that of nodes")
+    parser.add_argument(
+        "--device", default="a100-80", help="a name, such as h100, or a file of --measure"
+    )
+    parser.add_argument("--devices-per-node", type=number(1, 1024), metavar="N")
+    parser.add_argument(
+        "--global-batch", type=number(1, 10**9), metavar="N", help="sequences of a step"
+    )
+    parser.add_argument(
+        "--sequence", type=number(1, 10**7), metavar="N", help="positions of a sequence"
+    )
+    parser.add_argument("--precision", default="mixed_bfloat16")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument(
+        "--fix", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
+        help="fields of the parallel config that are given, such as model_parallel=8",
+    )  # fmt: skip
+    parser.add_argument("--top", type=number(1, 1000), default=5, metavar="N", help="how many")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--yaml", metavar="FILE", help="write a config to train with")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, which needs matplotlib")
+    parser.add_argument(
+        "--measure", metavar="FILE",
+        help="measure this machine, under horovodrun with several ranks, and write it as a device",
+    )  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="print the errors on published tables")
+
+
+def run_plan(arguments: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        InputError: what is asked does not exist, or does not go together.
+    """
+    if arguments.check:
+        print(check_text(arguments.json))
+        return
+    if arguments.plot:
+        from dtransformer.planner.picture import check_matplotlib
+
+        check_matplotlib()
+    if arguments.measure:
+        from dtransformer.cli.machine_file import measure_to
+
+        measure_to(arguments.measure)
+        arguments.device = arguments.measure
+        if arguments.model is None:
+            return
+    found = plan_of(arguments)
+    from dtransformer.planner import report
+
+    if arguments.json:
+        print(json.dumps(report.json_of(found), indent=2))
+    else:
+        print(report.text_of(found))
+    if arguments.yaml:
+        from dtransformer.datasets.text_files import write_text_atomically
+
+        write_text_atomically(arguments.yaml, report.yaml_of(found))
+    elif not arguments.json and found.fits:
+        print(f"\n{report.yaml_of(found)}", end="")
+    if arguments.plot:
+        from dtransformer.planner.picture import draw
+
+        draw(found, arguments.plot)
+
+
+def plan_of(arguments: argparse.Namespace):
+    """Return the `Plan` that the options ask for.
+
+    Raises:
+        InputError: an option is missing or wrong.
+    """
+    from dtransformer.planner import Cluster, Job, plan
+
+    model = model_of(arguments.model, arguments.sequence)
+    device = device_of(arguments.device)
+    if arguments.devices_per_node:
+        device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
+    if (arguments.devices is None) == (arguments.nodes is None):
+        raise InputError("give --devices, the number of all devices, or --nodes")
+    devices = arguments.devices or arguments.nodes * device.devices_per_node
+    if arguments.global_batch is None:
+        raise InputError("--global-batch is not given: the number of sequences of a step")
+    fixed = dict(_field_of(text) for text in arguments.fix)
+    job = Job(arguments.global_batch, arguments.precision, arguments.optimizer, fixed)
+    return plan(model, Cluster(device, devices), job, arguments.top)
+
+
+def _field_of(text):
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"--fix {shown(text)}: expected FIELD=VALUE")
+    return name.strip(), parse_yaml(value, f"--fix {shown(name)}")
+
+
+def model_of(name: str | None, sequence: int | None = None):
+    """Return the `ModelShape` of a name or of a YAML file with its fields.
+
+    Raises:
+        InputError: there is no such model, or the file has other fields.
+    """
+    from dtransformer.planner.models import ModelShape, checked, named
+
+    changes = {} if sequence is None else {"sequence_length": sequence}
+    if name is None:
+        raise InputError("--model is not given: a name, such as gpt-175b, or a YAML file")
+    if not name.endswith((".yaml", ".yml")):
+        return named(name, **changes)
+    fields = read_yaml(name)
+    if not isinstance(fields, dict):
+        raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
+    if isinstance(fields.get("base"), str):  # a named model with other fields
+        return named(fields.pop("base"), **{**fields, **changes})
+    return checked(ModelShape, {"name": name, **fields, **changes})
+
+
+def device_of(name: str):
+    """Return the `Device` of a name or of a file of `--measure`.
+
+    Raises:
+        InputError: there is no such device, or the file has other fields.
+    """
+    from dtransformer.planner.clusters import Device, Link, device_named
+    from dtransformer.planner.constants import Constants
+    from dtransformer.planner.models import checked
+
+    if not name.endswith((".yaml", ".yml")):
+        return device_named(name)
+    fields = read_yaml(name)
+    if not isinstance(fields, dict):
+        raise InputError(f"{name}: expected the fields of a device, as --measure writes them")
+    base = fields.pop("base", None)
+    if base is not None:  # a named device with other figures
+        named = device_named(base)
+        known = {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
+        own = fields.pop("constants", {})
+        known["constants"] = vars(named.constants) | (own if isinstance(own, dict) else {"?": own})
+        known["links"] = {axis: vars(link) for axis, link in named.links.items()}
+        fields = {**known, **fields}
+    links = fields.get("links") or {}
+    if not isinstance(links, dict) or not all(isinstance(link, dict) for link in links.values()):
+        raise InputError(f"{name}: links: expected axes with gb_per_second and latency_us")
+    fields["links"] = {axis: checked(Link, link) for axis, link in links.items()}
+    if isinstance(fields.get("constants"), dict):
+        fields["constants"] = checked(Constants, fields["constants"])
+    return checked(Device, fields)
+
+
+def check_text(as_json: bool = False) -> str:
+    """Return every published table beside ours, as text or as JSON."""
+    from dtransformer.planner import check
+
+    found = check.tables()
+    if as_json:
+        tables = [
+            {
+                "title": table.title,
+                "unit": table.unit,
+                "mean_error": table.mean_error,
+                "worst_error": table.worst_error,
+                "regret": table.regret,
+                "rows": [dataclasses.asdict(row) for row in table.rows],
+            }
+            for table in found
+        ]
+        return json.dumps({"tables": tables, "held_out_error": check.held_out_error()}, indent=2)
+    form = lambda rows: columns(rows, right=(1, 2, 3))
+    lines = columns(check.summary(found), right=(1, 2, 3, 4))
+    return "\n".join([*lines, *check.lines_of(found, form)])

@@ -1,0 +1,40 @@
+"""What a layout costs, and which one to take: pure NumPy, without devices and without TensorFlow.
+
+`plan` searches, `cost` answers for one layout; `check` holds both beside published measurements.
+
+Example: four nodes of eight H100, and a Llama of 13 B.
+
+>>> model, cluster = named("llama2_13b"), Cluster(device_named("h100"), 32)
+>>> found = plan(model, cluster, Job(global_batch=256))
+>>> found.fits, found.best.config.pipeline_stage * found.best.config.model_parallel <= 8
+(True, True)
+>>> whole = cost(model, cluster, Job(256), TransformerOpParallelConfig(micro_batch_num=8))
+>>> whole.fits, whole.missing_bytes > 10**11, whole.change != ""
+(False, True, True)
+"""
+
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.planner.clusters import DEVICES, Cluster, Device, Link, device_named
+from dtransformer.planner.constants import Constants
+from dtransformer.planner.cost import Cost
+from dtransformer.planner.job import Job
+from dtransformer.planner.models import ModelShape, from_network, named
+from dtransformer.planner.search import Plan, cost, plan
+
+__all__ = [
+    "DEVICES",
+    "Cluster",
+    "Constants",
+    "Cost",
+    "Device",
+    "Job",
+    "Link",
+    "ModelShape",
+    "Plan",
+    "TransformerOpParallelConfig",
+    "cost",
+    "device_named",
+    "from_network",
+    "named",
+    "plan",
+]

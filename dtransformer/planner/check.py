@@ -1,0 +1,268 @@
+"""The planner beside what was published: each row of theirs, ours, and the errors."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from dtransformer.planner import published
+from dtransformer.planner.formulas import micro_batches_alive, state_bytes
+from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.memory import activations_of_block
+from dtransformer.planner.models import named
+from dtransformer.planner.systems import (
+    DEEPSPEED,
+    MEGATRON,
+    OVERLAPPING,
+    ZERO_3,
+    measured_layouts,
+    predicted_seconds,
+)
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a published table.
+
+    Args:
+        what: what was measured.
+        published, ours: the numbers.
+        digits: decimals as printed, where ours has to be theirs to the printed digit; None where
+            it is a measured time.
+    """
+
+    what: str
+    published: float
+    ours: float
+    digits: int | None = None
+
+    @property
+    def error(self) -> float:
+        """Ours over theirs, less 1."""
+        return self.ours / self.published - 1
+
+    @property
+    def is_same(self) -> bool:
+        """Whether ours is theirs, as printed."""
+        places = 0 if self.digits is None else self.digits
+        return abs(self.ours - self.published) <= 0.5000001 * 10**-places
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A published table beside ours.
+
+    Args:
+        title: what it is, and where it is published.
+        unit: of its numbers.
+        rows: tuple of `Row`s.
+        note: what holds of it, in a sentence.
+        regret: where its rows are layouts of one job: by how much the layout that the planner
+            would choose is slower than the best; None elsewhere.
+    """
+
+    title: str
+    unit: str
+    rows: tuple[Row, ...]
+    note: str = ""
+    regret: float | None = None
+
+    @property
+    def mean_error(self) -> float:
+        """The mean of the rows' errors without sign."""
+        return float(np.mean([abs(row.error) for row in self.rows]))
+
+    @property
+    def worst_error(self) -> float:
+        """The largest of them."""
+        return max(abs(row.error) for row in self.rows)
+
+
+def tables() -> list[Table]:
+    """Return every published table beside ours."""
+    found = [sizes(), step_seconds(), model_states(), activations(), table_1(), *table_5()]
+    found += table_2()
+    return found + [layouts_of(model) for model in published.LAYOUT_MODELS]
+
+
+def sizes() -> Table:
+    """Return the parameters of table 1's models."""
+    rows = [
+        Row(row.step.model, row.billions, named(row.step.model).parameters() / 1e9, digits=1)
+        for row in published.table_1()
+    ]
+    return Table("Parameters, Narayanan et al., 2021, table 1", "10^9", tuple(rows))
+
+
+def step_seconds() -> Table:
+    """Return the FLOP of table 1's steps: the formula beside a count of the products."""
+    rows = []
+    for row in published.table_1():
+        model = named(row.step.model)
+        # With full recompute the blocks' forward passes are computed twice: 4/3 of them.
+        head = 6.0 * model.sequence_length * model.hidden_size * model.vocab_size
+        counted = (model.flops_per_sequence() - head) * 4 / 3 + head
+        formula = published.flop_of_step(row.step.model, row.step.global_batch)
+        rows.append(Row(row.step.model, formula / 1e18, counted * row.step.global_batch / 1e18, 6))
+    return Table("FLOP of a step with full recompute, the same, §5.1", "10^18", tuple(rows))
+
+
+def model_states() -> Table:
+    """Return the ZeRO paper's model states a device."""
+    rows = []
+    for billions, devices in published.ZERO_STATES.items():
+        for count, levels in devices.items():
+            for level, value in enumerate(levels, start=1):
+                ours = sum(float(part) for part in state_bytes(billions, count, level))
+                text = f"{value:g}"
+                digits = len(text.split(".")[1]) if "." in text else 0
+                rows.append(
+                    Row(f"{billions} B, {count} devices, level {level}", value, ours, digits)
+                )
+    return Table("Model states a device, Rajbhandari et al., 2020, figure 1", "GB", tuple(rows))
+
+
+def activations() -> Table:
+    """Return the bytes a device of Korthikanti et al.'s figure 1."""
+    rows, steps = [], {step.model: step for step in published.table_5("full")}
+    choices = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    names = ("nothing recomputed", "sequence parallel", "attention recomputed", "both", "full")
+    for name, (states, *kept) in published.FIGURE_1.items():
+        step, model = steps[name], named(name)
+        (kind,) = model.kinds
+        products = model.attention_parameters() + model.expert_parameters()
+        share = kind.number / (step.tensor * step.stages)
+        own = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
+        rows.append(Row(f"{name}, states", states, own, digits=2))
+        schedule = "interleaved" if step.chunks > 1 else "1f1b"
+        numbers = step.stages, 0, step.global_batch, step.chunks
+        alive = float(micro_batches_alive(schedule, *numbers))
+        for (recompute, sequence), what, value in zip(choices, names, kept, strict=True):
+            layout = Layouts.of(
+                model=step.tensor,
+                micro_batch=step.micro_batch,
+                recompute=recompute,
+                sequence=sequence,
+            )
+            of_block = float(activations_of_block(model, kind, layout)[0])
+            of_all = of_block * kind.number / step.stages * alive
+            rows.append(Row(f"{name}, {what}", value, of_all / _GIB, digits=2))
+    title = "Bytes a device, Korthikanti et al., 2022, figure 1"
+    return Table(title, "GiB", tuple(rows))
+
+
+def table_1() -> Table:
+    """Return the steps of Narayanan et al.'s table 1."""
+    rows = [
+        _row(row.step, OVERLAPPING if row.step.overlaps else MEGATRON)
+        for row in published.table_1()
+    ]
+    note = "Constants are fitted on it."
+    return Table("Steps of Megatron-LM, Narayanan et al., 2021, table 1", "s", tuple(rows), note)
+
+
+def table_5() -> list[Table]:
+    """Return the steps of Korthikanti et al.'s table 5, of both columns."""
+    titles = {
+        "full": "Steps with full recompute, Korthikanti et al., 2022, table 5",
+        "attention": "Steps with attention recomputed and sequence parallelism, the same",
+    }
+    return [
+        Table(
+            title,
+            "s",
+            tuple(_row(step, MEGATRON) for step in published.table_5(recompute)),
+            "Nothing is fitted on it.",
+        )
+        for recompute, title in titles.items()
+    ]
+
+
+def table_2() -> list[Table]:
+    """Return Narayanan et al.'s table 2: tensor × pipeline, and ZeRO-3 without."""
+    found = []
+    for scheme, system, level in (("PTD", MEGATRON, 0), ("ZeRO-3", ZERO_3, 3)):
+        rows = [_row(step, system, level) for step, _ in published.table_2(scheme)]
+        kind = "tensor × pipeline" if scheme == "PTD" else "ZeRO-3 alone"
+        title = f"Steps by {kind}, Narayanan et al., 2021, table 2"
+        found.append(Table(title, "s", tuple(rows), "Nothing is fitted on it."))
+    return found
+
+
+def layouts_of(model: str) -> Table:
+    """Return the measured layouts of a model."""
+    steps = published.layouts_of(model)
+    ours = predicted_seconds(steps, DEEPSPEED)
+    rows = tuple(
+        Row(_describe(step), step.seconds, float(seconds)) for step, seconds in zip(steps, ours)
+    )
+    chosen = min(rows, key=lambda row: row.ours)
+    best = min(row.published for row in rows)
+    use = "fitted on" if model in published.FITTED_MODELS else "held out"
+    title = f"{len(rows)} layouts of {model}, VIA-Research/vTrain ({use})"
+    return Table(title, "s", rows, "", chosen.published / best - 1)
+
+
+def held_out_error(models=published.HELD_OUT_MODELS) -> float:
+    """Return the mean error on the measured layouts of models; of those held out by default."""
+    errors = [abs(row.error) for model in models for row in layouts_of(model).rows]
+    return float(np.mean(errors))
+
+
+def _row(step, system, level=0):
+    return Row(
+        _describe(step), step.seconds, float(predicted_seconds([step], system, level=level)[0])
+    )
+
+
+def _describe(step) -> str:
+    devices = step.tensor * step.stages * step.data
+    layout = measured_layouts([step]).describe(0)
+    layout = layout.removesuffix(" · recompute full").removesuffix(" · recompute attention")
+    return f"{step.model} on {devices}: {layout.replace('model', 'tensor')}"
+
+
+def lines_of(found: list[Table], form: Callable) -> list[str]:
+    """Return all tables as lines.
+
+    Args:
+        found: list of `Table`s.
+        form: a function of a list of rows of cells, the header first, that returns lines.
+    """
+    lines = []
+    for table in found:
+        is_exact = table.rows[0].digits is not None
+        last = "as printed" if is_exact else "error"
+        cells = [("what", f"published, {table.unit}", f"planner, {table.unit}", last)]
+        for row in table.rows:
+            number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
+            told = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
+            cells.append((row.what, number(row.published), number(row.ours), told))
+        lines += ["", f"## {table.title}", "", *form(cells), ""]
+        if is_exact:
+            same = sum(row.is_same for row in table.rows)
+            lines.append(f"{same} of {len(table.rows)} are the same to the printed digit.")
+        else:
+            told = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
+            if table.regret is not None:
+                told += f" What it would choose is {table.regret:.1%} slower than the best."
+            lines.append(f"{told} {table.note}".strip())
+    return lines
+
+
+def summary(found: list[Table]) -> list[tuple]:
+    """Return the rows of a table of all tables, the header first."""
+    rows = [("table", "rows", "mean error", "largest error", "regret")]
+    for table in found:
+        if table.rows[0].digits is not None:
+            same = sum(row.is_same for row in table.rows)
+            rows.append((table.title, len(table.rows), f"{same} as printed", "", ""))
+        else:
+            regret = "" if table.regret is None else f"{table.regret:.1%}"
+            errors = f"{table.mean_error:.1%}", f"{table.worst_error:.1%}"
+            rows.append((table.title, len(table.rows), *errors, regret))
+    held = sum(len(published.layouts_of(model)) for model in published.HELD_OUT_MODELS)
+    rows.append(("the layouts held out, together", held, f"{held_out_error():.1%}", "", ""))
+    return rows

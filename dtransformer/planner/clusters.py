@@ -1,0 +1,149 @@
+"""Devices, links and clusters, as data.
+
+Figures are the vendors' own: products of 16 bits without sparsity, memory of 10^9 bytes, links one
+way. What of them training reaches, `constants` says.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from dtransformer.errors import InputError, shown
+from dtransformer.planner.constants import A100, Constants
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What one axis of the grid is measured to send, all of its groups at once.
+
+    Args:
+        gb_per_second: one way, from each device, 10^9 bytes/s.
+        latency_us: microseconds of a step of a ring, whatever it sends.
+    """
+
+    gb_per_second: float
+    latency_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device.
+
+    Args:
+        name: what it is called.
+        tflops_16_bit: products of float16 or bfloat16, 10^12 FLOP/s.
+        tflops_32_bit: products of float32 as TensorFlow computes them, on newer GPUs in TF32.
+        memory_gb: its memory, 10^9 bytes.
+        memory_gb_per_second: what it reads and writes of that, 10^9 bytes/s.
+        inside_gb_per_second: what it sends to devices of its node, 10^9 bytes/s.
+        between_gb_per_second: its share of its node's network, 10^9 bytes/s.
+        devices_per_node: how many a node has.
+        constants: what of these figures training reaches.
+        source: where the figures are published.
+        links: dict of an axis, "model", "data" or "stage", and its `Link`, where it is measured.
+        hides_reductions: whether what it sends leaves its products as fast as they are.
+    """
+
+    name: str
+    tflops_16_bit: float
+    tflops_32_bit: float
+    memory_gb: float
+    memory_gb_per_second: float
+    inside_gb_per_second: float
+    between_gb_per_second: float
+    devices_per_node: int = 8
+    constants: Constants = A100
+    source: str = ""
+    links: Mapping = dataclasses.field(default_factory=dict)
+    hides_reductions: bool = True
+
+    def of_axis(self, axis: str) -> Link | None:
+        """Return the measured link of an axis of the grid; None where the figures hold."""
+        return self.links.get(axis)
+
+
+_NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
+
+
+def _device(name, tflops, tflops_32_bit, memory_gb, memory, inside, between):
+    return Device(name, tflops, tflops_32_bit, memory_gb, memory, inside, between, source=_NVIDIA)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("v100-16", 125, 15.7, 16, 900, 150, 12.5),
+        _device("v100-32", 125, 15.7, 32, 900, 150, 12.5),
+        _device("a100-40", 312, 156, 40, 1555, 300, 25),
+        _device("a100-80", 312, 156, 80, 2039, 300, 25),
+        _device("h100-80", 989, 494, 80, 3350, 450, 50),
+        _device("h200-141", 989, 494, 141, 4800, 450, 50),
+        _device("b200-180", 2250, 1125, 180, 7700, 900, 50),
+    )
+}
+_SHORT = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}
+_SHORT |= {"h200": "h200-141", "b200": "b200-180"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind, in nodes.
+
+    Args:
+        device: the `Device`.
+        num_devices: how many there are.
+        devices_per_node: how many a node has; the device's own by default.
+        usable_share: share of a device's memory that training may take; the rest is the
+            framework's and fragmentation.
+
+    Raises:
+        InputError: a number is not a positive integer, or nodes are not full.
+    """
+
+    device: Device
+    num_devices: int
+    devices_per_node: int | None = None
+    usable_share: float = 0.92
+
+    def __post_init__(self):
+        for name in ("num_devices", "devices_per_node"):
+            value = getattr(self, name)
+            if name == "devices_per_node" and value is None:
+                object.__setattr__(self, name, min(self.device.devices_per_node, self.num_devices))
+            elif type(value) is not int or value < 1:
+                raise InputError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        if self.num_devices % self.devices_per_node:
+            raise InputError(
+                f"num_devices={self.num_devices} is not a multiple of "
+                f"devices_per_node={self.devices_per_node}: give full nodes, or --devices-per-node"
+            )
+
+    @property
+    def memory_bytes(self) -> float:
+        """The bytes that training may take of a device."""
+        return self.device.memory_gb * 1e9 * self.usable_share
+
+    def __str__(self):
+        nodes = self.num_devices // self.devices_per_node
+        where = f"{nodes} nodes of {self.devices_per_node}" if nodes > 1 else "one node"
+        return f"{self.num_devices} × {self.device.name} ({where})"
+
+
+def device_named(name: str) -> Device:
+    """Return a device by its name.
+
+    Raises:
+        InputError: there is none; lists what exists.
+
+    Example:
+
+    >>> device_named("a100").memory_gb
+    80
+    """
+    key = str(name).lower().replace("_", "-")
+    key = _SHORT.get(key, key)
+    if key not in DEVICES:
+        raise InputError(
+            f"there is no device {shown(name)}, expected one of {', '.join([*DEVICES, *_SHORT])}, "
+            "or a file of --measure"
+        )
+    return DEVICES[key]

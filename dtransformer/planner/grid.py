@@ -1,0 +1,200 @@
+"""All layouts of a number of devices that there are: every divisor of everything."""
+
+import difflib
+import itertools
+import re
+
+import numpy as np
+
+from dtransformer.errors import InputError, shown
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.pipeline.schedules import SCHEDULES
+from dtransformer.parallel.validators import check_supported
+from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.job import Job
+from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts, recompute_of
+from dtransformer.planner.models import ModelShape
+
+_MAX_CHUNKS = 8
+# Fields of the config that a layout decides; of the others, what is fixed goes into the config.
+_COLUMNS = {
+    "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
+    "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
+    "pipeline_chunks": "chunks", "pipeline_schedule": "schedule", "recompute": "recompute",
+    "optimizer_shard": "level", "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
+}  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order.
+
+    Example:
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
+    """Return every layout of a cluster's devices that a job's fixed fields leave.
+
+    The model axis stays inside of a node, unless it is fixed.
+
+    Raises:
+        InputError: a fixed field is none of the config's, or no layout has it.
+    """
+    fixed, others = _fixed_columns(job)
+    allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
+    devices, batch, parts = cluster.num_devices, job.global_batch, []
+    for t in divisors(devices):
+        may_cross = "model" in fixed
+        if t not in allowed("model", [t]) or _does_not_divide(model, t):
+            continue
+        if t > cluster.devices_per_node and not may_cross:
+            continue
+        for p, c in itertools.product(divisors(devices // t), repeat=2):
+            if devices % (t * p * c) or p > model.num_blocks or _no_context(model, c):
+                continue
+            data = devices // (t * p * c)
+            if batch % data or not allowed("stage", [p]) or not allowed("context", [c]):
+                continue
+            if not allowed("data", [data]):
+                continue
+            experts = divisors(np.gcd(data, model.num_experts)) if model.num_experts > 1 else [1]
+            for e in allowed("expert", experts):
+                parts.append(
+                    _options(model, allowed, t=t, p=p, c=c, e=e, data=data, batch=batch // data)
+                )
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        raise InputError(_why_none(model, cluster, job))
+    layouts = Layouts.joined(parts)
+    return layouts[_is_supported(layouts, others)]
+
+
+def _does_not_divide(model, t):
+    return model.num_heads % t or model.num_kv_heads % t or model.ffn_hidden_size % t
+
+
+def _no_context(model, c):
+    return c > 1 and any(kind.length % c for kind in model.kinds)
+
+
+def _options(model, allowed, *, t, p, c, e, data, batch):
+    """Return the layouts of some degrees: micro-batches, schedules, recompute, levels."""
+    rows = []
+    numbers = [m for m in divisors(batch) if m >= p]
+    for name in allowed("schedule", range(len(SCHEDULE_NAMES))):
+        schedule = SCHEDULES[SCHEDULE_NAMES[name]]
+        if p == 1 and name and len(allowed("schedule", range(2))) > 1:
+            continue  # it has no meaning there
+        most = min(schedule.max_chunks or _MAX_CHUNKS, _MAX_CHUNKS, model.num_blocks // p)
+        for v in allowed("chunks", range(schedule.min_chunks if p > 1 else 1, most + 1)):
+            if p == 1 and v > 1:
+                continue
+            if v > 1 and model.num_blocks % (p * v):
+                continue  # chunks would be uneven
+            some = [m for m in numbers if not schedule.full_turns or p == 1 or m % p == 0]
+            rows += itertools.product(allowed("micro_batches", some), [v], [name])
+    levels = allowed("level", range(4) if data * c > 1 else [0])
+    recomputes = allowed("recompute", range(len(RECOMPUTES)))
+    sequences = allowed("sequence", [0, 1] if t > 1 else [0])
+    others = list(itertools.product(recomputes, levels, sequences))
+    if not rows or not others:
+        return None
+    m, v, schedule = np.repeat(np.array(rows), len(others), axis=0).T
+    recompute, level, sequence = np.tile(np.array(others), (len(rows), 1)).T
+    return Layouts.of(
+        model=t, stage=p, context=c, expert=e, data=data, micro_batch=batch // m, micro_batches=m,
+        chunks=v, schedule=schedule, recompute=recompute, level=level, sequence=sequence,
+        rows=allowed("rows", [1]) or 0,
+    )  # fmt: skip
+
+
+def _fixed_columns(job):
+    """Return what a job fixes of the columns, as numbers, and of the config's other fields."""
+    names = TransformerOpParallelConfig.__dataclass_fields__
+    for name in job.fixed:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            raise InputError(f"there is no field {shown(name)} to fix; {hint}")
+    try:
+        config = job.fixed_config()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"fixed: {error}") from None
+    columns, others = {}, {}
+    for name in job.fixed:
+        value = getattr(config, name)
+        if name not in _COLUMNS:
+            others[name] = value
+        elif name == "pipeline_schedule":
+            columns["schedule"] = SCHEDULE_NAMES.index(value)
+        elif name == "vocab_emb_dp":
+            columns["rows"] = int(not value)
+        elif name == "recompute":
+            columns["recompute"] = RECOMPUTES.index(recompute_of(value))
+        elif value is not None:
+            columns[_COLUMNS[name]] = int(value)
+    return columns, others
+
+
+def _is_supported(layouts, others):
+    """Return a mask of the layouts that the trainer takes, by its own check.
+
+    What it refuses depends on which techniques meet, not on how large their degrees are: one
+    layout of each meeting is asked for.
+    """
+    columns = {
+        "model": np.minimum(layouts.model, 2),
+        "stage": np.minimum(layouts.stage, 2),
+        "context": np.minimum(layouts.context, 2),
+        "expert": np.minimum(layouts.expert, 2),
+        "chunks": np.minimum(layouts.chunks, 3),
+    }
+    for name in ("schedule", "recompute", "level", "sequence"):
+        columns[name] = getattr(layouts, name)
+    key = np.ravel_multi_index(tuple(columns.values()), (3, 3, 3, 3, 4, 8, 4, 4, 2))
+    _, firsts, places = np.unique(key, return_index=True, return_inverse=True)
+    answers = [supported_error(layouts.config(first, others)) is None for first in firsts]
+    return np.array(answers)[places]
+
+
+def supported_error(config: TransformerOpParallelConfig) -> str | None:
+    """Return why the trainer would refuse a config; None where it takes it."""
+    try:
+        check_supported(config)
+    except (ValueError, NotImplementedError) as error:
+        return re.sub(r"\s+", " ", str(error))
+    return None
+
+
+def _why_none(model, cluster, job):
+    """Return one line: which demand leaves no layout."""
+    fixed = {name: value for name, value in job.fixed.items() if name in _COLUMNS}
+    devices = cluster.num_devices
+    degrees = [name for name in list(_COLUMNS)[:4] if fixed.get(name)]
+    product = int(np.prod([int(fixed[name]) for name in degrees])) if degrees else 1
+    if devices % product:
+        words = " · ".join(f"{name}={fixed[name]}" for name in degrees)
+        return f"{words} does not divide {devices} devices: change --fix, or --devices"
+    t = int(fixed.get("model_parallel", 1))
+    if _does_not_divide(model, t):
+        return (
+            f"model_parallel={t} does not divide num_heads={model.num_heads}, "
+            f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size} of "
+            f"{model.name}: fix a common divisor"
+        )
+    p = int(fixed.get("pipeline_stage", 1))
+    if p > model.num_blocks:
+        return (
+            f"pipeline_stage={p} is more than the {model.num_blocks} blocks of {model.name}: fix "
+            "fewer stages"
+        )
+    return (
+        f"no layout of {devices} devices divides global_batch={job.global_batch}"
+        f"{f' with {dict(fixed)}' if fixed else ''}: give a batch that has more divisors, such as "
+        f"{-(-job.global_batch // devices) * devices}"
+    )

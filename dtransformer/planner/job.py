@@ -1,0 +1,133 @@
+"""What is trained, and how a system carries it out."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from dtransformer.errors import InputError, shown
+from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+# States of a parameter, in float32 numbers; of those that keep rows and columns, as good as none.
+OPTIMIZERS = {
+    "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
+    "adamax": 2, "lamb": 2, "adafactor": 0,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """How a training system carries a layout out.
+
+    Args:
+        name: what it is called.
+        weight_bytes, gradient_bytes, state_bytes: of a parameter, on its rank, unsharded.
+        sent_gradient_bytes: of a gradient as it is reduced between replicas.
+        hidden_share: share of that reduction that is hidden behind the backward pass.
+        hides_on_mesh: whether that is so on a mesh and in a pipeline, too.
+        repeats_last_sum: whether a recomputed block repeats its last all-reduce, too.
+        shards_sends: whether the devices of a stage send a shard each to the next, not all of it.
+        gathers_a_block: all-gathers of a block's weights at level 3: one for all of them, or for
+            each.
+        copies_weights: whether, without a mesh, a rank computes with a 16-bit copy of the weights at
+            levels 1 and 2, and shards float32 ones with the states.
+    """
+
+    name: str
+    weight_bytes: float
+    gradient_bytes: float
+    state_bytes: float
+    sent_gradient_bytes: float
+    hidden_share: float
+    hides_on_mesh: bool
+    repeats_last_sum: bool
+    shards_sends: bool
+    gathers_a_block: int = 1
+    copies_weights: bool = False
+
+    def bytes_a_parameter(self, level, is_on_mesh):
+        """Return the bytes of a parameter's weight, gradient and states, before they are sharded.
+
+        Args:
+            level: 0 to 3, or an array of them.
+            is_on_mesh: whether operations are sharded.
+        """
+        level = np.asarray(level)
+        copies = self.copies_weights & ((level == 1) | (level == 2)) & ~np.asarray(is_on_mesh)
+        gradients = np.where(copies & (level == 1), 2, self.gradient_bytes)
+        states = self.state_bytes + np.where(copies, self.weight_bytes, 0)
+        return np.where(copies, 2, self.weight_bytes), gradients, states
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Args:
+        global_batch: sequences of a step, of all replicas.
+        precision: "float32", "mixed_bfloat16" or "mixed_float16".
+        optimizer: name of a Keras optimizer.
+        fixed: dict of fields of `TransformerOpParallelConfig` that are given.
+
+    Raises:
+        InputError: a value is not one that there is.
+    """
+
+    global_batch: int
+    precision: str = "mixed_bfloat16"
+    optimizer: str = "adamw"
+    fixed: Mapping = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if type(self.global_batch) is not int or self.global_batch < 1:
+            raise InputError(
+                f"global_batch must be an integer of at least 1, got {shown(self.global_batch)}"
+            )
+        if self.precision not in PRECISIONS:
+            raise InputError(
+                f"precision must be one of {', '.join(PRECISIONS)}; got {shown(self.precision)}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {shown(self.optimizer)}"
+            )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether products are computed in 16 bits."""
+        return self.precision != "float32"
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of an activation."""
+        return 2 if self.is_mixed else 4
+
+    def fixed_config(self) -> TransformerOpParallelConfig:
+        """Return a config of the fixed fields; `recompute` may be a dict of its own fields.
+
+        Raises:
+            TypeError, ValueError: a field has a wrong value.
+        """
+        fields = dict(self.fixed)
+        if isinstance(fields.get("recompute"), Mapping):
+            fields["recompute"] = TransformerRecomputeConfig(**fields["recompute"])
+        return TransformerOpParallelConfig(**fields)
+
+    def system(self) -> System:
+        """Return how this library carries the job out.
+
+        Variables, gradients and states are float32, also where products are of 16 bits.
+        """
+        return System(
+            name="dtransformer",
+            weight_bytes=4,
+            gradient_bytes=4,
+            state_bytes=4 * OPTIMIZERS[self.optimizer],
+            sent_gradient_bytes=4 if self.fixed_config().gradient_dtype == "float32" else 2,
+            hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
+            hides_on_mesh=False,
+            repeats_last_sum=False,
+            shards_sends=False,
+            copies_weights=self.is_mixed,
+        )

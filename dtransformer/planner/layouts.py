@@ -1,0 +1,186 @@
+"""Layouts as columns of numbers: many at once, so that all of a search are computed together."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from dtransformer.errors import InputError
+from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.pipeline.schedules import SCHEDULES
+
+RECOMPUTES = ("none", "attention", "full")
+SCHEDULE_NAMES = tuple(SCHEDULES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """A number N of layouts; every field is an array [N] of ints.
+
+    Args:
+        model, stage, context, expert, data: the degrees; experts are on the data axis.
+        micro_batch: sequences b of a micro-batch of a replica.
+        micro_batches: number m of them in a step.
+        chunks: model chunks v of a stage.
+        schedule: position in `SCHEDULE_NAMES`.
+        recompute: position in `RECOMPUTES`.
+        level: of `optimizer_shard`.
+        sequence: 1 where the residual stream is sharded over the model axis.
+        rows: 1 where tables of embeddings are sharded over the model axis.
+    """
+
+    model: np.ndarray
+    stage: np.ndarray
+    context: np.ndarray
+    expert: np.ndarray
+    data: np.ndarray
+    micro_batch: np.ndarray
+    micro_batches: np.ndarray
+    chunks: np.ndarray
+    schedule: np.ndarray
+    recompute: np.ndarray
+    level: np.ndarray
+    sequence: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, **columns) -> "Layouts":
+        """Return layouts of columns, or of numbers that hold for all; others have their least."""
+        given = {name: np.atleast_1d(np.asarray(value)) for name, value in columns.items()}
+        count = max(map(len, given.values()))
+        none = {"recompute": 0, "level": 0, "sequence": 0, "schedule": 0}
+        return cls(
+            **{
+                name: np.broadcast_to(given.get(name, none.get(name, 1)), count).astype(int)
+                for name in cls.__dataclass_fields__
+            }
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable["Layouts"]) -> "Layouts":
+        """Return the layouts of several, one after the other."""
+        parts = list(parts)
+        names = cls.__dataclass_fields__
+        return cls(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+
+    def __len__(self):
+        return len(self.model)
+
+    def __getitem__(self, chosen) -> "Layouts":
+        """Return those that an index array, a mask or a slice chooses."""
+        return Layouts(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+
+    @property
+    def devices(self):
+        """The number of devices of each."""
+        return self.model * self.stage * self.context * self.data
+
+    @property
+    def techniques(self):
+        """How many techniques each uses: of two that are as fast, fewer are simpler."""
+        used = [self.model > 1, self.stage > 1, self.context > 1, self.expert > 1, self.chunks > 1]
+        used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
+        return sum(flag.astype(int) for flag in used) + self.level
+
+    def config(self, number: int, fixed=None) -> TransformerOpParallelConfig:
+        """Return one of them as a config to train with.
+
+        Args:
+            number: its position.
+            fixed: dict of other fields of the config.
+        """
+        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+        choices = {
+            "none": False,
+            "attention": TransformerRecomputeConfig(select=("attention",)),
+            "full": True,
+        }
+        fields = {
+            "data_parallel": own["data"],
+            "model_parallel": own["model"],
+            "pipeline_stage": own["stage"],
+            "pipeline_schedule": SCHEDULE_NAMES[own["schedule"]],
+            "pipeline_chunks": own["chunks"],
+            "context_parallel": own["context"],
+            "expert_parallel": own["expert"],
+            "micro_batch_num": own["micro_batches"],
+            "optimizer_shard": own["level"],
+            "recompute": choices[RECOMPUTES[own["recompute"]]],
+            "sequence_parallel": bool(own["sequence"]),
+            "vocab_emb_dp": not (own["rows"] and own["model"] > 1),
+        }
+        return TransformerOpParallelConfig(**{**(fixed or {}), **fields})
+
+    def describe(self, number: int) -> str:
+        """Return one of them in a few words."""
+        own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
+        axes = ("data", "model", "stage", "context", "expert")
+        words = [f"{axis} {own[axis]}" for axis in axes if own[axis] > 1]
+        words = words or ["one device"]
+        if own["sequence"]:
+            words.append("sequence parallel")
+        if own["micro_batches"] > 1:
+            words.append(f"{own['micro_batches']} micro-batches of {own['micro_batch']}")
+        else:
+            words.append(f"batch {own['micro_batch']}")
+        if own["stage"] > 1:
+            chunks = f" of {own['chunks']} chunks" * (own["chunks"] > 1)
+            words.append(SCHEDULE_NAMES[own["schedule"]] + chunks)
+        if own["level"]:
+            words.append(f"optimizer_shard {own['level']}")
+        if own["recompute"]:
+            words.append(f"recompute {RECOMPUTES[own['recompute']]}")
+        return " · ".join(words)
+
+
+def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: int) -> Layouts:
+    """Return the one layout of a config.
+
+    Args:
+        config: a `TransformerOpParallelConfig`.
+        global_batch: sequences of a step.
+        devices: number of devices.
+
+    Raises:
+        InputError: its degrees do not multiply to the devices, or do not divide the batch.
+    """
+    try:
+        config = config.resolve(devices)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    parts = config.data_parallel * config.micro_batch_num
+    if global_batch % parts:
+        raise InputError(
+            f"global_batch={global_batch} is not divisible by data_parallel={config.data_parallel} "
+            f"· micro_batch_num={config.micro_batch_num}: give a multiple of {parts}"
+        )
+    return Layouts.of(
+        model=config.model_parallel,
+        stage=config.pipeline_stage,
+        context=config.context_parallel,
+        expert=config.expert_parallel,
+        data=config.data_parallel,
+        micro_batch=global_batch // parts,
+        micro_batches=config.micro_batch_num,
+        chunks=config.pipeline_chunks,
+        schedule=SCHEDULE_NAMES.index(config.pipeline_schedule),
+        recompute=RECOMPUTES.index(recompute_of(config.recompute)),
+        level=int(config.optimizer_shard),
+        sequence=int(config.sequence_parallel),
+        rows=int(not config.vocab_emb_dp),
+    )
+
+
+def recompute_of(value: bool | TransformerRecomputeConfig) -> str:
+    """Return which of `RECOMPUTES` a config's `recompute` comes next to.
+
+    Example:
+
+    >>> recompute_of(True), recompute_of(TransformerRecomputeConfig(select=("attention",)))
+    ('full', 'attention')
+    """
+    if isinstance(value, bool):
+        return "full" if value else "none"
+    if value.recompute:
+        return "full"
+    return "attention" if "attention" in value.select else "none"

@@ -1,0 +1,122 @@
+"""The machine that this process runs on, as a device: without TensorFlow, and the same on every rank.
+
+Ranks of a job read the same environment and machines of the same kind, so that each makes the same
+plan by itself; where machines differ, give a device, or `dtransformer.init` refuses the job.
+"""
+
+import glob
+import os
+import pathlib
+import re
+
+from dtransformer.errors import InputError, shown
+from dtransformer.planner.clusters import DEVICES, Cluster, Device, Link, device_named
+from dtransformer.planner.constants import Constants
+
+_GPUS = "/proc/driver/nvidia/gpus/*/information"
+# Of one core, as `dtransformer plan --measure` found them on two cores of a virtual machine with
+# AVX-512: float32 products, memory, and what ranks of a host send each other over loopback, of which
+# the model axis goes through DTensor and the others through Horovod, whose cycle is 5 ms.
+_CORE_TFLOPS = 0.075
+_CORE_GB_PER_SECOND = 5.0
+_LINKS = {"data": Link(0.7, 2500.0), "model": Link(0.4, 2500.0), "stage": Link(0.4, 5000.0)}
+CPU = Constants(
+    product_share=0.9,
+    half_rows=8,
+    half_features=16,
+    memory_share=1.0,
+    pass_overhead_us=500,
+    inside_share=1.0,
+    between_share=1.0,
+    hop_us=300,
+    source="measured with dtransformer plan --measure",
+)
+
+
+def num_ranks() -> int:
+    """Return the number of ranks that horovodrun has started; 1 without it."""
+    text = os.environ.get("HOROVOD_SIZE") or "1"
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
+def ranks_per_host() -> int:
+    """Return how many of them are on this host."""
+    text = os.environ.get("HOROVOD_LOCAL_SIZE") or str(num_ranks())
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
+def this_device() -> Device:
+    """Return the device of a rank: a GPU of this host, or its share of the host's cores.
+
+    Raises:
+        InputError: the host has GPUs that no table has.
+    """
+    found = sorted(glob.glob(_GPUS))
+    if found:
+        return device_of_gpu(pathlib.Path(found[0]).read_text("utf-8"))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return cpu_device(len(os.sched_getaffinity(0)), pages / 1e9, ranks_per_host())
+
+
+def device_of_gpu(information: str) -> Device:
+    """Return the device of what the driver says of a GPU.
+
+    Raises:
+        InputError: no table has it.
+
+    Example:
+
+    >>> device_of_gpu("Model:  NVIDIA A100-SXM4-80GB").name
+    'a100-80'
+    """
+    match = re.search(r"Model:\s*(.*)", information)
+    name = match[1].strip() if match else "?"
+    for key in sorted(DEVICES, reverse=True):
+        family, size = key.split("-")
+        if family.upper() in name and (f"{size}GB" in name or "GB" not in name):
+            return DEVICES[key]
+    for family in ("v100", "a100", "h100", "h200", "b200"):
+        if family.upper() in name:
+            return device_named(family)
+    raise InputError(
+        f"there are no figures of the GPU {shown(name)}: measure it with dtransformer plan "
+        "--measure FILE, or give a device"
+    )
+
+
+def cpu_device(cores: int, memory_gb: float, ranks: int) -> Device:
+    """Return a rank's share of a host's cores and memory as a device.
+
+    Args:
+        cores: number of cores of the host.
+        memory_gb: its memory, 10^9 bytes.
+        ranks: number of ranks of the host.
+    """
+    share = cores / ranks
+    tflops = _CORE_TFLOPS * share
+    rate = _LINKS["data"].gb_per_second
+    return Device(
+        name="cpu",
+        tflops_16_bit=tflops / 2,  # converted to float32
+        tflops_32_bit=tflops,
+        memory_gb=memory_gb / ranks,
+        memory_gb_per_second=_CORE_GB_PER_SECOND * share,
+        inside_gb_per_second=rate,
+        between_gb_per_second=rate,
+        devices_per_node=ranks,
+        constants=CPU,
+        source=CPU.source,
+        links=_LINKS,
+        hides_reductions=False,
+    )
+
+
+def this_cluster(device: Device | None = None, local_devices: int = 1) -> Cluster:
+    """Return the job's devices as a cluster.
+
+    Args:
+        device: their `Device`; that of this host by default.
+        local_devices: number of devices of each rank.
+    """
+    per_host = ranks_per_host() * local_devices
+    return Cluster(device or this_device(), num_ranks() * local_devices, per_host)

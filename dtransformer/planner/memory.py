@@ -1,0 +1,150 @@
+"""What a rank's memory is needed for, for many layouts at once."""
+
+import dataclasses
+
+import numpy as np
+
+from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state_bytes
+from dtransformer.planner.job import System
+from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
+from dtransformer.planner.models import BlockKind, ModelShape
+from dtransformer.planner.stages import StageKind, stage_kinds
+
+BLOCKWISE_SCORES = (
+    2048 * 1024
+)  # of s·t scores a head, from which on this library computes by blocks
+KINDS = ("weights", "gradients", "states", "activations", "logits", "buffers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most, by what they are for; every field is an array [N].
+
+    Args:
+        weights, gradients, states: of the model, and of the optimizer.
+        activations: kept by blocks until their backward pass.
+        logits: of the head, with their gradient, and embeddings.
+        buffers: a block's weights that are unsharded at level 3, and what collectives fill.
+    """
+
+    weights: np.ndarray
+    gradients: np.ndarray
+    states: np.ndarray
+    activations: np.ndarray
+    logits: np.ndarray
+    buffers: np.ndarray
+
+    @property
+    def total(self):
+        """All of it."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+def activations_of_block(
+    model: ModelShape, kind: BlockKind, layouts: Layouts, item_bytes=2, by_blocks=False
+):
+    """Return the bytes that a block keeps of a micro-batch on a device: an array [N]."""
+    c, length = layouts.context, kind.length / layouts.context
+    sizes = {
+        "length": length,
+        "attended": [other / c for other in kind.attended],
+        "hidden_size": model.hidden_size,
+        "num_heads": model.num_heads,
+        "head_dim": model.head_dim,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "gated": model.gated,
+        "item_bytes": item_bytes,
+        "model_parallel": layouts.model,
+        "is_sequence_sharded": layouts.sequence > 0,
+    }
+    if model.num_experts > 1:
+        rows = length * model.experts_chosen * model.capacity_factor
+        sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
+
+    def kept(blocks):
+        none = kept_bytes(**sizes, by_blocks=blocks)
+        attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
+        full = kept_bytes(**sizes, recomputes_block=True)
+        return np.choose(layouts.recompute, [none, attention, full])
+
+    here = [by_blocks and kind.length * other >= BLOCKWISE_SCORES for other in kind.attended]
+    # Where sequences are sharded, attention is computed by blocks.
+    return layouts.micro_batch * np.where(c > 1, kept([True] * len(here)), kept(here))
+
+
+def memory_of(
+    model: ModelShape, layouts: Layouts, system: System, item_bytes: int = 2, by_blocks=True
+) -> Memory:
+    """Return the `Memory` of layouts.
+
+    Args:
+        model: the `ModelShape`.
+        layouts: the `Layouts`.
+        system: the `System` that trains.
+        item_bytes: bytes of an activation.
+        by_blocks: whether attention is computed by blocks where scores are many.
+    """
+    columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
+    kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
+    keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
+    for key in np.unique(keys):
+        chosen = np.flatnonzero(keys == key)
+        some = layouts[chosen]
+        schedule = SCHEDULE_NAMES[some.schedule[0]]
+        p, v = int(some.stage[0]), int(some.chunks[0])
+        worst = np.full(len(chosen), -1.0)
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
+            alive = micro_batches_alive(schedule, p, stage.first, some.micro_batches, v)
+            found = _of_stage(
+                model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes
+            )
+            total = sum(found.values())
+            larger = total > worst
+            worst = np.where(larger, total, worst)
+            for kind, value in found.items():
+                columns[kind][chosen[larger]] = np.broadcast_to(value, len(chosen))[larger]
+    return Memory(**columns)
+
+
+def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes):
+    t, b, s = layouts.model, layouts.micro_batch, model.sequence_length / layouts.context
+    shared = layouts.data * layouts.context  # who have the same weights
+    parameters = parameters_of_stage(model, layouts, stage)
+    weights, gradients, states = system.bytes_a_parameter(layouts.level, t > 1)
+    own_experts = experts_of_stage(model, layouts, stage)
+    sizes = layouts.level, weights, gradients, states
+    dense = state_bytes(parameters - own_experts, shared, *sizes)
+    experts = state_bytes(own_experts, shared / layouts.expert, *sizes)  # who have the same
+    found = {kind: x + y for kind, x, y in zip(KINDS[:3], dense, experts)}
+    found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
+    logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
+    found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
+    largest = max(model.block_parameters(kind) for kind in model.kinds) / t
+    unsharded = 2 * largest * item_bytes  # the block that is computed, and the next one
+    bucket = np.where(shared > 1, parameters / 4 * np.minimum(gradients, 4), 0)
+    found["buffers"] = np.where(
+        layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
+    )
+    return found
+
+
+def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
+    """Return the parameters of experts among those of a rank of a stage, an array [N]."""
+    each = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
+    return sum(stage.blocks) * each / (layouts.model * layouts.expert)
+
+
+def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
+    """Return the parameters of a rank of a stage: its shards of them, an array [N]."""
+    t, total = layouts.model, experts_of_stage(model, layouts, stage)
+    for number, kind in zip(stage.blocks, model.kinds):
+        experts = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
+        total = total + number * (model.block_parameters(kind) - experts) / t
+    rows = np.where(layouts.rows > 0, t, 1)
+    table = model.embedding_parameters() + model.other_parameters
+    # A tied table is on the first stage and on the last one.
+    head = model.head_parameters()
+    if model.tied_head and not stage.has_embedding:
+        head += model.hidden_size * model.vocab_size
+    return total + (stage.has_embedding * table + stage.has_head * head) / rows

@@ -1,0 +1,136 @@
+"""A plan as text, as JSON and as YAML."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import yaml
+
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.planner.cost import Cost
+from dtransformer.planner.search import Plan
+from dtransformer.tables import columns
+
+_WORDS = {
+    "products": "products and what is between them",
+    "recompute": "computed again",
+    "bubble": "stages wait",
+    "model_parallel": "sums over the model axis",
+    "context_parallel": "keys and values of other shards",
+    "expert_parallel": "tokens to experts",
+    "sends": "from stage to stage",
+    "unsharding": "weights unsharded",
+    "reduction": "gradients reduced, not hidden",
+    "update": "optimizer",
+}
+
+
+def text_of(plan: Plan) -> str:
+    """Return a plan as a text to read: the layouts, where the first spends what, and why it is it."""
+    best, model = plan.best, plan.model
+    lines = [
+        f"{model.name}: {model.parameters() / 1e9:,.3g} B parameters, sequences of "
+        f"{model.sequence_length:,}, batch {plan.job.global_batch:,}, {plan.job.precision}, "
+        f"{plan.job.optimizer}, on {plan.cluster}",
+        f"{plan.num_layouts:,} layouts computed, {plan.num_fitting:,} fit into "
+        f"{plan.cluster.memory_bytes / 1e9:,.4g} GB a device",
+        "",
+    ]
+    rows = [("", "layout", "s a step", "tokens/s", "of peak", "GB a device")]
+    for number, cost in enumerate(plan.costs, start=1):
+        rows.append(
+            (
+                number,
+                cost.layout,
+                f"{cost.step_seconds:,.4g}",
+                f"{cost.tokens_per_second:,.0f}",
+                f"{cost.flops_share:.1%}",
+                f"{cost.memory_bytes / 1e9:,.3g}",
+            )
+        )
+    lines += columns(rows, right=(0, 2, 3, 4, 5))
+    lines += ["", *_spent(best), ""]
+    if plan.fits:
+        lines.append(f"Take 1: {plan.why}.")
+    else:
+        lines.append(f"{fit_line(best)} {plan.why}.")
+    return "\n".join(lines)
+
+
+def fit_line(cost: Cost) -> str:
+    """Return whether a layout fits, in a sentence; and what would make it fit."""
+    needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
+    if cost.fits:
+        return f"It fits: {needed:,.4g} GB of {there:,.4g} GB a device."
+    told = (
+        f"It does not fit: {needed:,.4g} GB a device, {cost.missing_bytes:,} bytes more than the "
+        f"{there:,.4g} GB that there are."
+    )
+    return f"{told} The cheapest change: {cost.change}." if cost.change else told
+
+
+def _spent(cost):
+    """Return the lines of where a layout spends time and memory."""
+    seconds = [("time", "s", "share")]
+    seconds += [
+        (_WORDS[kind], f"{value:,.4g}", f"{value / cost.step_seconds:.1%}")
+        for kind, value in cost.seconds_by_kind.items()
+        if value
+    ]
+    needed = [("memory of the fullest rank", "GB", "share")]
+    needed += [
+        (kind, f"{value / 1e9:,.3g}", f"{value / cost.memory_bytes:.1%}")
+        for kind, value in cost.bytes_by_kind.items()
+        if value
+    ]
+    return [*columns(seconds, right=(1, 2)), "", *columns(needed, right=(1, 2))]
+
+
+def json_of(plan: Plan) -> dict:
+    """Return a plan as what JSON has; units are in the names."""
+    return {
+        "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters()},
+        "device": plan.cluster.device.name,
+        "num_devices": plan.cluster.num_devices,
+        "devices_per_node": plan.cluster.devices_per_node,
+        "global_batch": plan.job.global_batch,
+        "precision": plan.job.precision,
+        "optimizer": plan.job.optimizer,
+        "layouts_computed": plan.num_layouts,
+        "layouts_fitting": plan.num_fitting,
+        "fits": plan.fits,
+        "why": plan.why,
+        "layouts": [json_of_cost(cost) for cost in plan.costs],
+    }
+
+
+def json_of_cost(cost: Cost) -> dict:
+    """Return a cost as what JSON has."""
+    fields = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
+    return {
+        **fields,
+        "config": fields_of(cost.config),
+        "fits": cost.fits,
+        "missing_bytes": cost.missing_bytes,
+    }
+
+
+def fields_of(config: TransformerOpParallelConfig) -> dict:
+    """Return the fields of a config that are not their defaults, as YAML and JSON have them."""
+    default = dataclasses.asdict(TransformerOpParallelConfig())
+    fields = dataclasses.asdict(config)
+    plain = lambda value: list(value) if isinstance(value, tuple) else value
+    found = {name: value for name, value in fields.items() if value != default[name]}
+    if isinstance(found.get("recompute"), Mapping):
+        found["recompute"] = {k: plain(v) for k, v in found["recompute"].items()}
+    return {name: plain(value) for name, value in found.items()}
+
+
+def yaml_of(plan: Plan) -> str:
+    """Return the first layout as the YAML of a run's config, to train with."""
+    text = yaml.safe_dump({"parallel": fields_of(plan.best.config)}, sort_keys=False)
+    model, ranks = plan.model, plan.cluster.num_devices
+    head = (
+        f"# {model.name} on {plan.cluster}: {plan.best.layout}\n"
+        f"# horovodrun -np {ranks} dtransformer train --config THIS-FILE\n"
+    )
+    return f"{head}{text}"

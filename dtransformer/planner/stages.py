@@ -1,0 +1,63 @@
+"""Which blocks each pipeline stage has, and which stages are unlike: the worst of them decides."""
+
+import dataclasses
+
+import numpy as np
+
+from dtransformer.planner.models import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class StageKind:
+    """Stages of a pipeline that have the same to do.
+
+    Args:
+        first: number of the first of them, from 0: it keeps the most micro-batches.
+        blocks: number of its blocks of each of the model's kinds.
+        has_embedding, has_head: whether it has the network's beginning, or its end.
+    """
+
+    first: int
+    blocks: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+
+
+def stage_kinds(
+    model: ModelShape, stages: int, chunks: int = 1, goes_back: bool = False
+) -> tuple[StageKind, ...]:
+    """Return the unlike stages of a model's blocks, spread evenly over the model chunks.
+
+    Args:
+        model: the `ModelShape`.
+        stages: number p of stages.
+        chunks: number v of model chunks of each.
+        goes_back: whether chunks go through the stages and back, as `zb_v`'s.
+
+    Example:
+
+    >>> from dtransformer.planner.models import named
+    >>> for kind in stage_kinds(named("transformer_base"), 4):
+    ...     print(kind)
+    StageKind(first=0, blocks=(3, 0), has_embedding=True, has_head=False)
+    StageKind(first=1, blocks=(3, 0), has_embedding=False, has_head=False)
+    StageKind(first=2, blocks=(0, 3), has_embedding=False, has_head=False)
+    StageKind(first=3, blocks=(0, 3), has_embedding=False, has_head=True)
+    """
+    order = [number for number, kind in enumerate(model.kinds) for _ in range(kind.number)]
+    total = stages * chunks
+    bounds = [-(-len(order) * i // total) for i in range(total + 1)]
+    ways = [list(range(stages))[:: -1 if goes_back and v % 2 else 1] for v in range(chunks)]
+    stage_of_chunk = [stage for way in ways for stage in way]
+    counts = np.zeros((stages, len(model.kinds)), int)
+    for chunk, stage in enumerate(stage_of_chunk):
+        for kind in order[bounds[chunk] : bounds[chunk + 1]]:
+            counts[stage, kind] += 1
+    found = {}
+    for stage in range(stages):
+        key = (*counts[stage], stage == stage_of_chunk[0], stage == stage_of_chunk[-1])
+        found.setdefault(key, stage)
+    return tuple(
+        StageKind(first, tuple(int(c) for c in key[:-2]), bool(key[-2]), bool(key[-1]))
+        for key, first in found.items()
+    )

@@ -1,0 +1,67 @@
+"""The systems that the published tables were measured with, as data."""
+
+import dataclasses
+
+import numpy as np
+
+from dtransformer.planner.clusters import Cluster, device_named
+from dtransformer.planner.job import System
+from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
+from dtransformer.planner.memory import memory_of
+from dtransformer.planner.models import named
+from dtransformer.planner.published import Measured
+from dtransformer.planner.time import time_of
+
+MEGATRON = System(
+    name="Megatron-LM, 2021",
+    weight_bytes=2,
+    gradient_bytes=4,
+    state_bytes=12,
+    sent_gradient_bytes=4,  # float32, as it keeps them: 18 bytes a parameter
+    hidden_share=0.0,
+    hides_on_mesh=True,
+    repeats_last_sum=True,
+    shards_sends=True,  # "scatter/gather optimization", Narayanan et al., 2021, §4.1
+)
+OVERLAPPING = dataclasses.replace(MEGATRON, hidden_share=0.9)  # the rows that reduce meanwhile
+DEEPSPEED = dataclasses.replace(
+    MEGATRON, name="Megatron-DeepSpeed", sent_gradient_bytes=2, shards_sends=False
+)
+# Each of the twelve weights and biases of a block is gathered by itself.
+ZERO_3 = dataclasses.replace(MEGATRON, name="ZeRO-3 of 2021", gathers_a_block=12)
+
+
+def predicted_seconds(steps: list[Measured], system: System, device=None, level: int = 0):
+    """Return the seconds that the planner has for measured steps of one model: an array [N].
+
+    Args:
+        steps: list of `Measured` steps of one model and one number of devices.
+        system: the `System` that they were measured with.
+        device: the `Device`; A100 of 80 GB by default.
+        level: of optimizer sharding.
+    """
+    first = steps[0]
+    devices = first.tensor * first.stages * first.data
+    cluster = Cluster(device or device_named("a100-80"), devices)
+    model = named(first.model)
+    layouts = measured_layouts(steps, level)
+    memory = memory_of(model, layouts, system, by_blocks=False)
+    return time_of(model, cluster, layouts, system, memory).total
+
+
+def measured_layouts(steps: list[Measured], level: int = 0) -> Layouts:
+    """Return measured steps as `Layouts`."""
+    column = lambda get: np.array([get(step) for step in steps])
+    data, micro = column(lambda s: s.data), column(lambda s: s.micro_batch)
+    return Layouts.of(
+        model=column(lambda s: s.tensor),
+        stage=column(lambda s: s.stages),
+        data=data,
+        micro_batch=micro,
+        micro_batches=column(lambda s: s.global_batch) // (data * micro),
+        chunks=column(lambda s: s.chunks),
+        schedule=column(lambda s: SCHEDULE_NAMES.index("interleaved" if s.chunks > 1 else "1f1b")),
+        recompute=column(lambda s: RECOMPUTES.index(s.recompute)),
+        level=level,
+        sequence=column(lambda s: int(s.recompute == "attention")),
+    )

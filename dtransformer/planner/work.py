@@ -1,0 +1,108 @@
+"""How long a block's and a head's passes take on a device, without what is sent.
+
+Products take their operations over the speed that their sizes reach; what is no product takes the
+bytes that it reads and writes over the memory's bandwidth.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from dtransformer.planner.clusters import Device
+from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.models import BlockKind, ModelShape
+
+# Items that a forward pass reads and writes, counted from what the operations are; backward twice
+# as many. Of each element of the stream: two norms (2 · 2), and bias, dropout and residual twice
+# (2 · 3 and a mask of half an item). Of the inner features: the activation. Of each score: product,
+# softmax with scale and mask as one, dropout.
+STREAM_ITEMS = 11
+INNER_ITEMS = 2
+HEAD_ITEMS = 4  # queries, keys, values and context are laid out by heads
+SCORE_ITEMS = 4.5
+LOGIT_ITEMS = 10  # of each logit, forward and backward, in float32 in part
+STATE_PASSES = 2.5  # each number of weights, gradients and states is read, and most are written
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Seconds of a block for a micro-batch; every field is an array [N].
+
+    Args:
+        forward, backward: of the passes.
+        repeated: of what is recomputed for the backward pass.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    repeated: np.ndarray
+
+    @property
+    def total(self):
+        """All of it."""
+        return self.forward + self.backward + self.repeated
+
+
+def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True):
+    """Return the seconds of products [rows, inputs] × [inputs, outputs], some times."""
+    own = device.constants
+    peak = (device.tflops_16_bit if is_16_bit else device.tflops_32_bit) * 1e12
+    slower = (1 + own.half_rows / rows) * (1 + own.half_features / inputs)
+    slower = slower * (1 + own.half_features / outputs)
+    return 2.0 * rows * inputs * outputs * times * slower / (peak * own.product_share)
+
+
+def memory_seconds(device: Device, num_bytes):
+    """Return the seconds to read or write so many bytes."""
+    return num_bytes / (device.memory_gb_per_second * 1e9 * device.constants.memory_share)
+
+
+def block_passes(
+    device: Device, model: ModelShape, kind: BlockKind, layouts: Layouts, is_16_bit=True
+) -> Passes:
+    """Return the `Passes` of a block of a kind."""
+    t, item = layouts.model, 2 if is_16_bit else 4
+    h, d, f = model.hidden_size, model.head_dim, model.ffn_hidden_size
+    length = kind.length / layouts.context
+    rows = layouts.micro_batch * length
+    product = lambda *sizes: product_seconds(device, *sizes, is_16_bit=is_16_bit)
+    products, core, scores = 0.0, 0.0, 0.0
+    for number, other in enumerate(kind.attended):
+        queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
+        if number == 0:
+            products += product(rows, h, queries + shared)
+        else:  # keys and values come from the source
+            others = layouts.micro_batch * other / layouts.context
+            products += product(rows, h, queries) + product(others, h, shared)
+        products += product(rows, queries, h)
+        heads = layouts.micro_batch * model.num_heads / t
+        core += product(length, d, other, heads) + product(length, other, d, heads)
+        scores += heads * length * other
+    chosen = min(model.experts_chosen, model.num_experts)
+    inner = chosen * (model.capacity_factor if model.num_experts > 1 else 1.0)
+    expert_rows = rows * inner / np.maximum(model.num_experts / layouts.expert, 1)
+    times = np.maximum(model.num_experts / layouts.expert, 1)
+    products += product(expert_rows, h, (2 if model.gated else 1) * f / t, times)
+    products += product(expert_rows, f / t, h, times)
+    sharded = np.where(layouts.sequence > 0, t, 1)
+    moved = (len(kind.attended) + 1) / 2 * rows * h * STREAM_ITEMS / sharded
+    moved += rows * INNER_ITEMS * f * inner * (2 if model.gated else 1) / t
+    moved += rows * HEAD_ITEMS * len(kind.attended) * model.num_heads * d / t
+    core += memory_seconds(device, scores * SCORE_ITEMS * item)
+    start = device.constants.pass_overhead_us * 1e-6
+    forward = products + core + memory_seconds(device, moved * item)
+    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + start])
+    return Passes(forward + start, 2 * (forward + start), repeated)
+
+
+def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
+    """Return the seconds of the head and the loss for a micro-batch, forward and backward."""
+    rows = layouts.micro_batch * model.sequence_length / layouts.context
+    entries = model.vocab_size / layouts.model
+    products = 3 * product_seconds(device, rows, model.hidden_size, entries, 1.0, is_16_bit)
+    return products + memory_seconds(device, rows * entries * LOGIT_ITEMS * (2 if is_16_bit else 4))
+
+
+def update_seconds(device: Device, state_bytes):
+    """Return the seconds of the optimizer's update of what takes so many bytes on a rank."""
+    return memory_seconds(device, STATE_PASSES * state_bytes)

@@ -1,0 +1,176 @@
+"""What this machine does: products, memory, collectives; as a `planner.Device`."""
+
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers import TransformerEncoderLayer
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import all_reduce_sum
+from dtransformer.parallel.collectives.point_to_point import recv, send
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.dtensor.batch import put_replicated
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.planner.clusters import Device, Link
+from dtransformer.planner.constants import Constants
+
+_ROUNDS, _LEAST_SECONDS = 7, 1.0  # of each measurement
+_LARGE, _ROWS = 1024, 2048
+_SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
+_MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
+
+
+def measure_device(name: str, memory_gb: float) -> Device:
+    """Return the device of each rank of this job, all of them busy at once.
+
+    Call it before `dtransformer.init`, which it calls: with one rank it measures products and
+    memory, with several also what they send. Every rank has to call.
+
+    Args:
+        name: what the device is called.
+        memory_gb: memory of a device, 10^9 bytes.
+    """
+    job.init(TransformerOpParallelConfig())
+    products = measure_products()
+    links = {}
+    if job.size() > 1:
+        links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size(), 2)
+        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()), 2, 1)
+    memory = _memory_bytes_per_second()
+    overhead = _overhead_seconds()
+    if job.size() > 1:
+        job.init(TransformerOpParallelConfig(model_parallel=job.size()))
+        links["model"] = _link(*(_mesh_seconds(size) for size in _sizes()), job.size(), 2)
+    data = links.get("data", Link(1.0, 100.0))
+    peak, half_rows, half_features = products
+    constants = Constants(
+        product_share=1.0,
+        half_rows=round(half_rows, 1),
+        half_features=round(half_features, 1),
+        memory_share=1.0,
+        pass_overhead_us=round(overhead * 1e6),
+        inside_share=1.0,
+        between_share=1.0,
+        hop_us=data.latency_us,
+        source="measured",
+    )
+    return Device(
+        name=name,
+        tflops_16_bit=_product_flops(_ROWS, _LARGE, _LARGE, "bfloat16") / 1e12,
+        tflops_32_bit=peak / 1e12,
+        memory_gb=memory_gb,
+        memory_gb_per_second=memory / 1e9,
+        inside_gb_per_second=data.gb_per_second,
+        between_gb_per_second=data.gb_per_second,
+        devices_per_node=int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1),
+        constants=constants,
+        source="measured",
+        links=links,
+        hides_reductions=device_type() == "GPU",
+    )
+
+
+def measure_products() -> tuple[float, float, float]:
+    """Return FLOP/s of large products, and rows and features at which half of that is reached."""
+    peak = _product_flops(_ROWS, _LARGE, _LARGE)
+    few_rows = _product_flops(64, _LARGE, _LARGE)
+    few_features = _product_flops(_ROWS, 64, 64)
+    # With speed = peak / (1 + half_rows / M) / (1 + half_features / N)².
+    half_rows = max(64 * (peak / few_rows - 1), 0.0)
+    half_features = max(64 * ((peak / few_features) ** 0.5 - 1), 0.0)
+    return peak, half_rows, half_features
+
+
+def _product_flops(rows, inputs, outputs, dtype="float32"):
+    times = int(min(max(2e9 / (2.0 * rows * inputs * outputs), 2), 32))
+    normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
+    many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
+    products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
+    seconds = _seconds(lambda: products(many).numpy())
+    return 2.0 * rows * inputs * outputs * times / seconds
+
+
+def _memory_bytes_per_second():
+    x = tf.Variable(tf.zeros([_MEMORY_ITEMS]))
+    one = tf.ones([_MEMORY_ITEMS])
+    step = tf.function(lambda: x.assign_add(one))  # reads two and writes one
+    return 12.0 * _MEMORY_ITEMS / _seconds(lambda: step().numpy()[0])
+
+
+def _overhead_seconds():
+    """Return the seconds of the forward pass of a block in which nothing is left to compute."""
+    block = TransformerEncoderLayer(hidden_size=8, num_heads=2, ffn_hidden_size=8)
+    x = tf.zeros([1, 2, 8])
+    block(x)
+    blocks = tf.function(lambda x: block(block(block(block(x)))))
+    return _seconds(lambda: blocks(x).numpy()) / 4
+
+
+def _sizes():
+    return _SMALL_BYTES, _LARGE_BYTES
+
+
+def _all_reduce_seconds(size):
+    x = tf.zeros([size // 4])
+    step = tf.function(lambda x: all_reduce_sum(x)[0])
+    return _seconds(lambda: step(x).numpy())
+
+
+def _send_seconds(size):
+    """Return the seconds to send from rank 0 to rank 1; others wait."""
+    x, pair = tf.zeros([size // 4]), job.new_group([0, 1])
+
+    def one():
+        if job.rank() == 0:
+            send(x, 1, pair)
+        elif job.rank() == 1:
+            recv(x, 0, pair)
+        job.barrier()
+
+    empty = _seconds(job.barrier)
+    return max(_seconds(one) - empty, 1e-6)
+
+
+def _mesh_seconds(size):
+    """Return the seconds of a sum over the model axis of the mesh."""
+    x = put_replicated(np.ones([job.size(), size // 4], np.float32))
+
+    def sums(x):
+        return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
+
+    step = MeshFunction(sums, [])
+    return _seconds(lambda: step(x))
+
+
+def _link(small_seconds, large_seconds, members, times):
+    """Return the `Link` of the seconds of two sizes of a ring of members."""
+    steps = times * (members - 1)
+    latency = small_seconds / steps
+    sent = times * (members - 1) / members * _LARGE_BYTES if times == 2 else _LARGE_BYTES
+    rate = sent / max(large_seconds - small_seconds, 1e-9)
+    return Link(round(rate / 1e9, 4), round(latency * 1e6, 1))
+
+
+def _seconds(run: Callable) -> float:
+    """Return the least seconds of a function's calls: what others do on a machine only adds.
+
+    Ranks that wait for each other in it call it as often: by numbers that they agree on.
+    """
+    run()
+    start = time.perf_counter()
+    run()
+    once = max(time.perf_counter() - start, 1e-6)
+    rounds = max(_ROUNDS, min(int(_LEAST_SECONDS / once), 1000))
+    rounds = max(all_gather_json(rounds, "measure/rounds"))
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)

@@ -1,0 +1,9 @@
+"""Keras and TensorFlow, started quietly: imported first by whatever needs them."""
+
+from dtransformer.quiet import quiet_start
+
+with quiet_start():
+    import keras  # noqa: F401
+    import tensorflow
+
+    tensorflow.config.list_physical_devices()

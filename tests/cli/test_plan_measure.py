@@ -1,0 +1,19 @@
+"""Promise: a machine that was measured is a device to plan for."""
+
+import json
+
+from dtransformer.cli import main
+from dtransformer.cli.plan import device_of
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
+    path = str(tmp_path / "machine.yaml")
+    assert main(["plan", "--measure", path]) == 0
+    device = device_of(path)
+    assert 1e-3 < device.tflops_32_bit < 100 and device.memory_gb_per_second > 0.1
+    assert device.constants.pass_overhead_us > 0 and "measured" in capsys.readouterr().out
+    ask = ["plan", "--model", "gpt2-small", "--device", path, "--devices", "1"]
+    assert main([*ask, "--global-batch", "4", "--precision", "float32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Six for each position and weight in a product, and the attention cores; less than the peak.
+    assert found["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12

@@ -1,0 +1,53 @@
+"""A language model is trained for a step; what its ranks keep and send is told."""
+
+import dataclasses
+
+import numpy as np
+
+import dtransformer
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM
+from dtransformer.parallel import job
+from dtransformer.parallel.config import TransformerOpParallelConfig, get_parallel_config
+from dtransformer.trainers import Trainer
+from harness.measure import elements_sent
+
+BATCH, LENGTH = 8, 32
+SIZES = {"hidden_size": 64, "num_heads": 4, "num_layers": 4, "max_length": LENGTH}
+VOCAB_SIZE = 128
+
+
+def network():
+    """Return it, not built."""
+    return CausalLM(VOCAB_SIZE, dropout_rate=0.1, **SIZES)
+
+
+def kept_and_sent():
+    """Bytes by their use, measured where they are, and elements sent by their way."""
+    trainer = Trainer(network())
+    trainer.compile("adam", CrossEntropyLoss())
+    ids = np.random.default_rng(0).integers(4, VOCAB_SIZE, (BATCH, LENGTH + 1)).astype("int32")
+    index, count = job.data_shard()
+    own = ids[index::count]
+    trainer.train_on_batch(own[:, :-1], own[:, 1:], shard=False)
+    report = trainer.communication_report()
+    is_alone = job.mesh() is None and job.stage()[1] == 1
+    rows = trainer.memory_report(own[:, :-1] if is_alone else None).rows
+    return {
+        "bytes": {row.what: row.measured or row.planned for row in rows},
+        "reduced": float(elements_sent(trainer)),
+        "sums": [report.summed_elements(path) for path in report.formula],
+        "sent": sum(c.elements_sent for c in report.collectives if c.kind == "send/recv"),
+        "parameters": trainer.network.count_params(),
+    }
+
+
+def recomputed():
+    """As `kept_and_sent`, with blocks that are recomputed."""
+    dtransformer.init(dataclasses.replace(get_parallel_config(), recompute=True))
+    found = kept_and_sent()
+    dtransformer.init(TransformerOpParallelConfig())
+    return found
+
+
+TASKS = {"kept_and_sent": kept_and_sent, "recomputed": recomputed}

@@ -1,0 +1,315 @@
+"""A plan answers: does it fit, how long does it take, which layout is best; and what is wrong to ask."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer.cli import main
+from dtransformer.cli.config import load_config
+from dtransformer.errors import InputError
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.validators import check_supported
+from dtransformer.planner import Cluster, Job, ModelShape, cost, device_named, named, plan, report
+from dtransformer.planner.cost import evaluate
+from dtransformer.planner.grid import grid_of
+from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.models import from_architecture
+from dtransformer.planner.search import SIMPLER_SHARE
+
+SMALL = "gpt2_small"
+
+
+def cluster(devices, device="a100"):
+    return Cluster(device_named(device), devices)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan(named("gpt_175b"), cluster(1024), Job(1536))
+
+
+def test_it_needs_no_tensorflow():
+    code = (
+        "import sys, dtransformer.planner as p;"
+        "p.plan(p.named('llama2_7b'), p.Cluster(p.device_named('a100'), 8), p.Job(64));"
+        "sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras', 'horovod')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_4096_devices_and_a_trillion_parameters():
+    """All at once: fewer than 200,000 layouts, in arrays. docs/planner.md says how long it takes."""
+    model, many, job = named("gpt_1t"), cluster(4096), Job(4096)
+    assert 1000 < len(grid_of(model, many, job)) < 200_000
+    assert plan(model, many, job).fits
+
+
+def test_nothing_that_fits_is_faster(found):
+    """But for what is simpler, and within 2 % of the fastest."""
+    layouts = grid_of(found.model, found.cluster, found.job)
+    memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
+    fits = memory.total <= found.cluster.memory_bytes
+    assert found.num_fitting == fits.sum()
+    fastest = seconds.total[fits].min()
+    assert fastest <= found.best.step_seconds <= fastest * (1 + SIMPLER_SHARE)
+    near = fits & (seconds.total <= fastest * (1 + SIMPLER_SHARE))
+    simplest = layouts.techniques[near].min()
+    assert simplest == min(
+        layouts.techniques[near & np.isclose(seconds.total, found.best.step_seconds)]
+    )
+
+
+def test_parts_add_up(found):
+    for one in found.costs:
+        assert sum(one.seconds_by_kind.values()) == pytest.approx(one.step_seconds)
+        assert sum(one.bytes_by_kind.values()) == one.memory_bytes <= one.available_bytes
+        assert one.tokens_per_second == pytest.approx(1536 * 2048 / one.step_seconds)
+
+
+def test_the_trainer_takes_what_is_proposed(found):
+    for one in found.costs:
+        check_supported(one.config)
+        degrees = one.config.data_parallel * one.config.model_parallel * one.config.pipeline_stage
+        assert degrees == 1024
+
+
+def test_every_layout_of_the_grid_is_one_that_the_trainer_takes():
+    """The mask asks for one layout of each meeting of techniques; here all are asked."""
+    layouts = grid_of(named(SMALL), cluster(8), Job(16))
+    for number in range(0, len(layouts), 7):
+        check_supported(layouts.config(number))
+
+
+def test_cost_of_a_config_is_that_of_the_plan(found):
+    again = cost(found.model, found.cluster, found.job, found.best.config)
+    assert again == found.best
+
+
+def test_what_does_not_fit_is_told_in_bytes_with_a_change_that_makes_it_fit():
+    model, some, job = named("llama2_7b"), cluster(8), Job(64)
+    whole = cost(model, some, job, TransformerOpParallelConfig(micro_batch_num=8))
+    assert not whole.fits
+    assert whole.missing_bytes == whole.memory_bytes - int(some.memory_bytes) > 0
+    assert f"{whole.missing_bytes:,} bytes more" in report.fit_line(whole)
+    assert whole.change.startswith("data 8 · 8 micro-batches of 1 · optimizer_shard 2: ")
+    changed = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=2)
+    assert cost(model, some, job, changed).fits
+
+
+def test_what_cannot_fit_is_told_with_the_number_of_devices_that_would():
+    found = plan(named("gpt_175b"), cluster(8), Job(64))
+    assert not found.fits and found.best.missing_bytes > 0
+    assert "with 64 devices there is one" in found.why
+    assert plan(named("gpt_175b"), cluster(64), Job(64)).fits
+
+
+def test_more_memory_or_faster_links_are_never_worse():
+    model, job = named("gpt_18b"), Job(256)
+    base = device_named("a100")
+    times = []
+    for change in ({}, {"memory_gb": 160}, {"between_gb_per_second": 50}):
+        device = dataclasses.replace(base, **change)
+        times.append(plan(model, Cluster(device, 64), job, top=1).best.step_seconds)
+    assert times[1] <= times[0] * (1 + SIMPLER_SHARE)
+    assert times[2] < times[0]
+
+
+def test_fixed_fields_are_kept():
+    job = Job(
+        512, fixed={"model_parallel": 4, "optimizer_shard": 1, "gradient_aggregation_group": 2}
+    )
+    for one in plan(named("gpt_7.5b"), cluster(32), job).costs:
+        assert one.config.model_parallel == 4 and one.config.optimizer_shard == 1
+        assert one.config.gradient_aggregation_group == 2
+
+
+def test_what_is_fixed_is_in_the_config_as_it_is_given():
+    fixed = {"recompute": {"select": ["attention", "norm"]}, "vocab_emb_dp": True}
+    job = Job(64, fixed={**fixed, "gradient_dtype": "float16", "model_parallel": 2})
+    best = plan(named(SMALL), cluster(8), job).best
+    assert best.config.recompute.select == ("attention", "norm")
+    assert best.config.vocab_emb_dp and best.config.gradient_dtype == "float16"
+    wide = plan(named(SMALL), cluster(8), Job(64, fixed={**fixed, "model_parallel": 2})).best
+    assert best.seconds_by_kind["reduction"] < wide.seconds_by_kind["reduction"]
+
+
+def test_placement_matters():
+    """Sums over the model axis are many times slower where it spans nodes."""
+    model = named("gpt_18b")
+    configs = [TransformerOpParallelConfig(model_parallel=t, micro_batch_num=8) for t in (8, 16)]
+    inside, across = (cost(model, cluster(16), Job(16), one) for one in configs)
+    times = [one.seconds_by_kind["model_parallel"] for one in (inside, across)]
+    assert times[1] > 2 * times[0]
+
+
+def test_experts_are_counted():
+    sizes = dict(
+        hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
+    )
+    dense, sparse = ModelShape("dense", **sizes), ModelShape("sparse", num_experts=8, **sizes)
+    more = 7 * 4 * 2 * 1024 * 4096
+    assert sparse.parameters() - dense.parameters() == pytest.approx(more, rel=0.01)
+    assert sparse.flops_per_sequence() == dense.flops_per_sequence()
+
+
+def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
+    """Whatever the trainer takes today: the formulas know context and expert parallelism."""
+    model = named("llama2_7b", sequence_length=32768)
+    found = Layouts.of(context=[1, 2, 4], data=[4, 2, 1], level=3)
+    memory, seconds = evaluate(model, cluster(4), Job(4), found)
+    assert memory.activations[0] > memory.activations[1] > memory.activations[2]
+    assert seconds.context_parallel[0] == 0 < seconds.context_parallel[1]
+    np.testing.assert_allclose(memory.states, memory.states[0])  # four share them in any case
+
+
+def test_experts_that_are_sharded():
+    sizes = dict(
+        hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
+    )
+    model = ModelShape("sparse", num_experts=8, experts_chosen=2, **sizes)
+    memory, seconds = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8]))
+    assert memory.weights[1] < memory.weights[0] / 2
+    sharded, _ = evaluate(model, cluster(8), Job(8), Layouts.of(data=8, expert=[1, 8], level=3))
+    np.testing.assert_allclose(sharded.weights[0], sharded.weights[1])  # all share them, either way
+    assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
+
+
+def test_experts_of_a_network_are_read():
+    arguments = {**ARCHITECTURES["gpt2_small"].arguments}
+    arguments["moe_config"] = {"expert_num": 4, "num_experts_chosen": 2}
+    model = from_architecture("sparse", Architecture("CausalLM", arguments, ""))
+    assert (model.num_experts, model.experts_chosen) == (4, 2)
+    with pytest.raises(InputError, match="experts in every 2 blocks"):
+        from_architecture("s", Architecture("CausalLM", {**arguments, "moe_every": 2}, ""))
+
+
+WRONG = [
+    (lambda: named("gpt_9z"), "no model 'gpt_9z'"),
+    (lambda: device_named("b300"), "no device 'b300', expected one of v100-16"),
+    (lambda: named(SMALL, num_layers=0), "zero layers"),
+    (lambda: named(SMALL, hidden_size=-1), "hidden_size must be an integer of at least 1"),
+    (lambda: named(SMALL, num_heads=7), "num_heads=7 does not divide hidden_size=768"),
+    (lambda: Cluster(device_named("a100"), 12), "not a multiple of devices_per_node=8"),
+    (lambda: Job(0), "global_batch must be an integer of at least 1"),
+    (lambda: Job(8, precision="fp8"), "precision must be one of float32"),
+    (lambda: Job(8, optimizer="adm"), "optimizer must be one of sgd"),
+    (lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model": 2})), "no field 'model' to fix"),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model_parallel": 8})),
+        "model_parallel=8 does not divide num_heads=12",
+    ),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"model_parallel": 3})),
+        "model_parallel=3 does not divide 8 devices",
+    ),
+    (
+        lambda: plan(named(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
+        "pipeline_stage=16 is more than the 12 blocks",
+    ),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(7, fixed={"data_parallel": 8})),
+        "no layout of 8 devices divides global_batch=7",
+    ),
+    (
+        lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
+        "fixed: recompute must",
+    ),
+    (
+        lambda: cost(named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(3)),
+        "data_parallel=3",
+    ),
+    (
+        lambda: cost(
+            named(SMALL), cluster(8), Job(8), TransformerOpParallelConfig(micro_batch_num=3)
+        ),
+        "global_batch=8 is not divisible by data_parallel=8 · micro_batch_num=3",
+    ),
+]
+
+
+@pytest.mark.parametrize("ask, told", WRONG)
+def test_a_wrong_question_gets_one_clear_line(ask, told):
+    with pytest.raises(InputError) as error:
+        ask()
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+# The command.
+
+ASK = ["plan", "--model", "llama2-13b", "--nodes", "4", "--device", "h100", "--global-batch", "256"]
+
+
+def test_a_new_user_gets_a_table_and_a_config_to_train_with(capsys, tmp_path):
+    assert main([*ASK, "--yaml", str(tmp_path / "plan.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "32 × h100-80 (4 nodes of 8)" in told and "Take 1: " in told
+    config = load_config(tmp_path / "plan.yaml").parallel
+    assert config.resolve(32) == config
+    check_supported(config)
+
+
+def test_json_has_units_in_its_names(capsys):
+    assert main([*ASK, "--json", "--top", "2", "--fix", "model_parallel=2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    first, _ = told["layouts"]
+    assert told["fits"] and first["config"]["model_parallel"] == 2
+    assert first["memory_bytes"] <= first["available_bytes"]
+    assert sum(first["seconds_by_kind"].values()) == pytest.approx(first["step_seconds"])
+
+
+def test_a_model_and_a_device_of_ones_own(capsys, tmp_path):
+    model = {"hidden_size": 512, "num_heads": 8, "num_layers": 4, "vocab_size": 1000}
+    model |= {"sequence_length": 128}
+    device = {"name": "mine", "tflops_16_bit": 1, "tflops_32_bit": 1, "memory_gb": 4}
+    device |= {"memory_gb_per_second": 20, "inside_gb_per_second": 1, "between_gb_per_second": 1}
+    device |= {"devices_per_node": 2, "links": {"data": {"gb_per_second": 2, "latency_us": 5}}}
+    for name, fields in {"model": model, "device": device}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(fields))
+    ask = [
+        "plan",
+        "--model",
+        str(tmp_path / "model.yaml"),
+        "--device",
+        str(tmp_path / "device.yaml"),
+    ]
+    assert main([*ask, "--devices", "2", "--global-batch", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "mine"
+
+
+def test_a_named_device_with_other_links(capsys, tmp_path):
+    path = tmp_path / "slow.yaml"
+    path.write_text("base: a100\nbetween_gb_per_second: 1\nconstants: {hop_us: 50}\n")
+    ask = ["plan", "--model", "gpt-7.5b", "--devices", "64", "--global-batch", "512", "--json"]
+    assert main([*ask, "--device", str(path)]) == 0
+    slow = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert main([*ask, "--device", "a100"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["step_seconds"] < slow["step_seconds"]
+    path.write_text("base: a100\nnetwork: 1\n")
+    assert main([*ask, "--device", str(path)]) == 2
+    assert "Device has no 'network'; it has name, " in capsys.readouterr().err
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main([*ASK, "--json", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_without_matplotlib_a_picture_is_refused_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*ASK, "--plot", "plan.png"]) == 2
+    assert "pip install 'dtransformer[plot]'" in capsys.readouterr().err
+
+
+def test_check_prints_every_table(capsys):
+    assert main(["plan", "--check"]) == 0
+    told = capsys.readouterr().out
+    assert "the layouts held out, together" in told and told.count("## ") == 13
+    assert main(["plan", "--check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["held_out_error"] < 0.12

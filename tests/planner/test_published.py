@@ -1,0 +1,75 @@
+"""What the planner says is what was published: exactly where formulas are, within limits where clocks.
+
+Constants of the A100 are fitted on table 1 and on the layouts of `published.FITTED_MODELS`; those of
+`published.HELD_OUT_MODELS`, table 5 and table 2 are tests that nothing is fitted on.
+"""
+
+import pathlib
+
+import pytest
+
+from dtransformer.planner import check, published
+from dtransformer.planner.clusters import DEVICES
+from dtransformer.planner.constants import A100
+from dtransformer.planner.page import with_made_part
+
+
+@pytest.mark.parametrize(
+    "make", [check.sizes, check.step_seconds, check.model_states, check.activations]
+)
+def test_formulas_give_what_is_printed(make):
+    assert [row for row in make().rows if not row.is_same] == []
+
+
+def test_seconds_of_table_1_are_those_of_its_speeds():
+    """Narayanan et al. print TFLOP/s; §5.1's formula makes seconds of them, beside table 2's own."""
+    printed = 3.53, 3.70, 3.70, 9.40, 14.45, 16.06, 24.82, 37.61, 54.08, 102.63
+    ours = [round(row.step.seconds, 2) for row in published.table_1()]
+    assert ours == list(printed)
+
+
+def test_steps_of_table_1():
+    table = check.table_1()
+    assert table.mean_error <= 0.05
+    assert table.worst_error <= 0.10
+
+
+def test_steps_of_table_5():
+    for table in check.table_5():
+        assert table.worst_error <= 0.10, table.title
+
+
+def test_zero_3_alone_loses_where_tensor_and_pipeline_do_not():
+    """Per device from 384 to 1,536, as table 2 has it: 144 to 44 TFLOP/s, and 153 to 141."""
+    parallel, zero = (
+        [row.ours for row in table.rows if row.what.startswith("gpt_175b")]
+        for table in check.table_2()
+    )
+    assert zero[-1] * 1536 / (zero[0] * 384) >= 2.5
+    assert parallel[-1] * 1536 / (parallel[0] * 384) <= 1.10
+
+
+def test_layouts_that_were_held_out():
+    assert set(published.FITTED_MODELS).isdisjoint(published.HELD_OUT_MODELS)
+    assert {*published.FITTED_MODELS, *published.HELD_OUT_MODELS} == {*published.LAYOUT_MODELS}
+    assert check.held_out_error() <= 0.12
+
+
+def test_all_layouts_are_there():
+    assert sum(len(published.layouts_of(model)) for model in published.LAYOUT_MODELS) == 109
+
+
+@pytest.mark.parametrize("model", published.LAYOUT_MODELS)
+def test_what_it_chooses_is_nearly_the_best(model):
+    assert check.layouts_of(model).regret <= 0.05
+
+
+def test_one_set_of_constants_serves_all():
+    assert all(device.constants is A100 for device in DEVICES.values())
+
+
+def test_the_page_has_the_tables_of_today():
+    """Run benchmarks/planner_page.py where it has not."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "planner.md"
+    text = page.read_text("utf-8")
+    assert with_made_part(text) == text
