@@ -158,5 +158,26 @@ PIPELINES = (
     ),
 )
 
+# Shards of the sequence: ranks, and what else there is; each rank drives the devices of a replica.
+_CONTEXT_WITH = (
+    (1, {}),
+    (1, {"model": 2}),
+    (2, {"data": 2}),
+    (2, {"stages": 2, "micro_batches": 2}),
+    *((2, {"data": 2, "level": level}) for level in (1, 2, 3)),
+)
+CONTEXT = tuple(
+    Layout(
+        ranks=ranks,
+        devices=context * others.get("model", 1),
+        context=context,
+        mode=mode,
+        **others,
+    )
+    for context in (2, 4)
+    for mode in ("ulysses", "all_gather", "ring")
+    for ranks, others in _CONTEXT_WITH
+)
+
 # What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
-LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES)}
+LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES, *CONTEXT)}

@@ -1,6 +1,7 @@
 """Attention of a sequence that is sharded gives what one device gives: each mode, mask and bias."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from dtransformer.layers import context_attention
@@ -32,6 +33,10 @@ CASES = {
     "relative": {"bias": lambda table: relative_bias(table, 6, causal=False)},
     "alibi": {"bias": lambda table: alibi(N), "causal": True, "window": 9},
 }
+
+RING, GATHERED, BY_HEADS = (
+    {"context_parallel_mode": mode} for mode in ("ring", "all_gather", "ulysses")
+)
 
 
 def tensors(num_kv_heads, num_keys=S):
@@ -78,43 +83,56 @@ def use_small_blocks():
 @on_mesh
 def test_in_rounds():
     use_small_blocks()
-    check(CASES, 2, model_parallel=1, context_parallel=4, context_parallel_mode="ring")
+    check(["causal window", "relative"], 2, model_parallel=1, context_parallel=2, **RING)
 
 
 @on_mesh
 def test_with_gathered_keys_and_values():
-    use_small_blocks()
-    check(CASES, 2, model_parallel=1, context_parallel=2, context_parallel_mode="all_gather")
+    check(["segments", "alibi"], 2, model_parallel=1, context_parallel=4, **GATHERED)
 
 
 @on_mesh
 def test_by_heads():
+    check(["segments", "heads"], 4, model_parallel=1, context_parallel=2, **BY_HEADS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_all_masks_and_biases():
     use_small_blocks()
-    check(CASES, 2, model_parallel=1, context_parallel=2, context_parallel_mode="ulysses")
+    for mode in (RING, GATHERED, BY_HEADS):
+        check(CASES, 2, model_parallel=1, context_parallel=2, **mode)
 
 
+@pytest.mark.long
+@on_mesh
+def test_four_rounds():
+    use_small_blocks()
+    check(["all", "causal", "window", "segments"], 2, model_parallel=1, context_parallel=4, **RING)
+
+
+@pytest.mark.long
 @on_mesh
 def test_by_heads_of_which_several_devices_have_the_same_keys():
-    use_small_blocks()
-    check(["segments"], 2, model_parallel=1, context_parallel=4, context_parallel_mode="ulysses")
-    check(["relative"], 2, model_parallel=2, context_parallel=2, context_parallel_mode="ulysses")
+    check(["segments"], 2, model_parallel=1, context_parallel=4, **BY_HEADS)
+    check(["relative"], 2, model_parallel=2, context_parallel=2, **BY_HEADS)
 
 
+@pytest.mark.long
 @on_mesh
 def test_to_a_memory_of_another_length():
     use_small_blocks()
-    for mode in ("ring", "all_gather", "ulysses"):
-        check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1,
-              context_parallel_mode=mode)  # fmt: skip
+    for mode in (RING, GATHERED, BY_HEADS):
+        check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1, **mode)
 
 
 @on_mesh
 def test_what_cannot_be_is_refused():
-    start(model_parallel=1, context_parallel=2, context_parallel_mode="ring")
+    start(model_parallel=1, context_parallel=2, **RING)
     arrays = [x[:, :, :15] for x in tensors(2)]
     raises(ValueError, ["must divide", "15", "16"], lambda: on_devices("all", *arrays, TABLE))
     stop()
-    start(model_parallel=1, context_parallel=4, context_parallel_mode="ulysses")
+    start(model_parallel=1, context_parallel=4, **BY_HEADS)
     arrays = [x[:, :2] for x in tensors(2)]
     words = ["'ulysses'", "2 heads", "'all_gather'"]
     raises(ValueError, words, lambda: on_devices("all", *arrays, TABLE))
