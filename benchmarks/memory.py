@@ -14,8 +14,6 @@ more than that for model and training: where it is not enough, the case has `"fi
 
 import argparse
 import json
-import pathlib
-import resource
 import statistics
 import sys
 import time
@@ -23,7 +21,7 @@ import time
 import paths  # noqa: F401
 
 from harness.launch import launch, tail
-from harness.measure import passing_bytes, peak_bytes, translation_trainer
+from harness.measure import limit_memory, passing_bytes, peak_bytes, translation_trainer
 from harness.printed import json_with
 
 # Name -> number of ranks, fields of the parallel config.
@@ -52,14 +50,6 @@ def parse_arguments():
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--few_tokens", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def limit_memory(num_bytes):
-    """Let this process take no more than so many bytes of memory besides what it has."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    kilobytes = next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
-    limit = int(kilobytes) * 1024 + num_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def work(args):

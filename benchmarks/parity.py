@@ -44,6 +44,8 @@ def measure(run, folder, expected):
 
 def networks_of(layout):
     """Return the names of the networks that hold a layout's promises."""
+    if layout.context > 1:
+        return ["deep_long", "deep_long_causal"]
     if layout.stages > 1:
         return ["deep", "deep_tied", "deep_causal"]
     if layout.level:
@@ -78,9 +80,11 @@ def main():
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=[n for n, layout in LAYOUTS.items() if layout.level + layout.stages == 1],
+        default=[
+            n for n, layout in LAYOUTS.items() if layout.level + layout.stages == layout.context
+        ],
         help="names, or patterns of them; '*+shard?' and '*+whole?' are those of a sharded "
-        "optimizer, '*pp*' those of a pipeline",
+        "optimizer, '*pp*' those of a pipeline, '*cp*' those of sharded sequences",
     )
     parser.add_argument(
         "--networks",

@@ -12,6 +12,7 @@ class Layout:
     Args:
         data, model: into how many the batch and the operations are divided.
         ranks, devices: number of ranks, and of devices of each rank.
+        context, mode: into how many the sequence is divided, and how attention sees all of it.
         rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
         level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
@@ -31,16 +32,20 @@ class Layout:
     micro_batches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    context: int = 1
+    mode: str = "auto"
 
     @property
     def name(self):
         """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
-        axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
+        axes = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
+        axes += f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
         axes += f"pp{self.stages}" * (self.stages > 1)
         axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
         axes += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
+        options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
 
@@ -52,8 +57,9 @@ class Layout:
     @property
     def joins_ranks(self):
         """Whether a mesh has devices of several ranks."""
-        spans_data = self.level == 3 and self.model > 1  # weights are sharded over both axes
-        return self.model * (self.data if spans_data else 1) > self.devices
+        replica = self.model * self.context
+        spans_data = self.level == 3 and replica > 1  # weights are sharded over all axes
+        return replica * (self.data if spans_data else 1) > self.devices
 
     def start(self):
         """Join the job under this layout."""
@@ -62,6 +68,8 @@ class Layout:
         config = dtransformer.TransformerOpParallelConfig(
             data_parallel=self.data,
             model_parallel=self.model,
+            context_parallel=self.context,
+            context_parallel_mode=self.mode,
             vocab_emb_dp=not self.rows,
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
@@ -78,10 +86,10 @@ class Layout:
 _PARTITIONS = {"flat": "shard", "whole": "whole"}
 ALONE = Layout()
 _NAME = re.compile(
-    r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
+    r"(?:alone)?(?:dp(?P<data>\d+))?(?:cp(?P<context>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
-    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
+    r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
 )
 
 
@@ -150,5 +158,26 @@ PIPELINES = (
     ),
 )
 
+# Shards of the sequence: ranks, and what else there is; each rank drives the devices of a replica.
+_CONTEXT_WITH = (
+    (1, {}),
+    (1, {"model": 2}),
+    (2, {"data": 2}),
+    (2, {"stages": 2, "micro_batches": 2}),
+    *((2, {"data": 2, "level": level}) for level in (1, 2, 3)),
+)
+CONTEXT = tuple(
+    Layout(
+        ranks=ranks,
+        devices=context * others.get("model", 1),
+        context=context,
+        mode=mode,
+        **others,
+    )
+    for context in (2, 4)
+    for mode in ("ulysses", "all_gather", "ring")
+    for ranks, others in _CONTEXT_WITH
+)
+
 # What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
-LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES)}
+LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES, *CONTEXT)}

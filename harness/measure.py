@@ -1,5 +1,6 @@
 """The network that benchmarks train, and the memory that a step takes."""
 
+import pathlib
 import resource
 
 
@@ -40,6 +41,14 @@ def elements_sent(trainer):
     """Return how many numbers this rank sends by Horovod in a step of a trainer."""
     sent = trainer.communication_report().collectives
     return sum(c.elements_sent for c in sent if c.over == "horovod")
+
+
+def limit_memory(num_bytes):
+    """Let this process take no more than so many bytes of memory besides what it has."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    kilobytes = next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]
+    limit = int(kilobytes) * 1024 + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def peak_bytes():

@@ -110,6 +110,16 @@ def deep_causal(epsilon, encoder_layers, decoder_layers):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_long(epsilon, **options):
+    """As `tied`, of sequences that shards of them divide."""
+    return tied(epsilon, **options)
+
+
+def deep_long_causal(epsilon, **blocks):
+    """As `deep_causal`, of sequences that shards of them divide."""
+    return deep_causal(epsilon, **blocks)
+
+
 def deep_llama(epsilon, encoder_layers, decoder_layers):
     """A language model of Llama's form: grouped heads, rotary positions, a gate, a window."""
     model = CausalLM(
@@ -215,6 +225,8 @@ DEEP_NETWORKS = {
     "deep_dropout": deep_dropout,
     "deep_packed": deep_packed,
     "deep_causal": deep_causal,
+    "deep_long": deep_long,
+    "deep_long_causal": deep_long_causal,
     "deep_llama": deep_llama,
     "deep_llama_lora": deep_llama_lora,
     "deep_llama_frozen": deep_llama_frozen,

@@ -78,7 +78,9 @@ def use(trainer, network, folder, layout):
     It generates with the initial weights, as 20 steps teach it to end at once. It loads
     the weights that one process has saved in the folder.
     """
-    inputs, _ = batches(2, trainer.network.vocab_size, seed=2)[1]
+    inputs, labels = batches(2, trainer.network.vocab_size, seed=2)[1]
+    if network.startswith("deep_long"):
+        inputs, _ = tf.nest.map_structure(np.array, _divisible(inputs, labels))
     data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
     fresh, _ = make(network, num_blocks=layout.num_blocks)
@@ -142,6 +144,12 @@ def _with_segments(inputs, labels):
     return inputs | {f"{name}_segments": _halves(ids) for name, ids in inputs.items()}, labels
 
 
+def _divisible(inputs, labels):
+    """Lengths that are a multiple of 16, padded."""
+    pad = lambda ids: tf.pad(ids, [[0, 0], [0, -tf.shape(ids)[1] % 16]])
+    return tf.nest.map_structure(pad, inputs), pad(labels)
+
+
 def _as_texts(inputs, labels):
     return inputs["target"], labels
 
@@ -163,6 +171,8 @@ def _starting_with_padding(inputs, labels):
 _DATA = {
     "deep_packed": _with_segments,
     "deep_causal": _as_texts,
+    "deep_long": _divisible,
+    "deep_long_causal": lambda *batch: _as_texts(*_divisible(*batch)),
     "deep_llama": _as_texts,
     "deep_llama_lora": _as_texts,
     "deep_llama_frozen": _as_texts,

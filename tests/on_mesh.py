@@ -32,7 +32,8 @@ def start(data_parallel=1, model_parallel=2, **fields):
     """Start a mesh of as many devices as there are shards: each takes its time to compile."""
     fields = {"data_parallel": data_parallel, "model_parallel": model_parallel, **fields}
     config = dtransformer.TransformerOpParallelConfig(**fields)
-    dtransformer.init(config, local_devices=data_parallel * model_parallel)
+    devices = data_parallel * model_parallel * config.context_parallel
+    dtransformer.init(config, local_devices=devices)
 
 
 def stop():

@@ -35,6 +35,7 @@ PURE = (
     "parallel/config.py",
     "parallel/validators.py",
     "parallel/topology.py",
+    "parallel/context_parallel/plan.py",
     "parallel/zero/partition.py",
     "parallel/pipeline/placement.py",
     "parallel/pipeline/schedules.py",

@@ -10,6 +10,7 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
 from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.fixed_sparse_attention import FixedSparseAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
@@ -25,6 +26,7 @@ __all__ = [
     "CrossEntropyLoss",
     "Dropout",
     "FeedForward",
+    "FixedSparseAttention",
     "Layer",
     "LayerNorm",
     "Linear",

@@ -4,11 +4,10 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
-from dtransformer.layers.attention_inputs import check_inputs, check_mask
+from dtransformer.layers.attention_inputs import check_inputs, check_layout, check_mask
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import (
     Layer,
-    check_divisible,
     check_rate,
     check_size,
     register,
@@ -98,7 +97,7 @@ class MultiHeadAttention(Layer):
 
     Raises:
         ValueError: num_heads does not divide hidden_size where there is no head_dim,
-            num_kv_heads does not divide num_heads, or model_parallel does not divide them.
+            num_kv_heads does not divide num_heads, or the config cannot divide them.
 
     Example:
 
@@ -143,9 +142,6 @@ class MultiHeadAttention(Layer):
         self.num_kv_heads = check_size("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-        check_divisible(
-            num_heads=num_heads, num_kv_heads=self.num_kv_heads, hidden_size=hidden_size
-        )
         self.use_bias = use_bias
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
         self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
@@ -167,6 +163,7 @@ class MultiHeadAttention(Layer):
                 f"{implementation!r}: TensorFlow calls no fused attention of cuDNN's"
             )
         self.implementation = implementation
+        check_layout(hidden_size, num_heads, self.num_kv_heads, implementation)
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
         self.attention_dropout_rate = check_rate("attention_dropout_rate", attention_dropout_rate)
         self.softmax_compute_type = softmax_compute_type

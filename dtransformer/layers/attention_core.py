@@ -5,9 +5,11 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
+from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.context_parallel.exchange import context_exchange
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise"
@@ -60,6 +62,11 @@ def attention(
     """
     if len(keys) > 1 or isinstance(bias, tf.Tensor):
         implementation = "reference"
+    if implementation != "reference":
+        exchange = context_exchange(q, keys[0], reach(mask, causal, window)[0], bias is not None)
+        if exchange is not None:
+            options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
+            return context_attention(exchange, q, keys[0], values[0], *options)
     if chosen_implementation(implementation, q.shape[2], keys[0].shape[2]) == "blockwise":
         options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
         return blockwise_attention(q, keys[0], values[0], *options)

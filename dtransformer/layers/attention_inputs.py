@@ -4,6 +4,28 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.base import check_divisible
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.context_parallel.plan import check_heads
+
+
+def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementation: str) -> None:
+    """Check that the config can divide an attention.
+
+    Raises:
+        ValueError: it cannot; names all the numbers.
+    """
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_size": hidden_size}
+    check_divisible(**sizes)
+    config = get_parallel_config()
+    shards, own = config.context_parallel, num_heads // config.model_parallel
+    if shards > 1 and implementation == "reference":
+        raise ValueError(
+            f"implementation='reference' does not work with context_parallel={shards}, under which "
+            "attention is computed by blocks: set implementation='auto'"
+        )
+    if config.context_parallel_mode == "ulysses":
+        check_heads(own, num_kv_heads // config.model_parallel, shards)
 
 
 def check_inputs(

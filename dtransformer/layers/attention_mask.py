@@ -33,15 +33,17 @@ class Segments(typing.NamedTuple):
 
 
 def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-    """Return which keys are of the queries' segment: bool [b, s, t].
+    """Return which keys are of the queries' segment: bool [..., s, t].
 
     Args:
-        queries: tensor [b, s], the number of each position's segment, 0 for padding.
-        keys: tensor [b, t], as the queries.
+        queries: tensor [..., s], the number of each position's segment, 0 for padding.
+        keys: tensor [..., t], as the queries.
     """
+    # Not by an index: where queries are sharded, DTensor fails.
+    queries, keys = tf.expand_dims(queries, -1), tf.expand_dims(keys, -2)
     if keys.dtype.is_bool:
-        return queries[:, :, None] & keys[:, None, :]
-    return (queries[:, :, None] == keys[:, None, :]) & (keys[:, None, :] != 0)
+        return queries & keys
+    return (queries == keys) & (keys != 0)
 
 
 def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
@@ -57,10 +59,10 @@ def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
 def is_near(
     queries: tf.Tensor, keys: tf.Tensor, causal: bool, window: int | None
 ) -> tf.Tensor | None:
-    """Return which keys are within reach of queries by their positions, bool [s, t].
+    """Return which keys are within reach of queries by their positions, bool [..., s, t].
 
     Args:
-        queries: int tensor [s], their positions.
+        queries: int tensor [..., s], their positions.
         keys: int tensor [t].
         causal: whether a query may attend to no later position.
         window: a query may attend to positions that are less than this before its own, or, where
@@ -69,7 +71,7 @@ def is_near(
     Returns:
         A tensor; None where all are.
     """
-    queries, keys = queries[:, None], keys[None, :]
+    queries, keys = tf.expand_dims(queries, -1), keys[None, :]
     near = queries >= keys if causal else None
     if window is not None:
         in_window = queries < keys + window

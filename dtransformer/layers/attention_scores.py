@@ -9,19 +9,20 @@ from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
 def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
-    """Return q · kᵀ [b, n, s, t] of q [b, n, s, d] and k [b, m, t, d]."""
+    """Return q · kᵀ [..., n, s, t] of q [..., n, s, d] and k [..., m, t, d]."""
     return by_shared_heads(lambda q: tf.matmul(q, k, transpose_b=True), q, k)
 
 
 def by_shared_heads(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
-    """Return product(x) of x [b, n, s, …], as if `shared` [b, m, …] were repeated n / m times.
+    """Return product(x) of x [..., n, s, d], as if `shared` [..., m, t, d] were repeated n / m times.
 
-    The rows of the heads that share one are multiplied with it together.
+    The rows of the heads that share one are multiplied with it together. Before the heads are
+    rows, or shards of sequences and rows.
     """
-    b, n, s, d = static_or_dynamic_shape(x)
-    m = shared.shape[1]
+    *leading, n, s, d = static_or_dynamic_shape(x)
+    m = shared.shape[-3]
     if n == m:
         return product(x)
-    axes = ("batch", "heads", None, None)
-    y = product(constrain(tf.reshape(x, [b, m, n // m * s, d]), axes))
-    return tf.reshape(constrain(y, axes), [b, n, s, static_or_dynamic_shape(y)[-1]])
+    axes = ("length_shards", "batch", "heads", None, None)[-len(x.shape) :]
+    y = product(constrain(tf.reshape(x, [*leading, m, n // m * s, d]), axes))
+    return tf.reshape(constrain(y, axes), [*leading, n, s, static_or_dynamic_shape(y)[-1]])

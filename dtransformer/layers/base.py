@@ -55,7 +55,7 @@ class Layer(KeepsSettings, TakesLowRank):
 
         Args:
             **rules: logical name of a dimension = the mesh axis that shards it, `"data"`,
-                `"model"` or None.
+                `"context"`, `"model"` or None.
 
         Returns:
             The layer.

@@ -15,6 +15,7 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
 from dtransformer.layers.attention_scores import by_shared_heads, scores_of
 from dtransformer.layers.dropout import DropoutMasks
+from dtransformer.layers.online_softmax import OnlineSoftmax, block_gradients
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.custom_gradient import custom_gradient
@@ -89,25 +90,16 @@ def _forward(blocks, q, k, v, tensors):
         # One block of queries after the other: else all scores could be there at once.
         own = q[:, :, first:last]
         own = after(own, contexts[-1]) if contexts else own
-        context = highest = total = None
-        kept = blocks.kept(own, row, columns)
+        softmax, kept = OnlineSoftmax(), blocks.kept(own, row, columns)
         for (start, end), own_kept in zip(columns, kept, strict=True):
             scores = blocks.scores(own, parts(k, start, end), tensors, first, start)
-            # Of a query that sees nothing all exponentials are 0.
-            top = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
-            top = top if highest is None else tf.maximum(top, highest)
-            exponentials = tf.exp(scores - top)
-            new_total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-            new = blocks.context(exponentials, parts(v, start, end), own_kept)
-            if highest is None:
-                context, total = new, new_total
-            else:
-                less = tf.exp(highest - top)
-                context, total = context * less + new, total * less + new_total
-            highest = top
-        total = tf.maximum(total, np.finfo(total.dtype.as_numpy_dtype).tiny)
-        contexts.append(tf.cast(context / total, q.dtype))
-        log_sums.append(highest + tf.math.log(total))
+            own_v = parts(v, start, end)
+            softmax.add(
+                scores, lambda p, own_v=own_v, kept=own_kept: blocks.context(p, own_v, kept)
+            )
+        context, sums = softmax.results()
+        contexts.append(tf.cast(context, q.dtype))
+        log_sums.append(sums)
     return joined(contexts, axis=2), joined(log_sums, axis=2)
 
 
@@ -123,18 +115,15 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
         own_q, own_dy = after(own_q, of_k if of_q else own_dy), after(own_dy, of_v)
         of_own, kept = [], blocks.kept(own_dy, row, columns)
         for (start, end), own_kept in zip(columns, kept, strict=True):
-            own_k, own_v = parts(k, start, end), parts(v, start, end)
-            with tf.GradientTape() as tape:
-                tape.watch([own_q, own_k, *tensors])
-                scores = blocks.scores(own_q, own_k, tensors, first, start)
-            probabilities = tf.exp(scores - own_sums)
-            with tf.GradientTape() as context_tape:
-                context_tape.watch([probabilities, own_v])
-                own = blocks.context(probabilities, own_v, own_kept)
-            upstream = tf.cast(own_dy, own.dtype)
-            dp, dv = context_tape.gradient(own, [probabilities, own_v], upstream)
-            ds = probabilities * (dp - own_means)
-            dq, dk, *others = tape.gradient(scores, [own_q, own_k, *tensors], ds)
+            (dq, dk, *others), dv = block_gradients(
+                lambda q, k, *rest, at=(first, start): blocks.scores(q, k, rest, *at),
+                lambda p, v, kept=own_kept: blocks.context(p, v, kept),
+                [own_q, parts(k, start, end), *tensors],
+                parts(v, start, end),
+                own_dy,
+                own_sums,
+                own_means,
+            )
             of_own.append(dq)
             of_k += _within(k.shape[2], dk, start, end)
             of_v += _within(v.shape[2], dv, start, end)

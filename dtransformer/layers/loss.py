@@ -77,12 +77,12 @@ class CrossEntropyLoss(Layer):
         if self.ignore_id is not None:  # which may be no entry of the vocabulary
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
         values = token_nll(
-            tf.reshape(logits, [-1, logits.shape[-1]]),
-            tf.reshape(tf.cast(labels, "int32"), [-1]),
+            logits,
+            tf.cast(labels, "int32"),
             self.label_smoothing,
             self.vocab_size or logits.shape[-1],
         )
-        return tf.reshape(values, tf.shape(labels)), tf.cast(weights, values.dtype)
+        return values, tf.cast(weights, values.dtype)
 
     def of_classes(self, vocab_size: int) -> "CrossEntropyLoss":
         """Return the same loss of so many entries, unless it knows their number."""

@@ -48,14 +48,22 @@ def _model(config):
     return "model"
 
 
+def _context(config):
+    return "context" if config.context_parallel > 1 else None
+
+
 # A new logical axis is one row here, or one of a config's `parallel_rules`.
 LOGICAL_AXES = {
     "batch": LogicalAxis("sentences", _data, of_weights=False),
     "length": LogicalAxis(
         "positions of the sequence that a layer's output has",
-        lambda config: "model" if config.sequence_parallel else None,
+        lambda config: _context(config) or ("model" if config.sequence_parallel else None),
         of_weights=False,
     ),
+    "inner_length": LogicalAxis(
+        "positions of the sequence inside of products and attention", _context, of_weights=False
+    ),
+    "length_shards": LogicalAxis("shards of the sequence in attention", _context, of_weights=False),
     "memory_length": LogicalAxis("positions of the sequence that is attended to", of_weights=False),
     "embed": LogicalAxis("hidden features"),
     "heads": LogicalAxis("attention heads", _model),
@@ -91,6 +99,12 @@ def override_rules(rows: Mapping[str, str | None]):
     """Replace rows of the rules inside the `with` block."""
     with trace.scope(rules=types.MappingProxyType({**trace.current().rules, **rows})):
         yield
+
+
+def rules_of_decoding() -> dict[str, None]:
+    """Return the rows of the rules for decoding: all rows and positions are on every device."""
+    sharded = [name for name in LOGICAL_AXES if mesh_axis(name) == "context"]
+    return dict.fromkeys(["batch", *sharded])
 
 
 def mesh_axis(name: str | None) -> str | None:

@@ -136,7 +136,10 @@ class TransformerOpParallelConfig(validators.Checked):
             `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
             several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
             networks start sooner.
-        context_parallel: number of shards of the sequence in attention.
+        context_parallel: number of shards of the sequence.
+        context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
+            sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same
+            in as many rounds as there are shards; or `"auto"`, by their shapes.
         expert_parallel: number of shards of the set of experts.
         micro_batch_num: number of micro-batches that a batch is split into.
         optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
@@ -159,7 +162,7 @@ class TransformerOpParallelConfig(validators.Checked):
         sequence_parallel: whether the residual stream is sharded over the model axis
             along the sequence.
         parallel_rules: dict of logical names of dimensions to the mesh axis that shards
-            them, `"data"`, `"model"` or None; rows that replace, or are added to, those
+            them, `"data"`, `"context"`, `"model"` or None; rows that replace, or are added to, those
             of `dtransformer.parallel.axis_rules.rules`.
 
     Raises:
@@ -179,6 +182,9 @@ class TransformerOpParallelConfig(validators.Checked):
     pipeline_schedule: str = validators.field("1f1b", validators.pipeline_schedule)
     pipeline_chunks: int = validators.field(1, validators.count)
     context_parallel: int = validators.field(1, validators.count)
+    context_parallel_mode: str = validators.field(
+        "auto", validators.one_of(*validators.CONTEXT_MODES)
+    )
     expert_parallel: int = validators.field(1, validators.count)
     micro_batch_num: int = validators.field(1, validators.count)
     optimizer_shard: bool | int = validators.field(False, validators.shard_level)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.parallel import job
-from dtransformer.parallel.axis_rules import override_rules
+from dtransformer.parallel.axis_rules import override_rules, rules_of_decoding
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
@@ -243,7 +243,7 @@ def _on_mesh(network, make):
 
     def run(source, max_length, seed):
         def on_mesh(source, seed):
-            with override_rules({"batch": None}):
+            with override_rules(rules_of_decoding()):
                 ids = decode(make(max_length, seed), source)
             return relayout(ids, (None, None, None))
 
@@ -296,7 +296,7 @@ class _StagedDecoding:
         return self._make(seed).search.update(state, logits)
 
     def __call__(self, source, seed):
-        with override_rules({"batch": None}):
+        with override_rules(rules_of_decoding()):
             return self._run(source, tf.constant([seed, 0]))
 
     def _run(self, source, seed):

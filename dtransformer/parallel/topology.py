@@ -69,7 +69,8 @@ class Topology:
             model=config.model_parallel,
             local_devices=local_devices,
             # Weights that are sharded over both axes are all-gathered inside of the computation.
-            mesh_spans_data=config.optimizer_shard == 3 and config.model_parallel > 1,
+            mesh_spans_data=config.optimizer_shard == 3
+            and config.model_parallel * config.context_parallel > 1,
         )
 
     @property

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dtransformer.parallel.pipeline import schedules
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
-MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one is outermost
+MESH_AXES = (
+    "data",
+    "context",
+    "model",
+)  # what dimensions are sharded over; the first one is outermost
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 PARTITIONS = ("flat", "whole")
+CONTEXT_MODES = ("auto", "ulysses", "all_gather", "ring")
 
 
 def _is_int(value) -> bool:
@@ -155,7 +160,6 @@ class Checked:
 
 # What the config knows and this version cannot carry out, with what to set instead.
 _NOT_YET = {
-    "context_parallel": (1,),
     "expert_parallel": (1,),
 }
 
@@ -193,6 +197,12 @@ def check_supported(config, local_devices: int = 1) -> None:
             f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
             "optimizer_shard_partition='flat'"
         )
+    if config.sequence_parallel and config.context_parallel > 1 and config.model_parallel > 1:
+        raise ValueError(
+            f"sequence_parallel=True does not work with context_parallel={config.context_parallel}: "
+            "a dimension is sharded over one axis of a mesh, and the sequence is over the context "
+            "axis; set sequence_parallel=False, and a greater context_parallel for less memory"
+        )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
         for name, reason in _NOT_WITH_A_PIPELINE.items():
@@ -208,11 +218,12 @@ def check_supported(config, local_devices: int = 1) -> None:
             config.pipeline_chunks,
         )
         divides = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
-        if divides and (config.model_parallel > 1 or local_devices > 1):
+        if divides and (config.model_parallel * config.context_parallel > 1 or local_devices > 1):
             raise ValueError(
                 f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
                 "a mesh the gradients of weights are not computed apart; got "
-                f"model_parallel={config.model_parallel} and local_devices={local_devices}: set "
+                f"model_parallel={config.model_parallel}, "
+                f"context_parallel={config.context_parallel} and local_devices={local_devices}: set "
                 "pipeline_schedule='1f1b' or 'interleaved'"
             )
 
@@ -229,7 +240,11 @@ def check_joined(config, topology, placement) -> None:
         RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
             joined the job without.
     """
-    joined = {"model_parallel": topology.model, "pipeline_stage": topology.stage}
+    joined = {
+        "model_parallel": topology.model,
+        "context_parallel": topology.context,
+        "pipeline_stage": topology.stage,
+    }
     for name, number in joined.items():
         if getattr(config, name) != number:
             raise RuntimeError(

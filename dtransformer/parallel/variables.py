@@ -79,25 +79,25 @@ def make_variable(
     )
     may_shard = trainable and not why_not  # over the ranks that train it together
     if job.mesh() is not None:
-        stored = _with_data_axis(specs, shape) if may_shard else specs
+        stored = _stored_specs(specs, shape) if may_shard else specs
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
     else:
         make = _flat_class(dtype, compute_dtype) if may_shard else Weight
     return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
 
 
-def _with_data_axis(specs: Specs, shape: tuple[int, ...]) -> Specs:
-    """Return how a weight is stored on the mesh: with `optimizer_shard=3` over the data axis, too.
+def _stored_specs(specs: Specs, shape: tuple[int, ...]) -> Specs:
+    """Return how a weight is stored on the mesh: with `optimizer_shard=3` over all of its axes.
 
-    The first dimension that is replicated and divisible is sharded. The sharded variable is
-    unsharded wherever it is used.
+    Over the data and the context axis each the first dimension is sharded that is replicated and
+    divisible. The sharded variable is unsharded wherever it is used.
     """
-    axis = mesh_axis("batch")
-    if get_parallel_config().optimizer_shard != 3 or axis is None or axis in specs:
+    if get_parallel_config().optimizer_shard != 3:
         return specs
-    for dimension, (size, spec) in enumerate(zip(shape, specs)):
-        if spec is None and size % axis_size(axis) == 0:
-            return (*specs[:dimension], axis, *specs[dimension + 1 :])
+    for axis in filter(None, map(mesh_axis, ("batch", "length_shards"))):
+        for dimension, (size, spec) in enumerate(zip(shape, specs)):
+            if spec is None and axis not in specs and size % axis_size(axis) == 0:
+                specs = (*specs[:dimension], axis, *specs[dimension + 1 :])
     return specs
 
 

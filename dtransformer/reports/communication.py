@@ -121,7 +121,7 @@ def communication_report(network, collectives, input_shapes, graph):
         for c in collectives
     ]
     formula = {}
-    if hasattr(network, "stream_shapes"):
+    if hasattr(network, "stream_shapes") and axis_size(mesh_axis("mlp")) > 1:
         times = get_parallel_config().micro_batch_num
         formula = block_formula(network, network.stream_shapes(input_shapes))
         formula = {block: times * elements for block, elements in formula.items()}
@@ -142,14 +142,14 @@ def block_formula(network, stream_shapes):
     Returns:
         A dict of "stack/block" and a number of elements.
     """
-    data_shards = axis_size(mesh_axis("batch"))
+    shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
     formula, place = {}, {id(weight): i for i, weight in enumerate(network.variables)}
     first = min((place[id(weight)] for weight in network.trainable_variables), default=len(place))
     if job.stage()[0]:  # a stage before has weights, too
         first = -1
     for stack in _compat.flat_layers(network):
         if isinstance(stack, BlockStack) and stack.name in stream_shapes:
-            elements = math.prod(stream_shapes[stack.name]) // data_shards
+            elements = math.prod(stream_shapes[stack.name]) // shards
             features = stream_shapes[stack.name][-1]
             for block in filter(is_here, stack.blocks):
                 begins = [place[id(part.variables[0])] for part in _sublayers(block)]

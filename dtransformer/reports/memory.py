@@ -163,6 +163,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
     """Return the bytes that the blocks' activations take until the backward pass.
 
     Those of one device, of the blocks of its pipeline stage, by `planner.formulas.kept_bytes`.
+    Under `context_parallel` a device has those of its shard of each sequence.
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
@@ -170,7 +171,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
         num_kept: how many such activations are kept at once.
     """
     config, total = get_parallel_config(), 0
-    share = num_kept / axis_size(mesh_axis("batch"))
+    share = num_kept / axis_size(mesh_axis("batch")) / axis_size(mesh_axis("length_shards"))
     item = tf.as_dtype(network.compute_dtype).size
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
@@ -207,6 +208,8 @@ def _attention(network, input_shapes):
 
 def _implementation(block, num_queries, num_keys):
     implementation = block.arguments.get("implementation", "auto")
+    if mesh_axis("length_shards") is not None:
+        return "blockwise"
     return chosen_implementation(implementation, num_queries, num_keys)
 
 

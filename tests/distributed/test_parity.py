@@ -25,6 +25,8 @@ QUICK = """
     deep_dropout/pp2m4-zb_h1@2x1
     deep_llama/mp2@2x1  deep_llama_lora/dp2@2x1  deep_llama_frozen/pp2m4-1f1b@2x1
     deep_bert.used/mp2@1x2+rows+sp
+
+    deep_long.used/cp2@1x2          deep_long_causal/cp2@2x1+ring
 """.split()
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
@@ -57,6 +59,13 @@ LONG = """
     deep_t5.used/dp2mp2@2x2+rows  deep_t5/mp2@1x2+rows+sp  deep_t5.used/dp2@2x1+shard3
     deep_t5/dp2@2x1+shard1  deep_t5/dp2@2x1+shard2  deep_t5.used/pp2m4-1f1b@2x1
     deep_t5/pp2m4-zb_h1@2x1  deep_t5/pp2m2-interleaved2@2x1  deep_t5.used/mp2pp2m2-1f1b@2x2+rows
+    deep_long/cp4@1x4+ring  deep_long/cp4mp2@1x8+ulysses  deep_long/dp2cp2@2x2+all_gather
+    deep_long.used/cp2pp2m2-1f1b@2x2+ring  deep_long/dp2cp2@2x2+ulysses+shard1
+    deep_long/dp2cp2@1x4+all_gather  deep_long/dp2cp2@2x2+ring+shard3  deep_long/cp2mp2@1x4+rows+ring
+    deep_long_causal.used/cp2mp2@2x2+rows+all_gather  deep_long_causal/dp2cp2@2x2+ring+shard2
+    deep_long_causal/cp4@4x1+ring  deep_long_causal/cp4@2x2+ulysses  deep_long_causal/cp4@1x4+all_gather
+    deep_long_causal/cp2pp2m2-1f1b@4x1+ulysses  deep_long_causal/dp2cp2@2x2+all_gather+shard3
+    deep_long_causal/cp2mp2pp2m2-1f1b@2x4+ring
     deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
     deep_causal.used/mp2-interleaved4@1x2  deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
     deep_llama.used/dp2mp2-interleaved4@2x2+shard2  deep_t5.used/mp2-interleaved4@1x2

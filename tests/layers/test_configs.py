@@ -28,6 +28,17 @@ LAYER_OPTIONS = {
         },
         [(2, 4, 12)],
     ),
+    "FixedSparseAttention": (
+        {
+            "num_heads": 3,
+            "size_per_head": 4,
+            "block_size": 1,
+            "seq_length": 8,
+            "num_different_global_patterns": 2,
+            "global_size": 1,
+        },
+        [(2, 8, 12)] * 3,
+    ),
     "LayerNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
     "Linear": (
         {"units": 5, "use_bias": False, "parallel": "row", "kernel_initializer": "ones"},

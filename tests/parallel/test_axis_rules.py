@@ -40,6 +40,10 @@ def test_wrong_names_are_refused(axes, rank, words):
         ({}, {"batch": "data", "heads": "model", "mlp": "model", "vocab": "model"}),
         ({"vocab_emb_dp": False}, {"vocab_rows": "model"}),
         ({"sequence_parallel": True}, {"length": "model"}),
+        (
+            {"context_parallel": 2},
+            dict.fromkeys(["length", "inner_length", "length_shards"], "context"),
+        ),
         ({"parallel_rules": {"mlp": None, "states": "model"}}, {"mlp": None, "states": "model"}),
     ],
 )

@@ -41,6 +41,7 @@ DEFAULTS = {
         "pipeline_schedule": "1f1b",
         "pipeline_chunks": 1,
         "context_parallel": 1,
+        "context_parallel_mode": "auto",
         "expert_parallel": 1,
         "micro_batch_num": 1,
         "optimizer_shard": False,
@@ -78,6 +79,7 @@ KINDS = {
     ),
     "type": (["float32", "float16", "bfloat16"], [None, 16, True], ["float64", "", "half"]),
     "partition": (["flat", "whole"], [None, 1, True], ["flatten", ""]),
+    "mode": (["auto", "ulysses", "all_gather", "ring"], [None, 1, True], ["Ring", ""]),
     "schedule": (["1f1b", "gpipe"], [None, 1, True], ["zigzag", ""]),
     "parts": (
         [(), ("attention",), ("feed_forward", "norm")],
@@ -91,6 +93,7 @@ KIND_OF = {
     "parallel_optimizer_threshold": "non-negative",
     "parallel_optimizer_exclude": "patterns",
     "gradient_dtype": "type",
+    "context_parallel_mode": "mode",
     "pipeline_schedule": "schedule",
     "sequence_parallel": "flag",
     "mp_comm_recompute": "flag",

@@ -99,7 +99,6 @@ def test_processes_of_another_launcher_do_not_train_alone(monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"context_parallel": 2},
         {"expert_parallel": 2},
     ],
     ids=str,
@@ -121,6 +120,8 @@ def test_a_setting_that_is_not_carried_out_is_refused(fields):
         {"optimizer_shard": True, "optimizer_shard_partition": "whole"},
         {"recompute": TransformerRecomputeConfig(select=("norm",))},
         {"micro_batch_num": 4},
+        {"context_parallel": 2, "model_parallel": 2},
+        {"context_parallel": 2, "sequence_parallel": True},
         {"pipeline_stage": 2, "micro_batch_num": 4},
         {"pipeline_stage": 2, "micro_batch_num": 4, "model_parallel": 2, "optimizer_shard": 2},
         {"vocab_emb_dp": False, "gradient_aggregation_group": 1},
@@ -163,11 +164,26 @@ def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
             },
             "needs stages of one device.* model_parallel=2",
         ),
+        (
+            {
+                "pipeline_stage": 2,
+                "micro_batch_num": 2,
+                "context_parallel": 2,
+                "pipeline_schedule": "zb_h1",
+            },
+            "needs stages of one device.* context_parallel=2",
+        ),
     ],
     ids=str,
 )
 def test_a_pipeline_that_cannot_work_is_refused_at_once(fields, words):
     with pytest.raises(ValueError, match=words):
+        validators.check_supported(TransformerOpParallelConfig(**fields))
+
+
+def test_a_sequence_that_would_be_sharded_twice_is_refused():
+    fields = {"context_parallel": 2, "model_parallel": 2, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="sequence_parallel=True.*context_parallel=2.*set"):
         validators.check_supported(TransformerOpParallelConfig(**fields))
 
 

@@ -46,7 +46,7 @@ def start_mesh(
         A mesh with those of `validators.MESH_AXES` that have more than one device, the first
         one outermost; None where it is one device, for which DTensor is not started.
     """
-    sizes = {"data": topology.mesh_data, "model": topology.model}
+    sizes = {"data": topology.mesh_data, "context": topology.context, "model": topology.model}
     axes = [(axis, sizes[axis]) for axis in validators.MESH_AXES if sizes[axis] > 1]
     if not axes:
         return None

@@ -23,14 +23,18 @@ def token_nll(
     (Shoeybi et al., 2019, arXiv 1909.08053, §3).
 
     Args:
-        logits: tensor [N, V'].
-        labels: int32 tensor [N].
+        logits: tensor [..., V'].
+        labels: int32 tensor [...].
         label_smoothing: ε, in [0, 1).
         vocab_size: V ≤ V'; columns from V on never count.
 
     Returns:
-        A float32 tensor [N] (float64 for float64 logits).
+        A float32 tensor [...] (float64 for float64 logits).
     """
+    if not trace.is_on_mesh() and len(labels.shape) != 1:
+        flat = tf.reshape(logits, [-1, logits.shape[-1]])
+        values = token_nll(flat, tf.reshape(labels, [-1]), label_smoothing, vocab_size)
+        return tf.reshape(values, tf.shape(labels))
     width = logits.shape[-1]
     vocab_size = vocab_size or width
     on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
@@ -50,13 +54,13 @@ def token_nll(
             target += off * tf.reduce_sum(counted, axis=-1)
 
         def gradient(upstream):
-            dx = exponentials * (upstream[:, None] / total)
+            dx = exponentials * (upstream[..., None] / total)
             if label_smoothing:
-                dx -= off * upstream[:, None]
+                dx -= off * upstream[..., None]
                 if is_entry is not None:
                     dx = tf.where(is_entry, dx, 0.0)
             dx = subtract_from_labels(dx, labels, on * upstream)
-            return tf.cast(constrain(dx, ("batch", "vocab")), logits.dtype)
+            return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
         return tf.squeeze(tf.math.log(total), -1) - target, gradient
 
@@ -76,7 +80,7 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     if not trace.is_on_mesh():
         return tf.gather(x, labels, batch_dims=len(labels.shape))
     leading = labels.shape.as_list()
-    *batch, axis = activation_specs(("batch", *[None] * (len(leading) - 1), "vocab"), x.shape)
+    *batch, axis = activation_specs(_axes(x), x.shape)
     # [..., V] -> [..., t, V/t] -> [..., t] -> [...]
     num_shards = axis_size(axis)
     shards = tf.reshape(x, [*leading, num_shards, x.shape[-1] // num_shards])
@@ -85,20 +89,26 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     return relayout(tf.reduce_sum(values, axis=-1), batch)
 
 
+def _axes(logits):
+    """Return the logical axes of [N, V], [b, s, V] or [b, ..., V]."""
+    between = ("inner_length", *[None] * (len(logits.shape) - 3)) if len(logits.shape) > 2 else ()
+    return ("batch", *between, "vocab")
+
+
 def subtract_from_labels(x: tf.Tensor, labels: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Subtract a value from what a tensor has for each label.
 
     Args:
-        x: tensor [N, V].
-        labels: int32 tensor [N].
-        values: tensor [N].
+        x: tensor [N, V]; [..., V] on a mesh.
+        labels: int32 tensor [N], or [...].
+        values: tensor [N], or [...].
 
     Returns:
-        A tensor [N, V].
+        A tensor of x's shape.
     """
     if not trace.is_on_mesh():
         rows = tf.range(tf.shape(labels)[0])
         return tf.tensor_scatter_nd_sub(x, tf.stack([rows, labels], 1), values)
     # A mask instead of a scatter, for which DTensor would all-gather a sharded dimension.
-    is_label = tf.range(x.shape[-1]) == labels[:, None]
-    return tf.where(is_label, x - values[:, None], x)
+    is_label = tf.range(x.shape[-1]) == labels[..., None]
+    return tf.where(is_label, x - values[..., None], x)

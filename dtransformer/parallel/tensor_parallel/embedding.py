@@ -62,7 +62,7 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
 
 
 def _look_up_replicated(table, ids):
-    ids = constrain(ids, ("batch", None))
+    ids = constrain(ids, ("batch", "length"))
 
     @custom_gradient
     def gather(table):
@@ -84,8 +84,8 @@ def _look_up_replicated(table, ids):
 def _look_up_sharded(table, ids, axis):
     num_shards, (num_rows, features) = axis_size(axis), table.shape
     shard_rows = num_rows // num_shards
-    ids = constrain(ids, ("batch", None))
-    batch = activation_specs(("batch",), ids.shape[:1])[0]
+    ids = constrain(ids, ("batch", "inner_length"))
+    batch, inner = activation_specs(("batch", "inner_length"), ids.shape)
     length_axis = length_axis_of(ids.shape)
 
     @custom_gradient
@@ -93,14 +93,14 @@ def _look_up_sharded(table, ids, axis):
         # [V, h] -> [t, V/t, h] -> [t, b, s, h]
         shards = tf.reshape(table, [num_shards, shard_rows, features])
         shards = relayout(shards, (axis, None, None))
-        rows = look_up_in_shards(shards, ids, 0, (axis, batch, None))
+        rows = look_up_in_shards(shards, ids, 0, (axis, batch, inner))
 
         def gradient(dy):
-            if batch is not None:  # rows are sent to every device
-                dy = relayout(dy, (None, length_axis, None))
+            dy = relayout(dy, (None, length_axis, None))  # rows are sent to every device
             all_ids = tf.reshape(relayout(ids, (None, None)), [-1])
             # [b, s, h] -> [t or 1, b·s, h] -> [b·s, t or 1, h]
-            dy = all_gather_length(dy, axis, length_axis)
+            if length_axis:
+                dy = all_gather_length(dy, axis, length_axis)
             dy = tf.reshape(dy, [-1, all_ids.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
             owner = all_ids[:, None] // shard_rows == tf.range(num_shards)[None, :]

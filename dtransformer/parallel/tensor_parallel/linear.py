@@ -33,6 +33,7 @@ from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
+    inner_length_axis_of,
     length_axis_of,
     sum_partial,
 )
@@ -87,7 +88,7 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
         axes: tuple with the logical name, or None, of each dimension of the outputs.
 
     Returns:
-        A list of tensors [b, ..., *outputs], replicated along s.
+        A list of tensors [b, ..., *outputs], laid out along s as "inner_length".
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
     if not trace.is_on_mesh():
@@ -101,7 +102,7 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
 
 def _column_parallel(x, kernels, axes):
     axis = mesh_axis(axes[0])
-    if axis is None:
+    if axis is None and inner_length_axis_of(x.shape) is None:
         x = constrain(x, ("batch", None, None))
         return [constrain(matmul(x, kernel), ("batch", None, *axes)) for kernel in kernels]
     kernels = [tf.cast(kernel, x.dtype) for kernel in kernels]
@@ -122,7 +123,7 @@ def _column_parallel(x, kernels, axes):
         ys = [shards.product("bsh,hf->bsf", x, kernel) for kernel in flat]
         outputs = [kernel.shape[1:].as_list() for kernel in kernels]
         ys = [tf.reshape(y, [*y.shape[:2], *shape]) for y, shape in zip(ys, outputs)]
-        return [constrain(y, ("batch", None, *axes)) for y in ys], gradient
+        return [constrain(y, ("batch", "inner_length", *axes)) for y in ys], gradient
 
     return products(x, *kernels)
 
@@ -168,14 +169,14 @@ def _with_low_rank(y, x, kernel, axes, multiply):
 
 def _row_parallel(x, kernel, axes):
     axis = mesh_axis(axes[0])
-    if axis is None:
+    if axis is None and inner_length_axis_of(x.shape) is None:
         return constrain(matmul(x, kernel, len(axes)), ("batch", "length", None))
     kernel = tf.cast(kernel, x.dtype)
     shards = _FeatureShards(axis, x)
 
     @custom_gradient
     def product(x, kernel):
-        inputs = shards.features(constrain(x, ("batch", None, *axes)), 2)
+        inputs = shards.features(constrain(x, ("batch", "inner_length", *axes)), 2)
         rows = shards.rows(kernel)
 
         def gradient(dy):
@@ -212,7 +213,7 @@ class _FeatureShards:
     """How features are sharded over a mesh axis: f, or t and f where the sequence is, too.
 
     Args:
-        axis: the mesh axis.
+        axis: the mesh axis; None where features are replicated.
         x: tensor [b, s, ...].
     """
 
@@ -220,6 +221,7 @@ class _FeatureShards:
         self.axis, self.num_shards = axis, axis_size(axis)
         self.batch = activation_specs(("batch",), x.shape[:1])[0]
         self.length_axis = length_axis_of(x.shape)
+        self.inner_length = inner_length_axis_of(x.shape)
 
     def features(self, x, num_leading):
         """[..., *features] -> [..., f] or [..., t, f], after one or two leading dimensions"""
@@ -246,7 +248,7 @@ class _FeatureShards:
     def product(self, equation, a, b):
         """Return a product of features; the equation is that of replicated sequences."""
         result = equation.split("->")[1]
-        specs = {"b": self.batch, "f": self.axis}
+        specs = {"b": self.batch, "s": self.inner_length, "f": self.axis}
         if not self.length_axis:
             return relayout(tf.einsum(equation, a, b), [specs.get(name) for name in result])
         for name, names in (("bsh", "tbsh"), ("f", "tf")):
@@ -266,6 +268,6 @@ class _FeatureShards:
         return relayout(x, (*self._leading(x, 1), self.axis))
 
     def _leading(self, x, num_last):
-        """The layout of [h], or of [b, s] where the sequence is replicated."""
+        """The layout of [h], or of [b, s] in products."""
         num_leading = len(x.shape) - num_last
-        return (self.batch, None) if num_leading == 2 else (None,)
+        return (self.batch, self.inner_length) if num_leading == 2 else (None,)

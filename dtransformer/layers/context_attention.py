@@ -1,0 +1,276 @@
+"""Attention of sequences that are sharded over the context axis.
+
+Each device has the queries of its shard, and computes by blocks, with an online softmax, while keys
+and values come in one round or several: Liu et al., 2023, "Ring attention", arXiv 2310.01889, §3.
+The backward pass keeps the shard's own keys and values, the context and a number a query, and lets
+keys and values come again. Shapes: c shards, of which a device has one; s queries of a shard.
+"""
+
+import dataclasses
+
+import tensorflow as tf
+
+from dtransformer.layers.attention_mask import (
+    Segments,
+    allowed,
+    expand_mask,
+    is_near,
+    same_segment,
+)
+from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.dropout import DropoutMasks
+from dtransformer.layers.online_softmax import OnlineSoftmax, block_gradients
+from dtransformer.layers.position_bias import PositionBias
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.context_parallel.exchange import ContextExchange
+from dtransformer.parallel.context_parallel.plan import Columns, Range
+from dtransformer.parallel.custom_gradient import custom_gradient
+
+# Positions of a block: see `blockwise_attention`.
+_QUERIES, _KEYS = 512, 2048
+_AXES = "length_shards", "batch", "heads", None, None
+
+
+def context_attention(
+    exchange: ContextExchange,
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    mask: tf.Tensor | Segments | None = None,
+    bias: PositionBias | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    dropout: DropoutMasks | None = None,
+    softmax_compute_type: str = "float32",
+) -> tf.Tensor:
+    """Return the context of queries; see `attention`. Sums are of float32 at least.
+
+    Args:
+        exchange: from `context_exchange`.
+        q, k, v: tensors [b, n, s, d] and [b, m, t, d], sharded along s and t.
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type: see `attention`.
+    """
+    compute_type = "float64" if softmax_compute_type == "float64" else "float32"
+    tensors = [] if bias is None else bias.tensors
+    if isinstance(mask, Segments) and mask.prefix is not None:
+        near = is_near(tf.range(q.shape[2]), tf.range(k.shape[2]), causal, window)
+        mask, causal, window = allowed(mask, near), False, None
+    blocks = _Blocks(
+        exchange, _mask_of(exchange, mask), bias, causal, window, soft_cap, dropout, compute_type
+    )
+
+    @custom_gradient
+    def attend(q, k, v, *tensors):
+        context, log_sums = _forward(blocks, q, k, v, tensors)
+
+        def gradient(dy):
+            return _backward(blocks, q, k, v, tensors, context, log_sums, constrain(dy, _AXES))
+
+        return context, gradient
+
+    q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
+    return exchange.context(attend(q, k, v, *tensors))
+
+
+def _forward(blocks, q, k, v, tensors):
+    """Return the context [c, b, n, s, d], and the logarithms of the sums of exponentials."""
+    softmaxes, done = [OnlineSoftmax() for _ in blocks.rows], None
+    for number, part in enumerate(blocks.plan.round_parts):
+        # One round, and one block of queries, after the other: else all could be there at once.
+        round_k, round_v = blocks.exchange.gather(_after(k, done), v, part)
+        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[number])):
+            own = _after(_row_of(q, blocks.rows[row]), done) if columns else None
+            kept = blocks.kept(own, number, row)
+            for column, own_kept in zip(columns, kept, strict=True):
+                own_k, own_v = (x[..., column.start : column.end, :] for x in (round_k, round_v))
+                softmax.add(
+                    blocks.scores(own, own_k, tensors, row, column),
+                    lambda p, v=own_v, kept=own_kept: blocks.context(p, v, kept),
+                )
+                done = softmax.total
+    results = [softmax.results() for softmax in softmaxes]
+    contexts, log_sums = (tf.concat(each, axis=-2) for each in zip(*results))
+    return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
+
+
+def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
+    """Return the gradients of q, k, v and the tensors."""
+    means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
+    of_q, of_tensors, done = [None] * len(blocks.rows), [], log_sums
+    of_memory = []
+    for number, part in enumerate(blocks.plan.round_parts):
+        round_k, round_v = blocks.exchange.gather(_after(k, done), v, part)
+        of_k, of_v = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
+        for row, columns in enumerate(blocks.columns[number]):
+            if not columns:
+                continue
+            own = [_row_of(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
+            own_q, own_dy, own_sums, own_means = own
+            own_q = _after(own_q, done)
+            for column, own_kept in zip(columns, blocks.kept(own_q, number, row), strict=True):
+                start, end = column.start, column.end
+                (dq, dk, *others), dv = block_gradients(
+                    lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
+                    lambda p, v, kept=own_kept: blocks.context(p, v, kept),
+                    [own_q, round_k[..., start:end, :], *tensors],
+                    round_v[..., start:end, :],
+                    own_dy,
+                    own_sums,
+                    own_means,
+                )
+                dq, dk, dv = (tf.cast(x, blocks.compute_type) for x in (dq, dk, dv))
+                of_q[row] = dq if of_q[row] is None else of_q[row] + dq
+                of_k += _within(of_k, dk, start, end)
+                of_v += _within(of_v, dv, start, end)
+                of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
+                done = of_q[row][..., :1]
+        of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
+    of_k, of_v = (tf.cast(tf.concat(each, axis=-2), k.dtype) for each in zip(*of_memory))
+    of_q = [
+        tf.zeros_like(_row_of(q, row), blocks.compute_type) if dq is None else dq
+        for row, dq in zip(blocks.rows, of_q)
+    ]
+    of_q = tf.cast(tf.concat(of_q, axis=-2), q.dtype)
+    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """What of a mask is for which queries and keys.
+
+    Args:
+        pairs: bool tensor [c or 1, b, n or 1, s or 1, t], or None.
+        queries: tensor [c or 1, b, 1, s], the segments of queries, or None.
+        keys: tensor [b, 1, t], those of keys.
+    """
+
+    pairs: tf.Tensor | None = None
+    queries: tf.Tensor | None = None
+    keys: tf.Tensor | None = None
+
+    def block(self, row, places):
+        """Return what a block of queries sees of keys, bool [c or 1, b, n or 1, s or 1, t].
+
+        Args:
+            row: the queries' places.
+            places: the keys' positions as a list of ranges (start, end).
+        """
+        of_keys = lambda x: tf.concat([x[..., start:end] for start, end in places], axis=-1)
+        if self.pairs is None:
+            return same_segment(self.queries[..., row[0] : row[1]], of_keys(self.keys))
+        pairs = self.pairs if self.pairs.shape[3] == 1 else _row_of(self.pairs, row)
+        return of_keys(pairs)
+
+
+def _mask_of(exchange, mask):
+    if mask is None:
+        return None
+    if isinstance(mask, Segments):
+        queries, keys = (constrain(x, ("batch", None)) for x in (mask.queries, mask.keys))
+        queries = exchange.rows(tf.expand_dims(tf.expand_dims(queries, 1), -1))
+        return _Mask(queries=tf.squeeze(queries, -1), keys=tf.expand_dims(keys, 1))
+    return _Mask(pairs=exchange.rows(expand_mask(mask)))
+
+
+class _Blocks:
+    """What is computed for one block of queries and keys, by the arguments of `context_attention`."""
+
+    def __init__(self, exchange, mask, bias, causal, window, soft_cap, dropout, compute_type):
+        self.exchange, self.plan = exchange, exchange.plan
+        self._mask, self._bias, self._causal, self._window = mask, bias, causal, window
+        self._soft_cap, self._dropout, self.compute_type = soft_cap, dropout, compute_type
+        self.rows = self.plan.rows(_QUERIES)
+        by_position = not (bias is None and mask is None)
+        # Of each round and block of queries.
+        self.columns = [
+            [
+                self.plan.columns(row, segments, causal, window, _KEYS, by_position)
+                for row in self.rows
+            ]
+            for segments in self.plan.rounds
+        ]
+
+    def scores(self, q, k, tensors, row: int, column: Columns):
+        """Return the scores [c, b, n, s, t] of a block, -inf where a query may not attend."""
+        scores = tf.cast(scores_of(q, k), self.compute_type)
+        if self._soft_cap is not None:
+            scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
+        rows, size = self.rows[row], column.end - column.start
+        if self._bias is not None:
+            scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
+        allowed = None
+        if self._mask is not None:
+            allowed = self._mask.block(rows, [(column.position, column.position + size)])
+        if not self.plan.are_all_near(rows, column, self._causal, self._window):
+            near = self._near(rows, column.position, size)
+            allowed = near if allowed is None else allowed & near
+        if allowed is None:
+            return scores
+        return tf.where(allowed, scores, tf.constant(-float("inf"), scores.dtype))
+
+    def _near(self, row: Range, position: int, size: int):
+        """Return which keys are within reach of queries by their positions, [c or 1, 1, 1, s, t]."""
+        first, number = self.plan.positions(0)[row[0]], row[1] - row[0]
+        if self.plan.has_all_positions:
+            queries = first + tf.reshape(tf.range(number), [1, 1, 1, number])
+        else:
+            c, is_striped = self.plan.shards, self.plan.is_striped
+            starts = first + (1 if is_striped else self.plan.num_own_queries) * tf.range(c)
+            starts = constrain(
+                tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
+            )
+            queries = starts + (c if is_striped else 1) * tf.range(number)
+        return is_near(queries, position + tf.range(size), self._causal, self._window)
+
+    def _bias_of(self, tensors, row, position, size):
+        """Return the bias of a block, [c or 1, 1, n, s, t]."""
+        number = row[1] - row[0]
+        of_row = lambda first: self._bias.block(tensors, first, number, position, size)
+        if self.plan.has_all_positions:
+            return self.exchange.heads(tf.expand_dims(of_row(row[0]), 0))
+        firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
+        values = tf.stack([tf.expand_dims(of_row(first), 0) for first in firsts])
+        # Its gradient is laid out alike: that of a shard's part alone DTensor cannot put together.
+        values = constrain(values, (None, None, "heads", None, None))
+        return constrain(values, ("length_shards", None, "heads", None, None))
+
+    def kept(self, own, number, row):
+        """Return dropout's masks of the columns of a block of queries in a round."""
+        sizes = [column.end - column.start for column in self.columns[number][row]]
+        if self._dropout is None or not sizes:
+            return [None] * len(sizes)
+        part = number * len(self.rows) + row
+        kept = self._dropout.kept(own, part, width=sum(sizes), known=own)
+        return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=-1)
+
+    def context(self, probabilities, v, kept):
+        """Return what a block adds to the context, in the compute type."""
+        probabilities = tf.cast(probabilities, v.dtype)
+        if kept is not None:
+            probabilities = self._dropout.drop(probabilities, kept)
+        product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
+        return tf.cast(product, self.compute_type)
+
+
+def _row_of(x, row):
+    return x[..., row[0] : row[1], :]
+
+
+def _within(like, x, start, end):
+    """Return x at its places of a tensor like another, with zeros around it."""
+    return tf.pad(x, [*[[0, 0]] * 3, [start, like.shape[3] - end], [0, 0]])
+
+
+def _after(x, done):
+    """Return x [c, b, m, t, d] once `done` [c, b, n, s, d] is known, by values; see `after`.
+
+    No device waits for another's: what is looked at is on the same one.
+    """
+    if done is None:
+        return x
+    known = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
+    c, b, m = x.shape[:3]
+    known = constrain(tf.reshape(known, [c, b, m, -1, 1]), _AXES)
+    known = tf.reduce_min(known, axis=3, keepdims=True)
+    return x + tf.cast(tf.where(known == known, 0.0, float("nan")), x.dtype)

@@ -1,0 +1,215 @@
+"""Sparse attention by a fixed pattern: of the windows before it a query sees a part."""
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.attention_mask import Segments, expand_mask
+from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.layers.sparse_pattern import NUM_LOCAL_BLOCKS, FixedSparsePattern
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+
+# Queries whose scores are computed together, where windows are smaller.
+_QUERIES = 512
+
+
+@register
+class FixedSparseAttention(Layer):
+    """Attend from queries to their own window, and to a part of each window before.
+
+    Heads take turns over the patterns; see `FixedSparsePattern`. Scores that no query sees are not
+    computed, but for a few beside those of a group of windows. Of a sequence of s positions
+    each has 4 · block_size + s · global_size / (4 · block_size) keys at most: with all of a block
+    global a quarter of the sequence, with a fixed number and blocks that grow as √s some √s.
+
+    Reference: Child et al., 2019, "Generating long sequences with sparse transformers", arXiv
+    1904.10509, §4.3.
+
+    Args:
+        num_heads: number n of heads.
+        size_per_head: number d of features of a head.
+        block_size: positions of a block; a window has four.
+        seq_length: number s of positions.
+        num_different_global_patterns: number of patterns, up to 4.
+        global_size: how many positions of a block are global, the last ones; all by default.
+
+    Call arguments:
+        query: tensor [b, s, n·d].
+        key: tensor [b, s, n·d].
+        value: tensor [b, s, n·d].
+        attention_mask: tensor of 0 and 1, or bool: [b, s], [b, 1, s] or [b, s, s]; 1 where a query
+            may attend, if the pattern allows it. Or `Segments`. None for everywhere.
+
+    Output shape:
+        The query's.
+
+    Raises:
+        ValueError: four blocks do not divide the sequence, or model_parallel does not divide
+            the heads.
+
+    Example:
+
+    >>> x = tf.zeros((2, 64, 16))
+    >>> FixedSparseAttention(4, 4, block_size=4, seq_length=64)(x, x, x).shape
+    TensorShape([2, 64, 16])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        size_per_head: int,
+        block_size: int,
+        seq_length: int = 1024,
+        num_different_global_patterns: int = NUM_LOCAL_BLOCKS,
+        global_size: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = check_size("num_heads", num_heads)
+        self.size_per_head = check_size("size_per_head", size_per_head)
+        check_divisible(num_heads=num_heads)
+        self.pattern = FixedSparsePattern(
+            seq_length, block_size, num_different_global_patterns, global_size
+        )
+
+    def call(
+        self,
+        query: tf.Tensor,
+        key: tf.Tensor,
+        value: tf.Tensor,
+        attention_mask: tf.Tensor | Segments | None = None,
+    ) -> tf.Tensor:
+        for name, x in {"query": query, "key": key, "value": value}.items():
+            self._check(name, x)
+        q, k, v = (self._heads(x) for x in (query, key, value))
+        q *= self.size_per_head**-0.5
+        global_keys, global_values = self._global_positions(k), self._global_positions(v)
+        at_once = max(_QUERIES // self.pattern.window, 1)
+        contexts = []
+        for first in range(0, self.pattern.num_windows, at_once):
+            windows = range(first, min(first + at_once, self.pattern.num_windows))
+            inputs = q, k, v, global_keys, global_values
+            contexts.append(self._attend(windows, *inputs, attention_mask))
+        context = contexts[0] if len(contexts) == 1 else tf.concat(contexts, axis=2)
+        # [batch, heads, length, head_dim] -> [batch, length, heads · head_dim]
+        context = constrain(context, ("batch", "heads", None, "head_dim"))
+        context = tf.transpose(context, [0, 2, 1, 3])
+        return tf.reshape(context, static_or_dynamic_shape(query))
+
+    def _check(self, name, x):
+        check_floating(name, x)
+        expected = [None, self.pattern.seq_length, self.num_heads * self.size_per_head]
+        if x.shape.rank != 3 or not x.shape.is_compatible_with(expected):
+            raise ValueError(
+                f"{name} has the shape {list(x.shape)}, expected {expected}: a batch, "
+                f"seq_length={expected[1]} and num_heads · size_per_head={expected[2]}"
+            )
+
+    def _heads(self, x):
+        """[b, s, n·d] -> [b, n, s, d]"""
+        b = static_or_dynamic_shape(x)[0]
+        x = tf.reshape(x, [b, self.pattern.seq_length, self.num_heads, self.size_per_head])
+        return constrain(tf.transpose(x, [0, 2, 1, 3]), ("batch", "heads", None, "head_dim"))
+
+    def _attend(self, windows, q, k, v, global_keys, global_values, mask):
+        """Return the context [b, n, u·l, d] of u windows of l positions each that follow each other."""
+        size, (first, last) = self.pattern.window, (windows[0], windows[-1])
+        rows = slice(first * size, (last + 1) * size)
+        q, own_k, own_v = (x[:, :, rows] for x in (q, k, v))
+        own_v = self._by_windows(own_v)
+        near = tf.matmul(self._by_windows(q), self._by_windows(own_k), transpose_b=True)
+        seen = np.tile(np.tril(np.ones([size, size], "bool")), [len(windows), 1, 1])[None, None]
+        if mask is not None:
+            seen = seen & self._own_windows(mask, rows)
+        scores = _masked(near, seen)
+        scores = self._joined(scores)
+        num_global = last * self.pattern.global_size
+        if num_global:
+            far = tf.matmul(q, global_keys[:, :, :num_global], transpose_b=True)
+            seen = np.arange(last)[None, :] < np.arange(first, last + 1)[:, None]
+            seen = seen.repeat(size, 0).repeat(self.pattern.global_size, 1)[None, None]
+            if mask is not None:
+                seen = seen & self._global_part(mask, rows, num_global)
+            scores = tf.concat([_masked(far, seen), scores], axis=-1)
+        scores = constrain(scores, ("batch", "heads", None, None))
+        probabilities = tf.nn.softmax(scores)
+        if mask is not None:
+            probabilities *= tf.cast(scores > scores.dtype.min, scores.dtype)
+        probabilities = tf.cast(probabilities, v.dtype)
+        near = self._by_windows(probabilities[..., num_global:])
+        context = self._joined(tf.matmul(near, own_v))
+        if num_global:
+            far = probabilities[..., :num_global]
+            context += tf.matmul(far, global_values[:, :, :num_global])
+        return context
+
+    def _by_windows(self, x):
+        """[b, n, u·l, x] -> [b, n, u, l, x]"""
+        b, n, s, d = static_or_dynamic_shape(x)
+        return tf.reshape(x, [b, n, s // self.pattern.window, self.pattern.window, d])
+
+    def _joined(self, x):
+        """[b, n, u, l, x] -> [b, n, u·l, x]"""
+        b, n, u, size, d = static_or_dynamic_shape(x)
+        return tf.reshape(x, [b, n, u * size, d])
+
+    def _global_positions(self, x):
+        """[b, n, s, d] -> [b, n, s / l · c, d]: those that queries of later windows see of a head."""
+        b, n, _, d = static_or_dynamic_shape(x)
+        blocks = [b, n, self.pattern.num_windows, NUM_LOCAL_BLOCKS, self.pattern.block_size, d]
+        x = tf.reshape(x, blocks)[..., -self.pattern.global_size :, :]
+        is_global = np.zeros([self.num_heads, NUM_LOCAL_BLOCKS], "bool")
+        for head in range(self.num_heads):
+            is_global[head, self.pattern.global_block(head)] = True
+        # A selection, whose heads may be sharded, and not a look-up.
+        is_global = tf.cast(is_global, x.dtype)[None, :, None, :, None, None]
+        x = tf.reduce_sum(x * is_global, axis=3)
+        length = self.pattern.num_windows * self.pattern.global_size
+        return constrain(
+            tf.reshape(x, [b, self.num_heads, length, d]), ("batch", "heads", None, None)
+        )
+
+    def _own_windows(self, mask, rows):
+        """Return a mask of queries and keys of the same window, bool [b, 1, u, l or 1, l]."""
+        size, parts = self.pattern.window, []
+        for start in range(rows.start, rows.stop, size):
+            own = slice(start, start + size)
+            parts.append(_part_of(mask, own, own))
+        return tf.stack(parts, axis=2)
+
+    def _global_part(self, mask, rows, num_global):
+        """Return a mask of queries and global keys, bool [b, n, u·l or 1, …]."""
+        all_keys = slice(0, self.pattern.seq_length)
+        part = tf.cast(_part_of(mask, rows, all_keys), self.compute_dtype)
+        part = self._global_positions(tf.transpose(part, [0, 1, 3, 2]))
+        return tf.transpose(part, [0, 1, 3, 2])[..., :num_global] > 0
+
+    def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
+        return query_shape
+
+    def get_config(self) -> dict:
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "size_per_head": self.size_per_head,
+            "block_size": self.pattern.block_size,
+            "seq_length": self.pattern.seq_length,
+            "num_different_global_patterns": self.pattern.num_patterns,
+            "global_size": self.pattern.global_size,
+        }
+
+
+def _masked(scores, seen):
+    scores = tf.cast(scores, "float64" if scores.dtype == "float64" else "float32")
+    return tf.where(seen, scores, tf.constant(scores.dtype.min, scores.dtype))
+
+
+def _part_of(mask, rows, columns):
+    """Return a mask [b, 1, rows or 1, columns] of ranges of queries and keys, bool."""
+    if isinstance(mask, Segments):
+        return expand_mask(Segments(mask.queries[:, rows], mask.keys[:, columns]))
+    mask = expand_mask(mask)
+    if mask.shape[2] != 1:
+        mask = mask[:, :, rows]
+    return mask[..., columns]

@@ -1,0 +1,82 @@
+"""What attention by blocks computes of each block: an online softmax, and its gradient.
+
+References: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax", arXiv
+1805.02867; Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1. Scores are -inf where a query
+may not attend.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+
+class OnlineSoftmax:
+    """The context of a block of queries, to which blocks of keys are added one after the other.
+
+    Attributes:
+        total: tensor [..., s, 1], sums of exponentials; None before the first block.
+    """
+
+    def __init__(self):
+        self._context = self._highest = self.total = None
+
+    def add(self, scores: tf.Tensor, context_of: Callable) -> None:
+        """Add a block of keys.
+
+        Args:
+            scores: tensor [..., s, t].
+            context_of: a function of exponentials [..., s, t] that returns what the block adds
+                to the context, [..., s, d].
+        """
+        # Of a query that sees nothing all exponentials are 0.
+        highest = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
+        if self.total is not None:
+            highest = tf.maximum(highest, self._highest)
+        exponentials = tf.exp(scores - highest)
+        total, context = tf.reduce_sum(exponentials, -1, keepdims=True), context_of(exponentials)
+        if self.total is not None:
+            less = tf.exp(self._highest - highest)
+            total, context = self.total * less + total, self._context * less + context
+        self._highest, self.total, self._context = highest, total, context
+
+    def results(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the context [..., s, d], and the logarithms of the sums of exponentials."""
+        total = tf.maximum(self.total, np.finfo(self.total.dtype.as_numpy_dtype).tiny)
+        return self._context / total, self._highest + tf.math.log(total)
+
+
+def block_gradients(
+    scores_of: Callable,
+    context_of: Callable,
+    tensors: list[tf.Tensor],
+    v: tf.Tensor,
+    dy: tf.Tensor,
+    log_sums: tf.Tensor,
+    means: tf.Tensor,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Return the gradients of a block, whose scores are computed again.
+
+    Args:
+        scores_of: a function of `tensors` that returns the block's scores [..., s, t].
+        context_of: a function of probabilities and v, as that of `OnlineSoftmax.add`.
+        tensors: list of what scores depend on.
+        v: tensor [..., t, d].
+        dy: tensor [..., s, d], the gradient of the context.
+        log_sums: tensor [..., s, 1], as from `OnlineSoftmax.results` after all blocks.
+        means: tensor [..., s, 1], the sums of dy · context, which are the probabilities'
+            gradients' means.
+
+    Returns:
+        The list of the gradients of `tensors`, and that of v.
+    """
+    with tf.GradientTape() as tape:
+        tape.watch(tensors)
+        scores = scores_of(*tensors)
+    probabilities = tf.exp(scores - log_sums)
+    with tf.GradientTape() as context_tape:
+        context_tape.watch([probabilities, v])
+        own = context_of(probabilities, v)
+    dp, dv = context_tape.gradient(own, [probabilities, v], tf.cast(dy, own.dtype))
+    ds = probabilities * (dp - means)
+    return tape.gradient(scores, tensors, ds), dv

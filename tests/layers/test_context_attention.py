@@ -1,0 +1,147 @@
+"""Attention of a sequence that is sharded gives what one device gives: each mode, mask and bias."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import context_attention
+from dtransformer.layers.attention_core import attention
+from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.position_bias import alibi, relative_bias
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.dtensor.batch import local_value, put_replicated
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import replicate
+from tests.on_mesh import on_mesh, raises, start, stop
+
+B, N, S, D = 2, 4, 16, 4
+RNG = np.random.default_rng(0)
+SEGMENTS = RNG.integers(0, 3, (B, S)).astype("int32")
+PAIRS = RNG.integers(0, 2, (B, S, S)).astype("int32")
+HEADS = RNG.integers(0, 2, (B, N, S, S)).astype("int32")
+TABLE = RNG.normal(size=(8, N)).astype("float32")
+CASES = {
+    "all": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 5},
+    "window": {"window": 4},
+    "keys": {"mask": lambda: tf.constant(SEGMENTS > 0)},
+    "segments": {"mask": lambda: Segments(*[tf.constant(SEGMENTS)] * 2), "causal": True},
+    "prefix": {
+        "mask": lambda: Segments(*[tf.constant(SEGMENTS)] * 2, tf.constant(PAIRS[:, 0] > 0)),
+        "causal": True,
+        "window": 5,
+    },
+    "pairs": {"mask": lambda: tf.constant(PAIRS)},
+    "heads": {"mask": lambda: tf.constant(HEADS), "causal": True},
+    "nowhere": {"mask": lambda: tf.zeros((B, S), "bool"), "soft_cap": 2.0},
+    "relative": {"bias": lambda table: relative_bias(table, 6, causal=False)},
+    "alibi": {"bias": lambda table: alibi(N), "causal": True, "window": 9},
+}
+
+RING, GATHERED, BY_HEADS = (
+    {"context_parallel_mode": mode} for mode in ("ring", "all_gather", "ulysses")
+)
+
+
+def tensors(num_kv_heads, num_keys=S):
+    rng = np.random.default_rng(1)
+    shapes = (B, N, S, D), *[(B, num_kv_heads, num_keys, D)] * 2, (B, N, S, D)
+    return [rng.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def results(case, q, k, v, upstream, table):
+    """Return the context, and the gradients of q, k, v and the table."""
+    options = dict(CASES[case])
+    if "mask" in options:
+        options["mask"] = options["mask"]()
+    with tf.GradientTape() as tape:
+        tape.watch([q, k, v, table])
+        if "bias" in options:
+            options["bias"] = options["bias"](table)
+        q_, k_, v_ = (constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v))
+        context = attention(q_, [k_], [v_], **options)
+    gradients = tape.gradient(context, [q, k, v, table], upstream, unconnected_gradients="zero")
+    return [context, *gradients]
+
+
+def on_devices(case, *arrays):
+    compiled = MeshFunction(lambda *args: replicate(results(case, *args)), [], gradients=True)
+    return [local_value(x).numpy() for x in compiled(*map(put_replicated, arrays))]
+
+
+def check(cases, num_kv_heads, num_keys=S, **fields):
+    arrays = *tensors(num_kv_heads, num_keys), TABLE
+    expected = {case: results(case, *map(tf.constant, arrays)) for case in cases}
+    start(**fields)
+    for case in cases:
+        found = on_devices(case, *arrays)
+        if case == "segments":  # what is padded has no context and no gradient
+            for x in found[:4]:
+                assert (np.moveaxis(x, 1, 2)[SEGMENTS == 0] == 0).all()
+        for own, theirs in zip(found, expected[case], strict=True):
+            tolerance = 1e-5 * max(np.abs(theirs).max(), 1)
+            np.testing.assert_allclose(own, theirs, rtol=0, atol=tolerance, err_msg=case)
+    stop()
+
+
+def use_small_blocks():
+    context_attention._QUERIES, context_attention._KEYS = 3, 5
+
+
+@on_mesh
+def test_in_rounds():
+    use_small_blocks()
+    check(["causal window", "relative"], 2, model_parallel=1, context_parallel=2, **RING)
+
+
+@on_mesh
+def test_with_gathered_keys_and_values():
+    check(["prefix", "alibi"], 2, model_parallel=1, context_parallel=4, **GATHERED)
+
+
+@on_mesh
+def test_by_heads():
+    check(["segments", "prefix"], 4, model_parallel=1, context_parallel=2, **BY_HEADS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_all_masks_and_biases():
+    use_small_blocks()
+    for mode in (RING, GATHERED, BY_HEADS):
+        check(CASES, 2, model_parallel=1, context_parallel=2, **mode)
+
+
+@pytest.mark.long
+@on_mesh
+def test_four_rounds():
+    use_small_blocks()
+    check(["all", "causal", "window", "segments"], 2, model_parallel=1, context_parallel=4, **RING)
+
+
+@pytest.mark.long
+@on_mesh
+def test_by_heads_of_which_several_devices_have_the_same_keys():
+    check(["segments"], 2, model_parallel=1, context_parallel=4, **BY_HEADS)
+    check(["relative"], 2, model_parallel=2, context_parallel=2, **BY_HEADS)
+
+
+@pytest.mark.long
+@on_mesh
+def test_to_a_memory_of_another_length():
+    use_small_blocks()
+    for mode in (RING, GATHERED, BY_HEADS):
+        check(["all"], 4, 24, data_parallel=2, context_parallel=2, model_parallel=1, **mode)
+
+
+@on_mesh
+def test_what_cannot_be_is_refused():
+    start(model_parallel=1, context_parallel=2, **RING)
+    arrays = [x[:, :, :15] for x in tensors(2)]
+    raises(ValueError, ["must divide", "15", "16"], lambda: on_devices("all", *arrays, TABLE))
+    stop()
+    start(model_parallel=1, context_parallel=4, **BY_HEADS)
+    arrays = [x[:, :2] for x in tensors(2)]
+    words = ["'ulysses'", "2 heads", "'all_gather'"]
+    raises(ValueError, words, lambda: on_devices("all", *arrays, TABLE))
