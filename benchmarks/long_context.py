@@ -5,8 +5,8 @@
     python benchmarks/long_context.py --budget_mb 600
 
 Trains a language model on one row of `--length` tokens, on one rank and with `context_parallel` on
-several, each in processes of its own. `activation_bytes` is the peak of rank 0 above that of
-processes which compile the same model for few tokens; `share` is that by one rank's;
+several, each in processes of its own. `activation_bytes` is the peak of TensorFlow's allocator in a
+step, above what stays, of rank 0; `share` is that by one rank's; `peak_bytes` is all of its process;
 `seconds_per_step` the median of the timed steps, in which all ranks share the machine's cores;
 `sent_bytes` what a device sends in a step. With `--budget_mb` no rank may take more for model and
 training: `fits` says whether that is enough.
@@ -21,7 +21,7 @@ import time
 import paths  # noqa: F401
 
 from harness.launch import launch, tail
-from harness.measure import limit_memory, peak_bytes
+from harness.measure import limit_memory, passing_bytes, peak_bytes
 from harness.printed import json_with
 
 
@@ -36,7 +36,6 @@ def parse_arguments():
     parser.add_argument("--vocab_size", type=int, default=1000)
     parser.add_argument("--budget_mb", type=int, help="of each rank, for model and training")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--few_tokens", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -70,16 +69,19 @@ def work(args):
     )
     trainer = dtransformer.Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-4), CrossEntropyLoss())
-    length = 64 if args.few_tokens else args.length
-    ids = np.random.default_rng(0).integers(4, args.vocab_size, (1, length + 1), "int32")
+    ids = np.random.default_rng(0).integers(4, args.vocab_size, (1, args.length + 1), "int32")
     seconds, losses = [], []
     for _ in range(args.steps + 1):
         start = time.perf_counter()
         logs = trainer.train_on_batch(ids[:, :-1], ids[:, 1:], shard=False, return_dict=True)
         seconds.append(time.perf_counter() - start)
         losses.append(float(logs["step_loss"]))
-    report = trainer.memory_report(tf.TensorSpec([1, length]))
+    tensor_bytes = passing_bytes(
+        lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:], shard=False)
+    )
+    report = trainer.memory_report(tf.TensorSpec([1, args.length]))
     result = {
+        "activation_bytes": tensor_bytes,
         "peak_bytes": peak_bytes(),
         "training_bytes": peak_bytes() - empty,
         "planned_activation_bytes": report.rows[-1].planned,
@@ -96,14 +98,6 @@ def work(args):
 
 def run(case, arguments, budget):
     """Run the processes of a case; return what rank 0 printed."""
-    result = start(case, arguments, budget)
-    if result["fits"]:
-        few = start(case, [*arguments, "--few_tokens"], budget)
-        result["activation_bytes"] = result["peak_bytes"] - few["peak_bytes"]
-    return result
-
-
-def start(case, arguments, budget):
     ranks = int(case.split(",")[0])
     environment = {"MALLOC_ARENA_MAX": "2"} if budget else None
     done = launch(ranks, [__file__, *arguments, "--worker", case], 1200, environment)

@@ -26,8 +26,8 @@ from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.custom_gradient import custom_gradient
 
-# Positions of a block: see `blockwise_attention`.
-_QUERIES, _KEYS = 512, 2048
+# Queries and keys of a block: where a device has some of the heads, and where it has all.
+_SOME_HEADS, _ALL_HEADS = (512, 2048), (256, 1024)
 _AXES = "length_shards", "batch", "heads", None, None
 
 
@@ -88,7 +88,7 @@ def _forward(blocks, q, k, v, tensors):
                     blocks.scores(own, own_k, tensors, row, column),
                     lambda p, v=own_v, kept=own_kept: blocks.context(p, v, kept),
                 )
-                done = softmax.total
+                done = softmax.context
     results = [softmax.results() for softmax in softmaxes]
     contexts, log_sums = (tf.concat(each, axis=-2) for each in zip(*results))
     return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
@@ -107,7 +107,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
                 continue
             own = [_row_of(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
             own_q, own_dy, own_sums, own_means = own
-            own_q = _after(own_q, done)
+            # TensorFlow would keep all that is added up.
+            own_q, own_dy = _after(own_q, of_k), _after(own_dy, of_v)
             for column, own_kept in zip(columns, blocks.kept(own_q, number, row), strict=True):
                 start, end = column.start, column.end
                 (dq, dk, *others), dv = block_gradients(
@@ -124,8 +125,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
                 of_k += _within(of_k, dk, start, end)
                 of_v += _within(of_v, dv, start, end)
                 of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
-                done = of_q[row][..., :1]
         of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
+        done = of_memory[-1][0]
     of_k, of_v = (tf.cast(tf.concat(each, axis=-2), k.dtype) for each in zip(*of_memory))
     of_q = [
         tf.zeros_like(_row_of(q, row), blocks.compute_type) if dq is None else dq
@@ -180,12 +181,13 @@ class _Blocks:
         self.exchange, self.plan = exchange, exchange.plan
         self._mask, self._bias, self._causal, self._window = mask, bias, causal, window
         self._soft_cap, self._dropout, self.compute_type = soft_cap, dropout, compute_type
-        self.rows = self.plan.rows(_QUERIES)
+        num_queries, num_keys = _SOME_HEADS if self.plan.has_all_positions else _ALL_HEADS
+        self.rows = self.plan.rows(num_queries)
         by_position = not (bias is None and mask is None)
         # Of each round and block of queries.
         self.columns = [
             [
-                self.plan.columns(row, segments, causal, window, _KEYS, by_position)
+                self.plan.columns(row, segments, causal, window, num_keys, by_position)
                 for row in self.rows
             ]
             for segments in self.plan.rounds
@@ -265,12 +267,17 @@ def _within(like, x, start, end):
 def _after(x, done):
     """Return x [c, b, m, t, d] once `done` [c, b, n, s, d] is known, by values; see `after`.
 
-    No device waits for another's: what is looked at is on the same one.
+    No device waits for another's: what is looked at is on the same one. One number of heads divides
+    the other.
     """
     if done is None:
         return x
     known = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
-    c, b, m = x.shape[:3]
-    known = constrain(tf.reshape(known, [c, b, m, -1, 1]), _AXES)
-    known = tf.reduce_min(known, axis=3, keepdims=True)
+    (c, b, n), m = known.shape[:3], x.shape[2]
+    if n > m:
+        known = constrain(tf.reshape(known, [c, b, m, n // m, 1]), _AXES)
+        known = tf.reduce_min(known, axis=3, keepdims=True)
+    elif n < m:
+        known = constrain(tf.concat([known] * (m // n), axis=3), _AXES)
+        known = constrain(tf.reshape(known, [c, b, m, 1, 1]), _AXES)
     return x + tf.cast(tf.where(known == known, 0.0, float("nan")), x.dtype)

@@ -15,11 +15,11 @@ class OnlineSoftmax:
     """The context of a block of queries, to which blocks of keys are added one after the other.
 
     Attributes:
-        total: tensor [..., s, 1], sums of exponentials; None before the first block.
+        context: tensor [..., s, d], not yet divided; None before the first block.
     """
 
     def __init__(self):
-        self._context = self._highest = self.total = None
+        self.context = self._highest = self._total = None
 
     def add(self, scores: tf.Tensor, context_of: Callable) -> None:
         """Add a block of keys.
@@ -31,19 +31,19 @@ class OnlineSoftmax:
         """
         # Of a query that sees nothing all exponentials are 0.
         highest = tf.maximum(tf.reduce_max(scores, -1, keepdims=True), scores.dtype.min / 2)
-        if self.total is not None:
+        if self.context is not None:
             highest = tf.maximum(highest, self._highest)
         exponentials = tf.exp(scores - highest)
         total, context = tf.reduce_sum(exponentials, -1, keepdims=True), context_of(exponentials)
-        if self.total is not None:
+        if self.context is not None:
             less = tf.exp(self._highest - highest)
-            total, context = self.total * less + total, self._context * less + context
-        self._highest, self.total, self._context = highest, total, context
+            total, context = self._total * less + total, self.context * less + context
+        self._highest, self._total, self.context = highest, total, context
 
     def results(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the context [..., s, d], and the logarithms of the sums of exponentials."""
-        total = tf.maximum(self.total, np.finfo(self.total.dtype.as_numpy_dtype).tiny)
-        return self._context / total, self._highest + tf.math.log(total)
+        total = tf.maximum(self._total, np.finfo(self._total.dtype.as_numpy_dtype).tiny)
+        return self.context / total, self._highest + tf.math.log(total)
 
 
 def block_gradients(
