@@ -22,6 +22,7 @@ from harness.printed import printed_json
 LAYOUTS = {
     "one_device": (1, 1, {}),
     "mesh": (1, 2, {"model_parallel": 2}),
+    "mesh_in_chunks": (1, 2, {"model_parallel": 2, "pipeline_schedule": "interleaved"}),
     "stages": (2, 1, {"pipeline_stage": 2, "micro_batch_num": 4}),
 }
 
@@ -49,6 +50,9 @@ def work(args):
 
     layout, blocks = args.worker.split(":")
     _, local_devices, fields = LAYOUTS[layout]
+    if layout == "mesh_in_chunks":  # of four blocks
+        fields = fields | {"pipeline_chunks": int(blocks) // 4}
+        fields = fields if int(blocks) > 4 else LAYOUTS["mesh"][2]
     dtransformer.init(
         dtransformer.TransformerOpParallelConfig(**fields), local_devices=local_devices
     )

@@ -15,8 +15,8 @@ class Layout:
         rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
         level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
-        stages, micro_batches, schedule, chunks: of a pipeline; without stages, the number
-            of micro-batches of a step.
+        stages, micro_batches, schedule, chunks: of a pipeline, or of one stage of several chunks;
+            without both, the number of micro-batches of a step.
     """
 
     data: int = 1
@@ -39,7 +39,7 @@ class Layout:
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
         axes += f"pp{self.stages}" * (self.stages > 1)
         axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
-        axes += f"-{schedule}" * (self.stages > 1)
+        axes += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"

@@ -133,7 +133,9 @@ class TransformerOpParallelConfig(validators.Checked):
             whose gradients of weights fill the time in which stages would wait; or
             `"zb_v"`, the same with two chunks a stage, there and back.
         pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
-            `"zb_v"` 2: with more of them, stages wait less and send more.
+            `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
+            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
+            networks start sooner.
         context_parallel: number of shards of the sequence in attention.
         expert_parallel: number of shards of the set of experts.
         micro_batch_num: number of micro-batches that a batch is split into.

@@ -231,12 +231,12 @@ def data_shard() -> tuple[int, int]:
 def rows_multiple_of() -> int:
     """Return what has to divide the number of rows of every batch of a rank."""
     config = get_parallel_config()
-    return config.micro_batch_num if config.pipeline_stage > 1 else 1
+    return config.micro_batch_num if config.placement.num_chunks > 1 else 1
 
 
 def compiles_shapes() -> bool:
     """Return whether each shape of a batch is traced or compiled anew, so that few are better."""
-    return mesh() is not None or stage()[1] > 1
+    return mesh() is not None or placement().num_chunks > 1
 
 
 def seed() -> int:

@@ -193,13 +193,13 @@ def check_supported(config, local_devices: int = 1) -> None:
             f"optimizer_shard={config.optimizer_shard}, as {why}: set optimizer_shard=1 or 2, or "
             "optimizer_shard_partition='flat'"
         )
-    if config.pipeline_stage > 1:
+    if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
+        degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
         for name, reason in _NOT_WITH_A_PIPELINE.items():
             value = getattr(config, name)
             if value is True or value == 3:
                 raise ValueError(
-                    f"{name}={value} does not work with pipeline_stage={config.pipeline_stage}: "
-                    f"{reason}"
+                    f"{name}={value} does not work with {degree}={getattr(config, degree)}: {reason}"
                 )
         schedules.check(
             config.pipeline_schedule,
@@ -215,11 +215,6 @@ def check_supported(config, local_devices: int = 1) -> None:
                 f"model_parallel={config.model_parallel} and local_devices={local_devices}: set "
                 "pipeline_schedule='1f1b' or 'interleaved'"
             )
-    elif config.pipeline_chunks > 1:
-        raise ValueError(
-            f"pipeline_chunks={config.pipeline_chunks} needs a pipeline: set pipeline_stage=2 or "
-            "more, or pipeline_chunks=1"
-        )
 
 
 def check_joined(config, topology, placement) -> None:

@@ -30,7 +30,7 @@ def check_compile_options(objective, optimizer, run_eagerly, jit_compile):
         )
     options = {"run_eagerly": run_eagerly, "jit_compile": jit_compile is True}
     asked = [name for name, value in options.items() if value]
-    if job.stage()[1] > 1:
+    if job.placement().num_chunks > 1:
         if not objective.knows_divisors:
             raise ValueError(
                 "a pipeline needs a loss of tokens that tells their weights before the forward "

@@ -58,6 +58,8 @@ LONG = """
     deep_t5/dp2@2x1+shard1  deep_t5/dp2@2x1+shard2  deep_t5.used/pp2m4-1f1b@2x1
     deep_t5/pp2m4-zb_h1@2x1  deep_t5/pp2m2-interleaved2@2x1  deep_t5.used/mp2pp2m2-1f1b@2x2+rows
     deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
+    deep_causal.used/mp2-interleaved4@1x2  deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
+    deep_llama.used/dp2mp2-interleaved4@2x2+shard2  deep_t5.used/mp2-interleaved4@1x2
     deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2
     deep/mp2pp2m2-1f1b@4x1+rows+sp
     lamb/dp2@2x1+whole1  adafactor/dp2@2x1+whole1  adafactor/dp2@2x1+whole2

@@ -153,7 +153,6 @@ def test_what_a_pipeline_would_do_for_every_micro_batch_is_refused(fields):
     "fields, words",
     [
         ({"pipeline_stage": 4, "micro_batch_num": 2}, "micro_batch_num=2 is less than"),
-        ({"pipeline_chunks": 2}, "set pipeline_stage=2 or more"),
         ({"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_chunks": 2}, "'interleaved'"),
         (
             {

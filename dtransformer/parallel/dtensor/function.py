@@ -65,15 +65,23 @@ class MeshFunction:
         """Return the variables as DTensors."""
         return [packed(variable) for variable in self._variables]
 
-    def run(self, weights: list[tf.Tensor], *args):
-        """As a call, with the variables that `packed` has returned."""
+    def run(self, weights: list[tf.Tensor], *args, variables: list[keras.Variable] | None = None):
+        """As a call, with the variables that `packed` has returned.
+
+        Args:
+            weights: list of DTensors.
+            *args: as a call's.
+            variables: what they are the values of, and what it assigns is written to: variables
+                like those of the function, which they are by default.
+        """
+        variables = self._variables if variables is None else variables
         results, updates = self._traced(weights, args)
         del weights  # or an update in place would have to copy them
         wait(results)
         if self._is_new:
             self.compiled, self._is_new = new_functions(), False
         for number, value in updates.items():
-            variable = self._variables[int(number)]
+            variable = variables[int(number)]
             shards = own_shards([variable])
             for shard, new in zip(shards, unpacked(variable, value)):
                 shard.assign(new)

@@ -1,5 +1,9 @@
 """A computation of a network, compiled for each of this rank's model chunks."""
 
+import contextlib
+
+from dtransformer.parallel.dropout_seed import dropout_numbers
+from dtransformer.parallel.pipeline.alike_chunks import AlikeChunk, likeness_of
 from dtransformer.parallel.pipeline.call_views import ChunkView, view
 from dtransformer.parallel.pipeline.dataflow import Dataflow
 from dtransformer.parallel.pipeline.placed_layers import weights_of
@@ -15,12 +19,15 @@ class ChunkFunctions:
             results of the chunk.
         devices: where this rank's stage computes, see `stage_devices`.
         name: str, of the computation.
+        shares: whether chunks that are alike may share a function, on a mesh: what `compute` gives
+            must not depend on which of them it is.
     """
 
-    def __init__(self, network, compute, devices, name):
+    def __init__(self, network, compute, devices, name, shares=False):
         self._network, self._compute, self._devices = network, compute, devices
-        self._name = name
+        self._name, self._shares = name, shares and devices.compiles_whole_graphs
         self._compiled = {}
+        self._alike = {}  # key of a `Likeness` -> the first chunk's, and its function
 
     def of(self, chunk: int, dataflow: Dataflow, variant=None):
         """Return the compiled function of a chunk.
@@ -38,12 +45,25 @@ class ChunkFunctions:
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
-            function = self._function(chunk, dataflow)
+            likeness = likeness_of(self._network, chunk, dataflow) if self._shares else None
             weights = weights_of(self._network, chunk, dataflow)
-            self._compiled[key] = self._devices.compile(function, *weights)
+            if likeness is None:
+                function = self._function(chunk, dataflow)
+                self._compiled[key] = self._devices.compile(function, *weights)
+            else:
+                self._compiled[key] = self._alike_chunk(chunk, dataflow, likeness, weights, variant)
         return self._compiled[key]
 
-    def _function(self, chunk, dataflow):
+    def _alike_chunk(self, chunk, dataflow, likeness, weights, variant):
+        key = likeness.key, variant
+        if key not in self._alike:
+            function = self._function(chunk, dataflow, likeness.dropouts)
+            self._alike[key] = likeness, self._devices.compile(function, *weights)
+        other, function = self._alike[key]
+        return AlikeChunk(function, other, likeness, *weights)
+
+    def _function(self, chunk, dataflow, dropouts=None):
+        """Return what is compiled; with a list of dropout layers it takes their numbers, too."""
         crossing = [*dataflow.received_by(chunk), *dataflow.sent_after(chunk)]
         crossing = {tensor.name: tensor for tensor in crossing}
 
@@ -52,7 +72,12 @@ class ChunkFunctions:
 
         def run(received, *args):
             calls = ChunkView(chunk, dataflow, relayout(received))
-            with unsharding(self._name), view(calls):
+            drawn = contextlib.nullcontext()
+            if dropouts is not None:
+                put, *args = args
+                numbers = self._devices.numbers(put, [len(dropouts)])
+                drawn = dropout_numbers({id(x): numbers[i] for i, x in enumerate(dropouts)})
+            with drawn, unsharding(self._name), view(calls):
                 results = self._compute(chunk, *args)
             return relayout(calls.sent), results
 

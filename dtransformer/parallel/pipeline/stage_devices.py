@@ -34,7 +34,13 @@ def stage_devices() -> "OneDevice":
 
 
 class OneDevice:
-    """The rank's only device: tensors are what they are."""
+    """The rank's only device: tensors are what they are.
+
+    Attributes:
+        compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
+    """
+
+    compiles_whole_graphs = False
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -108,7 +114,16 @@ class OneDevice:
         _wait_for_gpus()
 
 
-class _Function:
+class _Named:
+    """A function that computes the layers that it was traced for."""
+
+    @staticmethod
+    def layer_name(name: str) -> str:
+        """Return a name in the compiled function as it is told."""
+        return name
+
+
+class _Function(_Named):
     """A compiled function that reads its weights by itself.
 
     Attributes:
@@ -142,6 +157,8 @@ def _wait_for_gpus():
 
 class Mesh(OneDevice):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
+
+    compiles_whole_graphs = True
 
     def compile(self, function, trained, others):
         return _FunctionOnMesh(function, trained, others)
@@ -203,7 +220,7 @@ class Mesh(OneDevice):
         return LocalShards(tensor.shape, self._specs(tensor))
 
 
-class _FunctionOnMesh(MeshFunction):
+class _FunctionOnMesh(_Named, MeshFunction):
     """A function on the mesh whose gradients are taken outside of it; called as `_Function`."""
 
     is_new = False
@@ -212,14 +229,23 @@ class _FunctionOnMesh(MeshFunction):
         super().__init__(function, [*trained, *others], gradients=True)
         self.trained, self._others = trained, others
 
-    def weights(self):
-        """Return the trained weights as DTensors."""
-        return [packed(weight) for weight in self.trained]
+    def weights(self, trained=None):
+        """Return the trained weights as DTensors, or others that are like them."""
+        return [packed(weight) for weight in (self.trained if trained is None else trained)]
 
     def __call__(self, weights, *args):
+        return self.call(weights, self.trained, self._others, *args)
+
+    def call(self, weights, trained, others, *args):
+        """As a call, with values of other variables that are like its own, see `alike_chunks`."""
         # Gradients are traced when the function is called.
         with trace.scope(on_mesh=True), _compat.constants_are_copied():
-            return self.run([*weights, *map(packed, self._others)], *args)
+            variables = [*trained, *others]
+            return self.run([*weights, *map(packed, others)], *args, variables=variables)
+
+    def put(self, numbers):
+        """Return a list of ints as an argument."""
+        return put_numbers(tf.constant(numbers or [0], "int32"))
 
     def _trace(self, weights, args):
         self.is_new = True

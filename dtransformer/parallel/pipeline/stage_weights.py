@@ -82,12 +82,12 @@ def share_weights(network: keras.Model, inputs) -> Dataflow | None:
         inputs: nested tensors, or specs of known shapes: a batch.
 
     Returns:
-        The `Dataflow` of the batch; None where there is no pipeline.
+        The `Dataflow` of the batch; None where there is one model chunk.
 
     Raises:
         ValueError: see `Dataflow.of_network`.
     """
-    if job.stage()[1] == 1:
+    if job.placement().num_chunks == 1:
         return None
     dataflow = Dataflow.of_network(network, inputs, job.placement())
     for layer in placed_layers(network):

@@ -13,7 +13,7 @@ def make_engine(step, jit_compile=False):
         step: the `ForwardStep`.
         jit_compile: whether forward and backward are compiled with XLA, on one device.
     """
-    if job.stage()[1] > 1:
+    if job.placement().num_chunks > 1:
         return PipelineEngine(step)
     if job.mesh() is not None:
         return MeshEngine(step)

@@ -1,6 +1,7 @@
 """The engine of a pipeline: carries the schedule's instructions out on this rank."""
 
 import contextlib
+import dataclasses
 import functools
 
 import tensorflow as tf
@@ -57,10 +58,12 @@ class PipelineEngine:
         )
         self.waits_for_sends = len(own_chunks()) == 1 and device_type() == "CPU"
         self.devices, self.peers = stage_devices(), PeerToPeer()
-        self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train")
-        self._predict = ForwardPass(self.network, lambda x, _: (step.outputs(x), None), "call")
+        self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train", True)
+        self._predict = ForwardPass(
+            self.network, lambda x, _: (step.outputs(x), None), "call", shares=True
+        )
         self._evaluate = ForwardPass(
-            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test"
+            self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self.add = tf.function(
@@ -71,7 +74,7 @@ class PipelineEngine:
         )
         self._shared = self._example = None
         self._names_of_sums = {}  # kind of computation -> list
-        self._compiled = []  # names of the functions of the step that was compiled last
+        self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
         self.input_shapes = None
@@ -216,8 +219,12 @@ class PipelineEngine:
 
     def collectives(self):
         """Return the `Collective`s of a step: those on the mesh, and between the stages."""
-        on_mesh = self._num_micro_batches * audit.mesh_collectives(self._compiled)
-        return on_mesh + self.transfers()
+        on_mesh = [
+            dataclasses.replace(one, layer=function.layer_name(one.layer))
+            for function, names in self._compiled
+            for one in audit.mesh_collectives(names)
+        ]
+        return self._num_micro_batches * on_mesh + self.transfers()
 
     def transfers(self):
         """Return the `Collective`s that this stage sends to others in the last step."""

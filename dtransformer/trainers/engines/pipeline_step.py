@@ -35,7 +35,8 @@ class PipelineStep:
         events: list of the `Event`s of computations.
         sent: dict of the names of sends and when they began.
         received: dict of the names of receives and their `Event`s.
-        compiled: names of the functions that were compiled, if any were.
+        compiled: list of the functions of this stage's chunks, each with the names of those that it
+            was compiled into, if any were.
     """
 
     def __init__(self, engine, batches, num_rows, counts, loss_scale, seed):
@@ -72,8 +73,7 @@ class PipelineStep:
             self.received[name] = dataclasses.replace(event, end=end)
         functions = [self._engine.function(chunk, self.dataflow) for chunk in self._weights]
         if any(function.is_new for function in functions):
-            self.compiled = [name for function in functions for name in function.compiled]
-            self.compiled += new_functions()  # those of gradients
+            self.compiled = [(function, list(function.compiled)) for function in functions]
             for function in functions:
                 function.is_new = False
 
@@ -170,12 +170,15 @@ class PipelineStep:
         )
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
+        function = self._engine.function(chunk, self.dataflow)
+        if function.is_new:  # it had no gradient before
+            function.compiled.extend(new_functions())
         if chunk > self._engine.first_trained:
             self._handed[_gradients(k, chunk - 1)] = [
                 tf.zeros_like(x) if gradient is None else gradient
                 for x, gradient in zip(received, passed, strict=True)
             ]
-        trained = self._engine.function(chunk, self.dataflow).trained
+        trained = function.trained
         left = [
             (weight, deferred[weight.path], dy)
             for weight, dy in zip(trained, gradients)
