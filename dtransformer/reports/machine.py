@@ -21,7 +21,7 @@ from dtransformer.planner.clusters import Device, Link
 from dtransformer.planner.constants import Constants
 
 _ROUNDS, _LEAST_SECONDS = 7, 1.0  # of each measurement
-_LARGE, _ROWS = 1024, 2048
+_ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
 _MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
 
@@ -62,7 +62,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     )
     return Device(
         name=name,
-        tflops_16_bit=_product_flops(_ROWS, _LARGE, _LARGE, "bfloat16") / 1e12,
+        tflops_16_bit=measure_products("bfloat16")[0] / 1e12,
         tflops_32_bit=peak / 1e12,
         memory_gb=memory_gb,
         memory_gb_per_second=memory / 1e9,
@@ -76,14 +76,18 @@ def measure_device(name: str, memory_gb: float) -> Device:
     )
 
 
-def measure_products() -> tuple[float, float, float]:
-    """Return FLOP/s of large products, and rows and features at which half of that is reached."""
-    peak = _product_flops(_ROWS, _LARGE, _LARGE)
-    few_rows = _product_flops(64, _LARGE, _LARGE)
-    few_features = _product_flops(_ROWS, 64, 64)
+def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
+    """Return FLOP/s of products, and rows and features at which half of that is reached.
+
+    Those of the best of several sizes: the largest do not fit into the caches of CPUs.
+    """
+    peak = max(_product_flops(_ROWS, features, features, dtype) for features in _FEATURES)
+    few_rows = _product_flops(_FEW, _FEATURES[0], _FEATURES[0], dtype)
+    few_features = _product_flops(_ROWS, _FEW, _FEW, dtype)
     # With speed = peak / (1 + half_rows / M) / (1 + half_features / N)².
-    half_rows = max(64 * (peak / few_rows - 1), 0.0)
-    half_features = max(64 * ((peak / few_features) ** 0.5 - 1), 0.0)
+    half_features = max(_FEW * ((peak / few_features) ** 0.5 - 1), 0.0)
+    slower = (1 + half_features / _FEATURES[0]) ** 2
+    half_rows = max(_FEW * (peak / few_rows / slower - 1), 0.0)
     return peak, half_rows, half_features
 
 
