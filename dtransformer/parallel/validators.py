@@ -11,6 +11,7 @@ RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
 MESH_AXES = ("data", "model")  # what dimensions are sharded over; the first one is outermost
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 PARTITIONS = ("flat", "whole")
+ROUTERS = ("softmax", "sigmoid")
 
 
 def _is_int(value) -> bool:
@@ -31,12 +32,17 @@ def optional_count(name: str, value) -> None:
         count(name, value)
 
 
-def seed(name: str, value) -> None:
-    """Check a seed: an int of at least 0."""
+def count_or_zero(name: str, value) -> None:
+    """Check an int of at least 0."""
     if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def seed(name: str, value) -> None:
+    """Check a seed: an int of at least 0."""
+    count_or_zero(name, value)
 
 
 def flag(name: str, value) -> None:
@@ -58,6 +64,13 @@ def positive(name: str, value) -> None:
     non_negative(name, value)
     if value == 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+def fraction(name: str, value) -> None:
+    """Check a number in [0, 1)."""
+    non_negative(name, value)
+    if value >= 1:
+        raise ValueError(f"{name} must be less than 1, got {value}")
 
 
 def shard_level(name: str, value) -> None:
@@ -156,7 +169,6 @@ class Checked:
 # What the config knows and this version cannot carry out, with what to set instead.
 _NOT_YET = {
     "context_parallel": (1,),
-    "expert_parallel": (1,),
 }
 
 # What each stage of a pipeline would have to do once for every micro-batch.
@@ -208,12 +220,12 @@ def check_supported(config, local_devices: int = 1) -> None:
             config.pipeline_chunks,
         )
         divides = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
-        if divides and (config.model_parallel > 1 or local_devices > 1):
+        if divides and config.model_parallel * config.expert_parallel * local_devices > 1:
             raise ValueError(
                 f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
                 "a mesh the gradients of weights are not computed apart; got "
-                f"model_parallel={config.model_parallel} and local_devices={local_devices}: set "
-                "pipeline_schedule='1f1b' or 'interleaved'"
+                f"model_parallel={config.model_parallel}, expert_parallel={config.expert_parallel} and "
+                f"local_devices={local_devices}: set pipeline_schedule='1f1b' or 'interleaved'"
             )
     elif config.pipeline_chunks > 1:
         raise ValueError(
@@ -234,7 +246,11 @@ def check_joined(config, topology, placement) -> None:
         RuntimeError: operations are to be sharded, or blocks to be put on stages, and `init` has
             joined the job without.
     """
-    joined = {"model_parallel": topology.model, "pipeline_stage": topology.stage}
+    joined = {
+        "model_parallel": topology.model,
+        "expert_parallel": topology.expert,
+        "pipeline_stage": topology.stage,
+    }
     for name, number in joined.items():
         if getattr(config, name) != number:
             raise RuntimeError(
