@@ -15,6 +15,7 @@ class Layout:
         rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
         level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
+        experts: over how many of the data shards experts are sharded.
         stages, micro_batches, schedule, chunks: of a pipeline; without stages, the number
             of micro-batches of a step.
     """
@@ -31,12 +32,14 @@ class Layout:
     micro_batches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    experts: int = 1
 
     @property
     def name(self):
         """All of it, as in `dp2mp2@2x2+rows+sp`: two ranks of two devices each."""
         axes = f"dp{self.data}" * (self.data > 1) + f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
+        axes += f"ep{self.experts}" * (self.experts > 1)
         axes += f"pp{self.stages}" * (self.stages > 1)
         axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
         axes += f"-{schedule}" * (self.stages > 1)
@@ -53,7 +56,7 @@ class Layout:
     def joins_ranks(self):
         """Whether a mesh has devices of several ranks."""
         spans_data = self.level == 3 and self.model > 1  # weights are sharded over both axes
-        return self.model * (self.data if spans_data else 1) > self.devices
+        return self.model * (self.data if spans_data else self.experts) > self.devices
 
     def start(self):
         """Join the job under this layout."""
@@ -62,6 +65,7 @@ class Layout:
         config = dtransformer.TransformerOpParallelConfig(
             data_parallel=self.data,
             model_parallel=self.model,
+            expert_parallel=self.experts,
             vocab_emb_dp=not self.rows,
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
@@ -78,7 +82,7 @@ class Layout:
 _PARTITIONS = {"flat": "shard", "whole": "whole"}
 ALONE = Layout()
 _NAME = re.compile(
-    r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
+    r"(?:alone)?(?:dp(?P<data>\d+))?(?:mp(?P<model>\d+))?(?:ep(?P<experts>\d+))?(?:pp(?P<stages>\d+))?"
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"

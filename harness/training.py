@@ -163,6 +163,8 @@ def _starting_with_padding(inputs, labels):
 _DATA = {
     "deep_packed": _with_segments,
     "deep_causal": _as_texts,
+    "deep_moe": _as_texts,
+    "deep_moe_global": _as_texts,
     "deep_llama": _as_texts,
     "deep_llama_lora": _as_texts,
     "deep_llama_frozen": _as_texts,

@@ -15,6 +15,7 @@ from dtransformer.models.continuation import Continuation, as_prompts
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.generator import Generator, OnTokens
 from dtransformer.models.one_stack import OneStackModel, tokens_of
+from dtransformer.parallel.config import MoEConfig
 
 _POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
 
@@ -57,6 +58,9 @@ class CausalLM(OneStackModel):
             `rotary_frequencies`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
+        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
+            for none.
+        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
@@ -117,6 +121,8 @@ class CausalLM(OneStackModel):
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
         implementation: str = "auto",
+        moe_config: MoEConfig | dict | None = None,
+        moe_every: int = 1,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -156,6 +162,8 @@ class CausalLM(OneStackModel):
             "qk_norm": qk_norm,
             "qk_norm_epsilon": qk_norm_epsilon,
             "implementation": implementation,
+            "moe_config": moe_config,
+            "moe_every": moe_every,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -228,7 +236,7 @@ class CausalLM(OneStackModel):
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.causal_lm(self.arguments)
+        return weight_shapes.causal_lm(self.arguments_and_experts())
 
     def generate(
         self,

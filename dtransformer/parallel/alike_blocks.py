@@ -58,7 +58,9 @@ class AlikeBlocks:
         numbers = tf.constant([layer.number for layer in _dropouts(layers)], "int32")
         # TensorFlow would make, and optimize, a function for each constant that one is given.
         numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
-        return self._functions[key](list(tensors), values, seed, numbers)
+        result, *losses = self._functions[key](list(tensors), values, seed, numbers)
+        block.add_loss(losses)
+        return result
 
     def _symbolic(self, key, compute, tensors):
         """As a call, where nothing but the shape is asked for: that of those alike is known."""
@@ -78,8 +80,9 @@ def _function(block, compute, dropouts, is_called):
 
     def run(tensors, values, seed, numbers):
         own = {id(layer): numbers[i] for i, layer in enumerate(dropouts)}
-        with dropout_seed(seed), dropout_numbers(own), keras.StatelessScope(zip(weights, values)):
-            return compute(*tensors)
+        scope = keras.StatelessScope(zip(weights, values), collect_losses=True)
+        with dropout_seed(seed), dropout_numbers(own), scope:
+            return [compute(*tensors), *scope.losses]
 
     attributes = {"_noinline": True} if is_called else None
     return tf.function(run, autograph=False, experimental_attributes=attributes)
@@ -89,7 +92,8 @@ def _can_be_shared(block, layers):
     """Return whether the block's result is a function of its inputs and weights alone.
 
     Its layers have to be this package's, which change no state, and to send nothing: what ranks
-    send each other has a name for each block. It gives nothing else than its result, either.
+    send each other has a name for each block. Besides its result it gives what layers add to the
+    loss.
     """
     return (
         block.built
@@ -97,6 +101,7 @@ def _can_be_shared(block, layers):
         and not trace.is_on_mesh()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
+        and not any(getattr(layer, "sends", False) for layer in layers)
         and (
             _compat.in_symbolic_scope()
             or not any(is_unsharded_for_use(weight) for weight in block.variables)

@@ -148,7 +148,7 @@ class PipelineEngine:
         if chunk != self.placement.last_chunk or not step.keeps_outputs:
             outputs = None
         losses = losses_of(self.network, chunk, self.placement)
-        sums["added"] = step.added(losses, training=True)
+        sums["added"] = step.added(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
 
@@ -193,7 +193,7 @@ class PipelineEngine:
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
         results = outputs if self._step.keeps_outputs else None, sums
-        return results, self.devices.replicate(self._step.added(losses))
+        return results, self.devices.replicate(self._step.added(losses, inputs, counts))
 
     def predict(self, inputs):
         """As `Engine.predict`."""
