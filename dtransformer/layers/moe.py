@@ -22,6 +22,7 @@ from dtransformer.parallel.expert_parallel.places import capacity, places
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.told import tell
 
 
 @register
@@ -189,8 +190,17 @@ class MoE(Layer):
             self.add_loss(self._cost(routing, groups, is_token, totals))
         most = capacity(totals.positions, self.config) if drops else None
         taken = places(chosen, most, totals.before)
+        tell(self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities))
         y = apply_experts(self._feed_forward, groups.split(x), taken, choices, gates, groups, most)
         return groups.join(y)
+
+    def _load(self, taken, chosen, is_token, groups, probabilities):
+        """Return what logs tell of the experts, [E + 3]; see `reports.expert_load`."""
+        logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
+        entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
+        taken = tf.reduce_sum(tf.cast(taken.taken, "float32"), axis=[0, 1])
+        others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
+        return tf.concat([taken, tf.stack(others)], 0)
 
     def _cost(self, routing, groups, is_token, totals):
         config, cost = self.config, tf.zeros([])

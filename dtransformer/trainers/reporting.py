@@ -16,10 +16,11 @@ from dtransformer.trainers.updated_shards import partition_of
 class Reporting(keras.Model):
     """The methods of a trainer that tell how its work is divided, and what that costs.
 
-    A subclass has the `network`, its `_engine` and `optimizer_step`, None before there are any.
+    A subclass has the `network`, its `_engine`, `_program` and `optimizer_step`, None before there
+    are any.
     """
 
-    _engine = optimizer_step = None
+    _engine = _program = optimizer_step = None
 
     def summary(self, **kwargs):
         """Print the network, and what a rank holds of it; as `keras.Model.summary`."""
@@ -121,6 +122,25 @@ class Reporting(keras.Model):
             shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
             num_kept /= get_parallel_config().micro_batch_num
         return memory_report(self.network, self.optimizer, self.optimizer_step, shapes, num_kept)
+
+    def expert_load(self):
+        """Return how the tokens of the last epoch's steps were spread over the experts.
+
+        Those of all ranks and micro-batches, in a pipeline of all stages.
+
+        Returns:
+            A `dtransformer.reports.expert_load.ExpertLoad`, which prints as a table; its
+            `write("load.png")` is a picture.
+
+        Raises:
+            ValueError: no step was run yet, or the network has no experts.
+        """
+        report = None if self._program is None else self._program.expert_loads.report()
+        if report is None or not report.layers:
+            raise ValueError(
+                "there is no load of experts: train a network with a moe_config of several experts"
+            )
+        return report
 
     def timeline(self, path=None):
         """Return what the stages of the pipeline did in the last training step.

@@ -16,8 +16,10 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import trained_value
+from dtransformer.parallel.told import listening
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.expert_loads import named
 
 
 class Numbers(typing.NamedTuple):
@@ -75,11 +77,13 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        with tape, dropout_seed(numbers.seed), unsharding("train"):
+        listens = listening()
+        with tape, dropout_seed(numbers.seed), unsharding("train"), listens as told:
             tape.watch(values)
             outputs = self.outputs(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
+            sums |= named(told)
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
