@@ -14,6 +14,7 @@ from dtransformer import _compat
 from dtransformer.layers.attention_core import chosen_implementation
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
+from dtransformer.layers.moe import MoE
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.devices import device_type
@@ -25,6 +26,7 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
+from dtransformer.reports.expert_traffic import kept_rows
 from dtransformer.tables import columns
 
 
@@ -165,7 +167,8 @@ def activation_bytes(network, input_shapes, num_kept=1):
     sequence of s positions: a norm and an input of products keep i·s·h each, dropout a byte an
     element, attention queries and context, i·s·n·d each, keys and values, i·t·m·d each, and for
     each head two of i·s·t and a mask; by blocks a float32 a query instead. The feed-forward layer
-    keeps two of i·s·f, four where it is gated.
+    keeps two of i·s·f, four where it is gated; experts so much of each row that they are given,
+    the rows themselves, and k outputs of i·s·h.
 
     Args:
         network: a `keras.Model` with the method `stream_shapes`; others give 0.
@@ -178,7 +181,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
             lengths = _lengths(block, s, memory)
-            total += b * share * _of_block(block, s, h, lengths, item, config)
+            total += b * share * _of_block(block, (b, s, h), lengths, item, config)
     return round(total)
 
 
@@ -213,18 +216,19 @@ def _implementation(block, num_queries, num_keys):
     return chosen_implementation(implementation, num_queries, num_keys)
 
 
-def _of_block(block, s, h, lengths, item, config):
+def _of_block(block, shape, lengths, item, config):
     """Return the bytes that a block keeps of each sequence.
 
     Args:
         block: the block.
-        s, h: positions and features of its stream.
+        shape: (b, s, h) of its stream.
         lengths: what each of its attentions attends to, in positions.
         item: bytes of an activation.
         config: the parallel config.
     """
     t, choice, options = config.model_parallel, block.recompute_config, block.arguments
-    stream = s * h
+    _, s, h = shape
+    stream, moe = s * h, getattr(block, "feed_forward", None)
     if choice.recompute:
         is_sharded = config.sequence_parallel or choice.recompute_slice_activation
         return item * stream * len(lengths) / (t if is_sharded else 1)
@@ -238,7 +242,12 @@ def _of_block(block, s, h, lengths, item, config):
         elif "attention" not in choice.select:
             sharded += (2 * item + 1) * n * s * length
     if "feed_forward" not in choice.select:
-        sharded += (4 if options["gated"] else 2) * item * s * options["ffn_hidden_size"]
+        rows, chosen = s, 0
+        if isinstance(moe, MoE):
+            rows, chosen = kept_rows(moe, shape), moe.config.num_experts_chosen
+        sharded += (4 if options["gated"] else 2) * item * rows * options["ffn_hidden_size"]
+        if chosen:  # what experts are given, and their outputs by the choices
+            replicated += item * (rows / s + chosen)
     if "norm" in choice.select:
         replicated -= (number + 1) * item
     return replicated * stream / (t if config.sequence_parallel else 1) + sharded / t
