@@ -164,13 +164,19 @@ class Reporting(keras.Model):
 
 
 def check_rules(network):
-    """Check the rows that the user gave of the axis rules against all stages' weights.
+    """Check the axis rules that the user asked for against all stages' weights.
 
     Raises:
-        ValueError: see `axis_rules.check_rules`.
+        ValueError: no weight is of experts that are to be sharded; or see `axis_rules.check_rules`.
     """
-    if get_parallel_config().parallel_rules:
+    config = get_parallel_config()
+    if config.parallel_rules or config.expert_parallel > 1:
         used = axis_rules.axes_of(network.variables)
         if job.stage()[1] > 1:  # each stage has some of the weights
             used = set().union(*all_gather_json(sorted(filter(None, used)), "axes"))
         axis_rules.check_rules(used)
+        if config.expert_parallel > 1 and "expert" not in used:
+            raise ValueError(
+                f"expert_parallel={config.expert_parallel}, and the network has no experts: give it "
+                "a moe_config of several, or set expert_parallel=1"
+            )

@@ -12,7 +12,7 @@ from dtransformer.parallel.dtensor.batch import local_value, put_sharded
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import replicate
 from dtransformer.trainers import Trainer
-from tests.on_mesh import on_mesh, start, stop
+from tests.on_mesh import on_mesh, raises, start, stop
 
 BATCH, LENGTH, HIDDEN = 4, 8, 6
 TWO = {"expert_num": 4, "num_experts_chosen": 2, "z_loss_factor": 0.01}
@@ -64,6 +64,21 @@ def test_outputs_and_gradients_are_those_of_one_device():
         for part, wanted in zip(computed(fields, arguments), alone, strict=True):
             np.testing.assert_allclose(part, wanted, rtol=1e-4, atol=1e-5, err_msg=str(fields))
         stop()
+
+
+@on_mesh
+def test_a_layout_that_does_not_fit_is_refused():
+    start(data_parallel=2, model_parallel=1, expert_parallel=2)
+    raises(ValueError, ["expert_parallel=2 must divide expert_num=3"], lambda: make(3))
+    model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
+    trainer = Trainer(model)
+    trainer.compile("sgd", CrossEntropyLoss())
+    ids = np.ones((BATCH, LENGTH), "int32")
+    raises(ValueError, ["no experts", "moe_config"], lambda: trainer.train_on_batch(ids, ids))
+
+
+def make(experts):
+    return MoE(HIDDEN, 8, MoEConfig(expert_num=experts))
 
 
 @on_mesh
