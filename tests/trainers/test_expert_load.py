@@ -58,7 +58,7 @@ def test_micro_batches_tell_the_same_and_drop_the_same():
 
 
 def test_what_experts_cannot_do_is_refused():
-    trainer = trained({})
+    trainer = trained({"dropless": True})
     trainer.compile("sgd", jit_compile=True)
     with pytest.raises(ValueError, match="jit_compile=True does not work with experts"):
         trainer.fit(np.ones((4, TOKENS), "int32"), np.ones((4, TOKENS), "int32"), verbose=0)
