@@ -34,7 +34,7 @@ def batches(num_batches, vocab_size, seed, same_rows=False):
 
 
 def replica_share(of_all, num_rows=None):
-    """Return a dataset of this replica's rows of each batch.
+    """Return a dataset of this replica's rows of each batch; those of the first come first.
 
     Args:
         of_all: list of `batches`.
@@ -43,7 +43,8 @@ def replica_share(of_all, num_rows=None):
     index, count = job.data_shard()
     num_rows = num_rows and num_rows // count
     ids = tf.TensorSpec([num_rows, None], "int32")
+    own = lambda x: x[len(x) * index // count : len(x) * (index + 1) // count]
     return tf.data.Dataset.from_generator(
-        lambda: (tf.nest.map_structure(lambda x: x[index::count], batch) for batch in of_all),
+        lambda: (tf.nest.map_structure(own, batch) for batch in of_all),
         output_signature=({"source": ids, "target": ids}, ids),
     )

@@ -16,6 +16,7 @@ class Layout:
         rows: whether tables of embeddings are sharded by rows (`vocab_emb_dp=False`).
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
         level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
+        experts: over how many of the data shards experts are sharded.
         stages, micro_batches, schedule, chunks: of a pipeline, or of one stage of several chunks;
             without both, the number of micro-batches of a step.
     """
@@ -34,6 +35,7 @@ class Layout:
     chunks: int = 1
     context: int = 1
     mode: str = "auto"
+    experts: int = 1
 
     @property
     def name(self):
@@ -41,6 +43,7 @@ class Layout:
         axes = f"dp{self.data}" * (self.data > 1) + f"cp{self.context}" * (self.context > 1)
         axes += f"mp{self.model}" * (self.model > 1)
         schedule = self.schedule + f"{self.chunks}" * (self.chunks > 1)
+        axes += f"ep{self.experts}" * (self.experts > 1)
         axes += f"pp{self.stages}" * (self.stages > 1)
         axes += f"m{self.micro_batches}" * (self.micro_batches > 1 or self.stages > 1)
         axes += f"-{schedule}" * (self.stages > 1 or self.chunks > 1)
@@ -59,7 +62,7 @@ class Layout:
         """Whether a mesh has devices of several ranks."""
         replica = self.model * self.context
         spans_data = self.level == 3 and replica > 1  # weights are sharded over all axes
-        return replica * (self.data if spans_data else 1) > self.devices
+        return replica * (self.data if spans_data else self.experts) > self.devices
 
     def start(self):
         """Join the job under this layout."""
@@ -70,6 +73,7 @@ class Layout:
             model_parallel=self.model,
             context_parallel=self.context,
             context_parallel_mode=self.mode,
+            expert_parallel=self.experts,
             vocab_emb_dp=not self.rows,
             sequence_parallel=self.sequence,
             optimizer_shard=self.level,
@@ -86,7 +90,8 @@ class Layout:
 _PARTITIONS = {"flat": "shard", "whole": "whole"}
 ALONE = Layout()
 _NAME = re.compile(
-    r"(?:alone)?(?:dp(?P<data>\d+))?(?:cp(?P<context>\d+))?(?:mp(?P<model>\d+))?(?:pp(?P<stages>\d+))?"
+    r"(?:alone)?(?:dp(?P<data>\d+))?(?:cp(?P<context>\d+))?(?:mp(?P<model>\d+))?"
+    r"(?:ep(?P<experts>\d+))?(?:pp(?P<stages>\d+))?"
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"

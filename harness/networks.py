@@ -2,6 +2,7 @@
 
 import keras
 
+from dtransformer import MoEConfig
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import (
     CausalLM,
@@ -140,6 +141,39 @@ def deep_llama(epsilon, encoder_layers, decoder_layers):
     return model, _clipped_adamw(epsilon)
 
 
+def deep_moe(epsilon, encoder_layers, decoder_layers, **options):
+    """A language model whose second blocks have experts, which drop a part of the tokens."""
+    moe = {
+        "expert_num": 4,
+        "num_experts_chosen": 2,
+        "capacity_factor": 1.0,
+        "expert_group_size": 8,
+        "z_loss_factor": 1e-2,
+        **options,
+    }
+    model = CausalLM(
+        _UNDIVIDED,
+        num_layers=encoder_layers + decoder_layers,
+        dropout_rate=0.0,
+        moe_config=MoEConfig(**moe),
+        moe_every=2,
+        **_SIZES,
+    )
+    return model, _clipped_adamw(epsilon)
+
+
+def deep_long_moe(epsilon, **blocks):
+    """As `deep_moe`, of sequences that may be sharded."""
+    return deep_moe(epsilon, **blocks)
+
+
+def deep_moe_global(epsilon, **blocks):
+    """As `deep_moe`; all tokens of the batch share the experts' places, and the choice is DeepSeek's."""
+    options = {"router_type": "sigmoid", "routing_groups": 2, "routing_groups_chosen": 1}
+    options |= {"expert_group_size": None, "shared_experts": 1}
+    return deep_moe(epsilon, **options, **blocks)
+
+
 def deep_bert(epsilon, encoder_layers, decoder_layers, **options):
     """An encoder of BERT's form, of masked tokens."""
     num_layers = encoder_layers + decoder_layers
@@ -227,9 +261,12 @@ DEEP_NETWORKS = {
     "deep_causal": deep_causal,
     "deep_long": deep_long,
     "deep_long_causal": deep_long_causal,
+    "deep_long_moe": deep_long_moe,
     "deep_llama": deep_llama,
     "deep_llama_lora": deep_llama_lora,
     "deep_llama_frozen": deep_llama_frozen,
+    "deep_moe": deep_moe,
+    "deep_moe_global": deep_moe_global,
     "deep_bert": deep_bert,
     "deep_sentences": deep_sentences,
     "deep_bart": deep_bart,

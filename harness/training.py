@@ -69,6 +69,8 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
     results["sent"] = np.array(elements_sent(trainer))
+    if network.startswith("deep_moe"):
+        results["taken"] = np.array([one.taken for one in trainer.expert_load().layers])
     return trainer, {**results, **_read_weights(model, "final")}
 
 
@@ -172,7 +174,11 @@ _DATA = {
     "deep_packed": _with_segments,
     "deep_causal": _as_texts,
     "deep_long": _divisible,
-    "deep_long_causal": lambda *batch: _as_texts(*_divisible(*batch)),
+    **dict.fromkeys(
+        ("deep_long_causal", "deep_long_moe"), lambda *batch: _as_texts(*_divisible(*batch))
+    ),
+    "deep_moe": _as_texts,
+    "deep_moe_global": _as_texts,
     "deep_llama": _as_texts,
     "deep_llama_lora": _as_texts,
     "deep_llama_frozen": _as_texts,

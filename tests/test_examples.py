@@ -39,7 +39,7 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
         "--out",
         "data/lm/dev",
     )
-    for name in ("gpt", "bert"):
+    for name in ("gpt", "bert", "experts"):
         train = [FOLDER / "train.py", "--config", FOLDER / f"{name}.yaml", "--epochs"]
         run(*train, 1)
         printed = run(*train, 2, "--resume")
@@ -48,6 +48,9 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
         lines = (pathlib.Path("runs") / name / "metrics.jsonl").read_text().splitlines()
         losses = [x["val_loss"] for x in map(json.loads, lines) if x["kind"] == "epoch"]
         assert len(losses) == 2 and losses[1] < losses[0]
+    run(FOLDER / "curves.py", "runs/gpt", "runs/experts")
+    assert pathlib.Path("curves.png").stat().st_size > 1000
+    assert pathlib.Path("runs/experts/experts.png").stat().st_size > 1000
     generate = ["-m", "dtransformer.cli", "generate", "--model", "runs/gpt/model", "--prompt", "We"]
     assert len(run(*generate, "--max-new-tokens", 8).split()) > 2
 

@@ -14,8 +14,10 @@ from dtransformer.layers.fixed_sparse_attention import FixedSparseAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
+from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.router import Router
 from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.parallel.dropout_seed import dropout_seed
@@ -31,9 +33,11 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MaskedLMHead",
+    "MoE",
     "MultiHeadAttention",
     "PositionEmbedding",
     "RMSNorm",
+    "Router",
     "SentenceHead",
     "TokenTypeEmbedding",
     "Transformer",

@@ -56,6 +56,23 @@ def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:
     return mask[:, None, :, :] if len(mask.shape) == 3 else mask
 
 
+def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
+    """Return which positions of a sequence that attends to itself are tokens: bool [b, s].
+
+    Padding is what nothing may attend to; in a mask [b, s, s], what may attend to nothing.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, Segments):
+        return tf.cast(mask.queries, "bool")
+    if len(mask.shape) == 2:
+        return tf.cast(mask, "bool")
+    if len(mask.shape) == 4:
+        mask = tf.reduce_max(tf.cast(mask, "int32"), axis=1)
+    axis = 1 if mask.shape[1] == 1 else 2
+    return tf.reduce_max(tf.cast(mask, "int32"), axis=axis) > 0
+
+
 def is_near(
     queries: tf.Tensor, keys: tf.Tensor, causal: bool, window: int | None
 ) -> tf.Tensor | None:

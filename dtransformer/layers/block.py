@@ -8,8 +8,9 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.base import Layer
+from dtransformer.layers.base import Layer, check_size
 from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
@@ -29,7 +30,7 @@ from dtransformer.parallel.zero.gather import unsharding_ahead
 # What `TransformerRecomputeConfig.select` can name.
 _SUBLAYERS = {
     "attention": MultiHeadAttention,
-    "feed_forward": FeedForward,
+    "feed_forward": (FeedForward, MoE),
     "norm": (LayerNorm, RMSNorm),
 }
 
@@ -49,6 +50,22 @@ class TransformerBlock(Layer):
         self.comm_fusion = None
         self.alike = None
         self.recompute_config = TransformerRecomputeConfig()
+
+    def use_experts(self, has_experts: bool = True) -> None:
+        """Choose whether the block has a `MoE` in place of its feed-forward layer.
+
+        A `lambda_func` calls it; otherwise `moe_every` says.
+
+        Args:
+            has_experts: False for a feed-forward layer.
+
+        Raises:
+            ValueError: there is no `moe_config` of several experts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no feed-forward layer to replace")
+
+    def complete(self) -> None:
+        """Make what is left to make once the block has its place."""
 
     def set_comm_fusion(self, bucket: int) -> None:
         """Reduce the block's gradients in a bucket, together with its others."""
@@ -114,6 +131,8 @@ class BlockStack(Layer):
         network_layers: number of blocks of the network.
         relative_ranges: number of ranges of T5's relative positions, whose table the blocks share;
             None for no such positions. See `relative_bias`.
+        moe_every: with a `moe_config` of several experts, which blocks have them: every so many,
+            the last of them; a `lambda_func` may choose others by `use_experts`.
         **layer_arguments: other arguments of the blocks.
     """
 
@@ -129,6 +148,7 @@ class BlockStack(Layer):
         offset: int = 0,
         network_layers: int | None = None,
         relative_ranges: int | None = None,
+        moe_every: int = 1,
         **layer_arguments,
     ):
         own = {
@@ -146,6 +166,7 @@ class BlockStack(Layer):
             "offset": offset,
             "network_layers": network_layers,
             "relative_ranges": relative_ranges,
+            "moe_every": check_size("moe_every", moe_every),
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
@@ -161,10 +182,14 @@ class BlockStack(Layer):
             for number in range(num_layers)
         ]
         alike = AlikeBlocks(num_layers)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks, 1):
             block.alike = alike
             block.recompute(get_parallel_config().recompute)
+            if layer_arguments.get("moe_config") is not None and number % moe_every:
+                block.use_experts(False)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
+        for block in self.blocks:
+            block.complete()
         self.position_table = None
         if num_layers and relative_ranges is not None:
             policy = self.dtype_policy

@@ -53,7 +53,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         self.cross_attention_norm = self.make_norm("cross_attention_norm")
         self.cross_attention = self.make_attention("cross_attention", to_itself=False)
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
-        self.feed_forward = self.make_feed_forward("feed_forward")
+        self.add_feed_forward()
 
     def call(
         self,
@@ -105,7 +105,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
 
         x = self.residual(self.self_attention_norm, attend_to_itself, inputs)
         x = self.residual(self.cross_attention_norm, attend_to_memory, x)
-        x = self._fed_forward(x, training)
+        x = self._fed_forward(x, training, decoder_mask, drops=cache is None)
         return x if cache is None else (x, new_cache)
 
     def init_cache(

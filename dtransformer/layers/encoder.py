@@ -7,13 +7,16 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.attention_mask import Segments, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
+from dtransformer.layers.moe import MoE
+from dtransformer.layers.moe_config import as_moe_config
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config
+from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
@@ -61,6 +64,8 @@ class TransformerEncoderLayer(TransformerBlock):
         norm_epsilon: what the norms add to the variance; their own default where it is None.
         gated: whether the feed-forward layer is; see `FeedForward`.
         use_bias: whether the dense layers have a bias.
+        moe_config: a `MoEConfig`: a `MoE` of it takes the place of the feed-forward layer where it
+            has several experts.
         **kwargs: others of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
             `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon` and `implementation`; and, for
             attention of the sequence to itself, `rotary_base`, `rotary_fraction`,
@@ -95,6 +100,7 @@ class TransformerEncoderLayer(TransformerBlock):
         norm_epsilon: float | None = None,
         gated: bool = False,
         use_bias: bool = True,
+        moe_config: MoEConfig | dict | None = None,
         **kwargs,
     ):
         names = {*_OF_ATTENTION, *_OF_OWN_ATTENTION}
@@ -114,8 +120,11 @@ class TransformerEncoderLayer(TransformerBlock):
             "norm_epsilon": norm_epsilon,
             "gated": gated,
             "use_bias": use_bias,
+            "moe_config": moe_config,
             **of_attention,
         }
+        self.moe_config = None if moe_config is None else as_moe_config(moe_config)
+        self.has_experts = self.may_have_experts
         self.post_layernorm_residual = post_layernorm_residual
         self.add_sublayers()
 
@@ -124,7 +133,30 @@ class TransformerEncoderLayer(TransformerBlock):
         self.attention_norm = self.make_norm("attention_norm")
         self.attention = self.make_attention("attention")
         self.feed_forward_norm = self.make_norm("feed_forward_norm")
-        self.feed_forward = self.make_feed_forward("feed_forward")
+        self.add_feed_forward()
+
+    @property
+    def may_have_experts(self) -> bool:
+        """Whether there are several experts, which the block has or not."""
+        return self.moe_config is not None and self.moe_config.expert_num > 1
+
+    def use_experts(self, has_experts: bool = True) -> None:
+        if has_experts and not self.may_have_experts:
+            raise ValueError(
+                f"{self.name} has no experts to use: give moe_config=MoEConfig(expert_num=8), say"
+            )
+        self.has_experts = has_experts
+
+    def add_feed_forward(self) -> None:
+        """Make the feed-forward layer; where it may be a mixture of experts, `complete` does."""
+        if not self.may_have_experts:
+            self.feed_forward = self.make_feed_forward("feed_forward")
+
+    def complete(self) -> None:
+        if not hasattr(self, "feed_forward"):
+            make = self.make_moe if self.has_experts else self.make_feed_forward
+            self.feed_forward = make("feed_forward").shard(**self._own_rules)
+            self.recompute(self.recompute_config)
 
     def make_norm(self, name: str) -> LayerNorm | RMSNorm:
         return make_norm(
@@ -150,16 +182,18 @@ class TransformerEncoderLayer(TransformerBlock):
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:
-        return FeedForward(
-            self.arguments["hidden_size"],
-            self.arguments["ffn_hidden_size"],
-            dropout_rate=self.arguments["hidden_dropout_rate"],
-            hidden_act=self.arguments["hidden_act"],
-            gated=self.arguments["gated"],
-            use_bias=self.arguments["use_bias"],
-            dtype=self.dtype_policy,
-            name=name,
-        )
+        return FeedForward(**self._of_feed_forward(), name=name)
+
+    def make_moe(self, name: str) -> MoE:
+        return MoE(**self._of_feed_forward(), moe_config=self.moe_config, name=name)
+
+    def _of_feed_forward(self):
+        names = "hidden_size", "ffn_hidden_size", "hidden_act", "gated", "use_bias"
+        return {
+            **{name: self.arguments[name] for name in names},
+            "dropout_rate": self.arguments["hidden_dropout_rate"],
+            "dtype": self.dtype_policy,
+        }
 
     def residual(self, norm: Callable, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
         """Apply a sublayer, with its norm and the residual connection around both."""
@@ -168,6 +202,7 @@ class TransformerEncoderLayer(TransformerBlock):
         return inputs + sublayer(norm(inputs))
 
     def build(self, input_shape: tuple, *args) -> None:
+        self.complete()
         for layer in _compat.flat_layers(self, include_self=False, recursive=False):
             if not layer.built:
                 layer.build(input_shape)
@@ -200,7 +235,7 @@ class TransformerEncoderLayer(TransformerBlock):
         options = {"position_table": position_table, "training": training}
         attend = lambda x: self.attention(x, x, x, attention_mask, **options)
         x = self.residual(self.attention_norm, attend, inputs)
-        return self._fed_forward(x, training)
+        return self._fed_forward(x, training, attention_mask)
 
     def _decode(self, inputs, attention_mask, cache, prefix_mask, position_table):
         new = {}
@@ -212,10 +247,12 @@ class TransformerEncoderLayer(TransformerBlock):
             return output
 
         x = self.residual(self.attention_norm, attend, inputs)
-        return self._fed_forward(x, training=False), new
+        return self._fed_forward(x, drops=False), new
 
-    def _fed_forward(self, x, training):
-        apply = lambda x: self.feed_forward(x, training=training)
+    def _fed_forward(self, x, training=False, mask=None, drops=True):
+        """Apply the feed-forward layer; experts take no padding, and in decoding every token."""
+        options = {"mask": tokens_of_mask(mask), "drops": drops} if self.has_experts else {}
+        apply = lambda x: self.feed_forward(x, training=training, **options)
         return self.residual(self.feed_forward_norm, apply, x)
 
     def init_cache(

@@ -70,7 +70,7 @@ class FeedForward(Layer):
         ffn_hidden_size: size f between the two.
         dropout_rate: dropout of the output, in [0, 1).
         hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
-        expert_num: number of experts; only 1 is supported.
+        expert_num: number of experts: 1, of several `MoE` is made.
         kernel_initializer: a Keras initializer, or its name.
         gated: whether the mapping is multiplied with the activation of a second one, the gate,
             instead of being activated itself; with `hidden_act="silu"` that is SwiGLU.
@@ -108,7 +108,9 @@ class FeedForward(Layer):
         self.hidden_act = hidden_act
         self.activation = get_activation(hidden_act)
         if check_size("expert_num", expert_num) != 1:
-            raise NotImplementedError(f"expert_num={expert_num}: only one expert is supported")
+            raise ValueError(
+                f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
+            )
         self.expert_num = expert_num
         self.kernel_initializer = kernel_initializer
         self.gated, self.use_bias = gated, use_bias

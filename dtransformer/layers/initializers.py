@@ -48,6 +48,22 @@ class FlattenedInitializer(WrappedInitializer):
         return {**super().get_config(), "num_inputs": self.num_inputs, "scale": self.scale}
 
 
+@keras.saving.register_keras_serializable("dtransformer")
+class StackedInitializer(WrappedInitializer):
+    """Draw the weights of several experts [E, ...], each as one that is alone."""
+
+    def __call__(self, shape, dtype=None):
+        number, *of_one = shape
+        draw, config = self.initializer, self.initializer.get_config()
+        values = []
+        for i in range(number):
+            if isinstance(config.get("seed"), int):
+                seed = seeds.derived_seed(f"{config['seed']}/{i}")
+                draw = type(self.initializer).from_config({**config, "seed": seed})
+            values.append(draw(tuple(of_one), dtype=dtype))
+        return tf.stack(values)
+
+
 def seeded(initializer, path: str):
     """Return `initializer` with a seed derived from the job's seed and `path`."""
     if isinstance(initializer, WrappedInitializer):

@@ -8,6 +8,7 @@ import dataclasses
 import keras
 
 from dtransformer import _compat
+from dtransformer.layers.moe_config import moe_as_dict
 from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
 from dtransformer.parallel.recompute import as_recompute_config
 
@@ -15,11 +16,16 @@ KEY = "settings"
 
 
 def as_config(arguments: dict) -> dict:
-    """Return a layer's arguments as a config has them: an activation's class as a layer of it."""
-    kind = arguments.get("hidden_act")
-    if not isinstance(kind, type):
-        return dict(arguments)
-    return {**arguments, "hidden_act": keras.saving.serialize_keras_object(kind())}
+    """Return a layer's arguments as a config has them.
+
+    An activation's class is a layer of it, and a `MoEConfig` a dict.
+    """
+    found, kind = dict(arguments), arguments.get("hidden_act")
+    if isinstance(kind, type):
+        found["hidden_act"] = keras.saving.serialize_keras_object(kind())
+    if "moe_config" in found:
+        found["moe_config"] = moe_as_dict(found["moe_config"])
+    return found
 
 
 def settings_of(layer: keras.layers.Layer) -> dict:

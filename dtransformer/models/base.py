@@ -9,6 +9,7 @@ from dtransformer.layers.arguments import checked
 from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
+from dtransformer.models.experts import active_share
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
@@ -30,6 +31,8 @@ _BLOCK_ARGUMENTS = (
     "qk_norm_epsilon",
     "window",
     "implementation",
+    "moe_config",
+    "moe_every",
 )
 
 # Arguments of networks that are sizes of at least 1, and those that are rates of dropout.
@@ -84,6 +87,27 @@ class TokenModel(KeepsSettings, keras.Model):
         124439808
         """
         return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
+    def num_active_parameters(self) -> int:
+        """Return the number of elements that a token is computed with: of experts a few.
+
+        Example:
+
+        >>> import dtransformer
+        >>> from dtransformer.models import CausalLM
+        >>> moe = dtransformer.MoEConfig(expert_num=8, num_experts_chosen=2)
+        >>> model = CausalLM(100, hidden_size=16, num_heads=2, num_layers=2, moe_config=moe)
+        >>> model.num_parameters(), model.num_active_parameters()
+        (54624, 29088)
+        """
+        return sum(
+            round(math.prod(shape) * active_share(path, self.arguments))
+            for path, shape in self.weight_shapes().items()
+        )
+
+    def arguments_and_experts(self) -> dict:
+        """Return the network's arguments, and which blocks have experts: see `with_experts`."""
+        raise NotImplementedError
 
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]

@@ -15,6 +15,7 @@ from dtransformer.models.continuation import Continuation, as_prompts
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.generator import Generator, OnTokens
 from dtransformer.models.one_stack import OneStackModel, tokens_of
+from dtransformer.parallel.config import MoEConfig
 
 _POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
 
@@ -60,6 +61,9 @@ class CausalLM(OneStackModel):
         prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
             et al., 2020, arXiv 1910.10683, §3.2.1): what `"prefix"` tells in training, and in
             `generate` the prompt.
+        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
+            for none.
+        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
@@ -122,6 +126,8 @@ class CausalLM(OneStackModel):
         qk_norm_epsilon: float | None = None,
         implementation: str = "auto",
         prefix: bool = False,
+        moe_config: MoEConfig | dict | None = None,
+        moe_every: int = 1,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -162,6 +168,8 @@ class CausalLM(OneStackModel):
             "qk_norm_epsilon": qk_norm_epsilon,
             "implementation": implementation,
             "prefix": prefix,
+            "moe_config": moe_config,
+            "moe_every": moe_every,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -255,7 +263,7 @@ class CausalLM(OneStackModel):
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.causal_lm(self.arguments)
+        return weight_shapes.causal_lm(self.arguments_and_experts())
 
     def generate(
         self,

@@ -9,6 +9,7 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids
+from dtransformer.models.experts import feed_forward_products, with_experts
 from dtransformer.models.generation import Generation
 from dtransformer.models.generation_options import GenerationOptions, check_int
 from dtransformer.models.generator import Generator, OnTokens
@@ -290,12 +291,16 @@ class EncoderDecoderModel(TokenModel):
         are_tokens = source != self.pad_id, self._is_token(target)
         return tf.add_n([tf.math.count_nonzero(x, dtype="int32") for x in are_tokens])
 
+    def arguments_and_experts(self) -> dict:
+        stacks = {"encoder": self.transformer.encoder, "decoder": self.transformer.decoder}
+        return with_experts(self.arguments, **stacks)
+
     def flops_per_step(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
 
-        Six for each position and each weight in a product, and those of the attention
-        cores; padded positions, which are computed too, count. The backward pass
-        counts as two forward ones.
+        Six for each position and each weight in a product (of experts: of those that a position
+        is sent to), and those of the attention cores; padded positions, which are computed too,
+        count. The backward pass counts as two forward ones.
 
         Args:
             inputs: as `call`'s.
@@ -304,16 +309,18 @@ class EncoderDecoderModel(TokenModel):
             A float32 scalar tensor.
         """
         options = self.arguments
-        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
+        h, n = options["hidden_size"], options["num_heads"]
         inner = n * (options.get("head_dim") or h // n)
         b, s = tf.unstack(tf.cast(tf.shape(inputs["source"]), "float32"))
         t = tf.cast(tf.shape(inputs["target"])[1], "float32")
-        feed_forward, attention = (3 if options.get("gated") else 2) * h * f, 4 * h * inner
-        encoder = s * (attention + feed_forward) + 2 * inner * s * s
-        decoder = t * (1.5 * attention + feed_forward) + s * attention / 2
+        attention, known = 4 * h * inner, self.arguments_and_experts()
+        encoder = s * attention + 2 * inner * s * s
+        decoder = t * 1.5 * attention + s * attention / 2
         decoder += 2 * inner * t * (s + t)
         head = t * h * self.vocab_size
         blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
+        blocks += s * feed_forward_products(known, "encoder")
+        blocks += t * feed_forward_products(known, "decoder")
         return 6.0 * b * (blocks + head)
 
     def stream_shapes(

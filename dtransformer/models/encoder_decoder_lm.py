@@ -6,6 +6,7 @@ from dtransformer.layers.base import register
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
+from dtransformer.parallel.config import MoEConfig
 
 
 @register
@@ -52,6 +53,9 @@ class EncoderDecoderLM(EncoderDecoderModel):
         pad_id, start_id, end_id: ids of the padding, start and end tokens. The start may be the
             padding, or the end.
         lambda_func: places each block on a pipeline stage.
+        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
+            for none.
+        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
 
     Call arguments:
         inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the target so far,
@@ -114,6 +118,8 @@ class EncoderDecoderLM(EncoderDecoderModel):
         start_id: int = 2,
         end_id: int = 3,
         lambda_func: Callable | None = None,
+        moe_config: MoEConfig | dict | None = None,
+        moe_every: int = 1,
         name: str = "encoder_decoder_lm",
         **kwargs,
     ):
@@ -151,6 +157,8 @@ class EncoderDecoderLM(EncoderDecoderModel):
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,
+            "moe_config": moe_config,
+            "moe_every": moe_every,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -164,4 +172,4 @@ class EncoderDecoderLM(EncoderDecoderModel):
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.encoder_decoder_lm(self.arguments)
+        return weight_shapes.encoder_decoder_lm(self.arguments_and_experts())

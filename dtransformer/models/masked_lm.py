@@ -15,6 +15,7 @@ from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.one_stack import OneStackModel
+from dtransformer.parallel.config import MoEConfig
 
 _INPUTS = {"tokens", "token_types", "segments"}
 
@@ -50,6 +51,9 @@ class MaskedLM(OneStackModel):
         embedding_scale: what embeddings are multiplied with.
         pad_id: id of the padding token; None for none.
         lambda_func: places each block on a pipeline stage.
+        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
+            for none.
+        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
 
     Call arguments:
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or a dict of `"tokens"`, such
@@ -96,6 +100,8 @@ class MaskedLM(OneStackModel):
         embedding_scale: float = 1.0,
         pad_id: int | None = 0,
         lambda_func: Callable | None = None,
+        moe_config: MoEConfig | dict | None = None,
+        moe_every: int = 1,
         name: str = "masked_lm",
         **kwargs,
     ):
@@ -119,6 +125,8 @@ class MaskedLM(OneStackModel):
             "norm_epsilon": norm_epsilon,
             "embedding_scale": embedding_scale,
             "pad_id": pad_id,
+            "moe_config": moe_config,
+            "moe_every": moe_every,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -208,7 +216,7 @@ class MaskedLM(OneStackModel):
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.masked_lm(self.arguments)
+        return weight_shapes.masked_lm(self.arguments_and_experts())
 
     def logits_vocab_size(self) -> int | dict[str, int]:
         """Return the number of classes of the outputs, in their structure; more are padding."""

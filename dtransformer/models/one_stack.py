@@ -3,10 +3,14 @@
 import tensorflow as tf
 
 from dtransformer.models.base import TokenModel, first_given
+from dtransformer.models.experts import feed_forward_products, with_experts
 
 
 class OneStackModel(TokenModel):
     """A network of tokens with one stack of blocks, `blocks`."""
+
+    def arguments_and_experts(self) -> dict:
+        return with_experts(self.arguments, blocks=self.blocks)
 
     def num_tokens(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the number of tokens, padding not counted.
@@ -25,9 +29,9 @@ class OneStackModel(TokenModel):
     def flops_per_step(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.
 
-        Six for each position and each weight in a product, and those of the attention
-        cores; what is masked or padded is computed too, and counts. The backward pass
-        counts as two forward ones.
+        Six for each position and each weight in a product (of experts: of those that a position
+        is sent to), and those of the attention cores; what is masked or padded is computed too, and
+        counts. The backward pass counts as two forward ones.
 
         Args:
             inputs: as `call`'s.
@@ -36,13 +40,14 @@ class OneStackModel(TokenModel):
             A float32 scalar tensor.
         """
         options = self.arguments
-        h, f, n = options["hidden_size"], options["ffn_hidden_size"], options["num_heads"]
+        h, n = options["hidden_size"], options["num_heads"]
         queries = n * first_given(options.get("head_dim"), h // n)
         shared = queries * first_given(options.get("num_kv_heads"), n) // n
         b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
-        weights = 2 * h * (queries + shared) + (3 if options.get("gated") else 2) * h * f
-        block = s * weights + 2 * queries * s * s
-        return 6.0 * b * (options["num_layers"] * block + self._head_products(s))
+        block = s * 2 * h * (queries + shared) + 2 * queries * s * s
+        blocks = options["num_layers"] * block
+        blocks += s * feed_forward_products(self.arguments_and_experts(), "blocks")
+        return 6.0 * b * (blocks + self._head_products(s))
 
     def _head_products(self, length):
         """Return how many numbers are multiplied in the head, for a sequence of some length."""

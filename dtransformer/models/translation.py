@@ -6,6 +6,7 @@ from dtransformer.layers.base import register
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed, first_given
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
+from dtransformer.parallel.config import MoEConfig
 
 
 @register
@@ -36,6 +37,9 @@ class TranslationTransformer(EncoderDecoderModel):
         post_layernorm_residual: whether blocks normalize after the residual.
         pad_id, start_id, end_id: ids of the padding, start and end tokens.
         lambda_func: places each block on a pipeline stage.
+        moe_config: a `MoEConfig`: blocks have a `MoE` of it in place of the feed-forward layer; None
+            for none.
+        moe_every: which blocks have it: every so many. A `lambda_func` may choose others.
 
     Call arguments:
         inputs: a dict of int tensors `"source"` [b, s] and `"target"` [b, t], the
@@ -86,6 +90,8 @@ class TranslationTransformer(EncoderDecoderModel):
         start_id: int = 2,
         end_id: int = 3,
         lambda_func: Callable | None = None,
+        moe_config: MoEConfig | dict | None = None,
+        moe_every: int = 1,
         name: str = "translation_transformer",
         **kwargs,
     ):
@@ -118,6 +124,8 @@ class TranslationTransformer(EncoderDecoderModel):
             "pad_id": pad_id,
             "start_id": start_id,
             "end_id": end_id,
+            "moe_config": moe_config,
+            "moe_every": moe_every,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
@@ -131,4 +139,4 @@ class TranslationTransformer(EncoderDecoderModel):
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.translation_transformer(self.arguments)
+        return weight_shapes.translation_transformer(self.arguments_and_experts())

@@ -1,10 +1,12 @@
 """The shapes of networks' weights: pure functions of the networks' arguments.
 
 Each returns a dict of weights' paths, without the network's name, and their shapes, whatever the
-layout is: without a vocabulary's padding.
+layout is: without a vocabulary's padding. Arguments are those of `experts.with_experts`.
 """
 
 from collections.abc import Iterable
+
+from dtransformer.models.experts import moe_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -82,13 +84,15 @@ def _head(vocab_size, arguments):
 
 def _stack(name, arguments, number=None, attentions: Iterable[str] = ("attention",)):
     """Return the shapes of a stack of a number of blocks, which have these attentions."""
-    block = {**_sublayer("feed_forward", _feed_forward(arguments), arguments)}
-    for attention in attentions:
-        block |= _sublayer(attention, _attention(arguments), arguments)
     number = arguments["num_layers"] if number is None else number
-    shapes = {
-        f"{name}/block_{i}/{path}": shape for i in range(number) for path, shape in block.items()
-    }
+    has_experts, shapes = arguments["has_experts"][name.split("/")[-1]], {}
+    for i in range(number):
+        dense = _feed_forward(arguments)
+        own = moe_shapes(arguments, dense) if has_experts[i] else dense
+        block = {**_sublayer("feed_forward", own, arguments)}
+        for attention in attentions:
+            block |= _sublayer(attention, _attention(arguments), arguments)
+        shapes |= {f"{name}/block_{i}/{path}": shape for path, shape in block.items()}
     if number and arguments.get("positions") == "relative":
         table = (arguments["relative_ranges"], arguments["num_heads"])
         shapes[f"{name}/relative_positions/table"] = table

@@ -14,6 +14,7 @@ from dtransformer import _compat
 from dtransformer.parallel import trace
 from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_numbers, dropout_seed
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use, trained_value
+from dtransformer.parallel.told import is_listening, listening, tell_all
 
 # Stacks of more blocks call their function where each block is.
 _MOST_COPIES = 12
@@ -58,7 +59,10 @@ class AlikeBlocks:
         numbers = tf.constant([layer.number for layer in _dropouts(layers)], "int32")
         # TensorFlow would make, and optimize, a function for each constant that one is given.
         numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
-        return self._functions[key](list(tensors), values, seed, numbers)
+        result, losses, told = self._functions[key](list(tensors), values, seed, numbers)
+        block.add_loss(losses)
+        tell_all({f"{block.path}{name}": value for name, value in told.items()})
+        return result
 
     def _symbolic(self, key, compute, tensors):
         """As a call, where nothing but the shape is asked for: that of those alike is known."""
@@ -78,8 +82,12 @@ def _function(block, compute, dropouts, is_called):
 
     def run(tensors, values, seed, numbers):
         own = {id(layer): numbers[i] for i, layer in enumerate(dropouts)}
-        with dropout_seed(seed), dropout_numbers(own), keras.StatelessScope(zip(weights, values)):
-            return compute(*tensors)
+        scope = keras.StatelessScope(zip(weights, values), collect_losses=True)
+        with dropout_seed(seed), dropout_numbers(own), scope, listening(is_listening()) as told:
+            result = compute(*tensors)
+        # The layers that tell are those of the block that was traced.
+        told = {name.removeprefix(block.path): value for name, value in told.items()}
+        return result, scope.losses, told
 
     attributes = {"_noinline": True} if is_called else None
     return tf.function(run, autograph=False, experimental_attributes=attributes)
@@ -89,7 +97,8 @@ def _can_be_shared(block, layers):
     """Return whether the block's result is a function of its inputs and weights alone.
 
     Its layers have to be this package's, which change no state, and to send nothing: what ranks
-    send each other has a name for each block. It gives nothing else than its result, either.
+    send each other has a name for each block. Besides its result it gives what layers add to the
+    loss, and what they tell.
     """
     return (
         block.built
@@ -97,6 +106,7 @@ def _can_be_shared(block, layers):
         and not trace.is_on_mesh()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
+        and not any(getattr(layer, "sends", False) for layer in layers)
         and (
             _compat.in_symbolic_scope()
             or not any(is_unsharded_for_use(weight) for weight in block.variables)
@@ -111,6 +121,7 @@ def _key(layers, training):
     return (
         training,
         context.has_gradients,
+        context.told is not None,
         tuple(type(layer) for layer in layers),
         repr(configs),
         tuple((tuple(w.shape), w.dtype, w.trainable) for w in layers[0].variables),

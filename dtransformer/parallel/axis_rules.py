@@ -68,6 +68,7 @@ LOGICAL_AXES = {
     "embed": LogicalAxis("hidden features"),
     "heads": LogicalAxis("attention heads", _model),
     "head_dim": LogicalAxis("features of one head"),
+    "expert": LogicalAxis("experts", lambda config: "data" if config.expert_parallel > 1 else None),
     "mlp": LogicalAxis("features inside the feed-forward layer", _model),
     "vocab": LogicalAxis("entries of the vocabulary, of logits and of the head", _model),
     "vocab_rows": LogicalAxis(

@@ -77,19 +77,39 @@ class MoEParallelConfig(validators.Checked):
 
 @dataclasses.dataclass
 class MoEConfig(validators.Checked):
-    """A mixture of experts in place of a feed-forward layer.
+    """A mixture of experts in place of a feed-forward layer; see `layers.MoE`.
 
     Args:
-        expert_num: number of experts; 1 is an ordinary feed-forward layer.
+        expert_num: number E of experts; 1 is an ordinary feed-forward layer.
         capacity_factor: tokens an expert takes, as a multiple of an even share.
         aux_loss_factor: weight of the load-balancing loss.
-        num_experts_chosen: experts that each token is sent to.
+        num_experts_chosen: number k of experts that each token is sent to.
+        expert_group_size: number of tokens that share the places of the experts: at most so many,
+            which follow each other in one sequence; None for all tokens of the global batch.
+        z_loss_factor: weight of the mean square of the router's logsumexp, which keeps logits
+            small (Zoph et al., 2022, arXiv 2202.08906, §3.3).
+        router_jitter: the router's inputs are multiplied with random numbers of 1 ± this in
+            training (Fedus et al., 2021, arXiv 2101.03961, §2.4).
+        router_type: `"softmax"`; or `"sigmoid"`, with a bias for the choice (DeepSeek-V3, arXiv
+            2412.19437, §2.1.2).
+        shared_experts: number of experts that every token is sent to besides.
+        dropless: whether experts take all tokens that are sent to them, whatever their capacity.
+        routing_groups: number of groups of experts, of which a token may choose a few.
+        routing_groups_chosen: how many; those of the highest scores.
     """
 
     expert_num: int = validators.field(1, validators.count)
     capacity_factor: float = validators.field(1.1, validators.positive)
     aux_loss_factor: float = validators.field(0.05, validators.non_negative)
     num_experts_chosen: int = validators.field(1, validators.count)
+    expert_group_size: int | None = validators.field(None, validators.optional_count)
+    z_loss_factor: float = validators.field(0.0, validators.non_negative)
+    router_jitter: float = validators.field(0.0, validators.fraction)
+    router_type: str = validators.field("softmax", validators.one_of(*validators.ROUTERS))
+    shared_experts: int = validators.field(0, validators.count_or_zero)
+    dropless: bool = validators.field(False, validators.flag)
+    routing_groups: int = validators.field(1, validators.count)
+    routing_groups_chosen: int = validators.field(1, validators.count)
 
 
 @dataclasses.dataclass
@@ -140,7 +160,8 @@ class TransformerOpParallelConfig(validators.Checked):
         context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
             sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same
             in as many rounds as there are shards; or `"auto"`, by their shapes.
-        expert_parallel: number of shards of the set of experts.
+        expert_parallel: number of shards of the set of experts, over ranks that share the batch:
+            it divides `data_parallel`.
         micro_batch_num: number of micro-batches that a batch is split into.
         optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
             data-parallel group), 2 (gradients too), 3 (weights too).

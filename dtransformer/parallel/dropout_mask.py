@@ -41,15 +41,25 @@ def kept_elements(
     whole, fraction = divmod(rate * _LEVELS, 1)
     offset = part * 2 * _COLUMNS
     if trace.is_on_mesh() or whole >= _LEVELS - 1:
-        return _random_floats(shape, seed, number, offset) >= rate
+        return random_floats(shape, seed, number, offset) >= rate
     threshold = tf.constant(int(whole), "uint8")
     if fraction:
-        columns = _random_floats(shape[-1:], seed, number, offset + _COLUMNS)
+        columns = random_floats(shape[-1:], seed, number, offset + _COLUMNS)
         threshold += tf.cast(columns < fraction, "uint8")
     return _random_bytes(shape, seed, number, offset) >= threshold
 
 
-def _random_floats(shape, seed, number, offset):
+def random_floats(
+    shape: Sequence, seed: tf.Tensor, number: int | tf.Tensor = 0, offset: int = 0
+) -> tf.Tensor:
+    """Return random numbers in [0, 1), float32, that follow from a seed and a number.
+
+    Args:
+        shape: list of ints, or scalars where a dimension is not known.
+        seed: int32 tensor [2].
+        number: as of `kept_elements`.
+        offset: int that is added to the number.
+    """
     return tf.raw_ops.StatelessRandomUniformV2(
         shape=tf.convert_to_tensor(shape, "int32"), **_philox(seed, number, offset)
     )

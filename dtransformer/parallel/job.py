@@ -72,7 +72,6 @@ def init(
 
     Raises:
         TypeError: an argument has the wrong type.
-        NotImplementedError: this version cannot carry out the config; names the field.
         ValueError: the config's degrees do not multiply to the number of devices, its fields
             do not work together, or ranks were started with different configs.
         RuntimeError: there are several ranks and Horovod is not installed, or this

@@ -19,6 +19,7 @@ from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_numbers, dropout_seed
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
 from dtransformer.parallel.sharded_variable import trained_value
+from dtransformer.parallel.told import is_listening, listening, tell_all
 from dtransformer.parallel.zero.gather import RecomputedUnsharding
 
 
@@ -58,13 +59,13 @@ def recomputed(
     with _compat.without_autocast():  # gradients are taken of the type that is stored
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
-    seed, num_inputs = current_dropout_seed(), len(inputs)
+    seed, num_inputs, told_names = current_dropout_seed(), len(inputs), []
     numbers = trace.current().dropout_numbers
 
     def run(args, seed, sums, dy=None):
         """Compute for the first time; or again, once the gradient dy of the result is known.
 
-        Returns the result, and what layers add to the loss.
+        Returns the result, what layers add to the loss, and, the first time, what they tell.
         """
         num_tensors = num_inputs + len(others)
         own, shards = args[num_inputs:num_tensors], args[num_tensors:]
@@ -77,7 +78,11 @@ def recomputed(
             stack.enter_context(unsharding.scope(shards, dy))
             if not config.mp_comm_recompute and trace.is_on_mesh():
                 stack.enter_context(trace.scope(kept_sums=(sums, dy is not None)))
-            return [function(*args[:num_inputs]), *scope.losses]
+            told = stack.enter_context(listening(is_listening() and dy is None))
+            results = [function(*args[:num_inputs]), *scope.losses]
+            if dy is None:
+                told_names[:] = told
+            return [*results, *told.values()]
 
     @custom_gradient
     def forward(*args):
@@ -88,20 +93,21 @@ def recomputed(
         results = run(args, seed, sums)
         kept = [shard(x) for x in args[:num_inputs]]
 
-        def gradient(dy, *of_losses):
+        def gradient(dy, *of_besides):
             again = [after(unshard(x), dy) for x in kept] + args[num_inputs:]
             with tf.GradientTape() as tape:
                 tape.watch(again)
                 results = run(again, seed_after(seed, dy), list(sums), dy)
-            gradients = tape.gradient(
-                results, again, [dy, *of_losses], unconnected_gradients="zero"
-            )
+            upstream = [dy, *of_besides][: len(results)]
+            gradients = tape.gradient(results, again, upstream, unconnected_gradients="zero")
             return [*map(unshard, gradients[:num_inputs]), *gradients[num_inputs:]]
 
         return results, gradient
 
-    result, *losses = forward(*inputs, *values)
-    add_loss(losses)
+    result, *besides = forward(*inputs, *values)
+    num_losses = len(besides) - len(told_names)
+    add_loss(besides[:num_losses])
+    tell_all(dict(zip(told_names, besides[num_losses:])))
     return result
 
 

@@ -24,10 +24,11 @@ class Topology:
         stage, data, context, model: size of the grid along each axis.
         local_devices: number of devices of each rank.
         mesh_spans_data: whether a mesh has all devices of a stage: the data axis, too.
+        expert: number of data shards of a mesh, over which experts are sharded; 1 for none.
 
     Raises:
         ValueError: the devices of a rank are neither an even share of a stage's replica, nor
-            several replicas.
+            several replicas; or experts cannot be sharded over the data shards of a mesh.
 
     Example:
 
@@ -44,6 +45,7 @@ class Topology:
     model: int = 1
     local_devices: int = 1
     mesh_spans_data: bool = False
+    expert: int = 1
 
     def __post_init__(self):
         replica, local = self.model * self.context, self.local_devices
@@ -52,6 +54,18 @@ class Topology:
                 f"local_devices={local} must divide model_parallel={self.model}"
                 f"{f' · context_parallel={self.context}' * (self.context > 1)}, or be a multiple "
                 f"of it that divides it times data_parallel={self.data}"
+            )
+        if self.data % self.expert:
+            raise ValueError(
+                f"expert_parallel={self.expert} must divide data_parallel={self.data}: experts are "
+                "sharded over ranks that share the batch"
+            )
+        if self.expert > 1 and self.mesh_data != self.expert:
+            cause = f"local_devices={local} of each rank" if local > 1 else "optimizer_shard=3"
+            fewer = " or optimizer_shard=2" if self.mesh_spans_data else " or fewer local devices"
+            raise ValueError(
+                f"expert_parallel={self.expert} does not work with {cause}, whose mesh has "
+                f"{self.mesh_data} data shards: set expert_parallel={self.mesh_data} or 1,{fewer}"
             )
 
     @classmethod
@@ -70,7 +84,8 @@ class Topology:
             local_devices=local_devices,
             # Weights that are sharded over both axes are all-gathered inside of the computation.
             mesh_spans_data=config.optimizer_shard == 3
-            and config.model_parallel * config.context_parallel > 1,
+            and config.model_parallel * config.context_parallel * config.expert_parallel > 1,
+            expert=config.expert_parallel,
         )
 
     @property
@@ -93,7 +108,7 @@ class Topology:
         """The size of a mesh along the data axis: the number of shards of the batch on it."""
         if self.mesh_spans_data:
             return self.data
-        return max(self.local_devices // (self.model * self.context), 1)
+        return max(self.local_devices // (self.model * self.context), self.expert)
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Return the position of a device along each axis."""

@@ -32,6 +32,7 @@ class TraceContext:
             are drawn by in place of its own.
         deferred: dict of what kernels are multiplied with whose gradients are left for later; None
             where they are computed at once. See `deferred_gradients`.
+        told: dict of what layers tell besides their results; None where nobody listens. See `told`.
         around_loop: the graph that a loop of `decoding` lies in, in which what does not change is
             computed once; None outside of such loops. Caches are updated in place in it.
         collective: name of the collective whose gradient is being made; None outside of one.
@@ -54,6 +55,7 @@ class TraceContext:
         default_factory=lambda: types.MappingProxyType({})
     )
     deferred: dict | None = None
+    told: dict | None = None
     around_loop: object = None
     collective: str | None = None
     names_are_global: bool = False

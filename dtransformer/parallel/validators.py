@@ -8,14 +8,12 @@ from collections.abc import Callable
 from dtransformer.parallel.pipeline import schedules
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
-MESH_AXES = (
-    "data",
-    "context",
-    "model",
-)  # what dimensions are sharded over; the first one is outermost
+# What dimensions are sharded over; the first one is outermost.
+MESH_AXES = ("data", "context", "model")
 GRADIENT_DTYPES = ("float32", "float16", "bfloat16")
 PARTITIONS = ("flat", "whole")
 CONTEXT_MODES = ("auto", "ulysses", "all_gather", "ring")
+ROUTERS = ("softmax", "sigmoid")
 
 
 def _is_int(value) -> bool:
@@ -36,12 +34,17 @@ def optional_count(name: str, value) -> None:
         count(name, value)
 
 
-def seed(name: str, value) -> None:
-    """Check a seed: an int of at least 0."""
+def count_or_zero(name: str, value) -> None:
+    """Check an int of at least 0."""
     if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def seed(name: str, value) -> None:
+    """Check a seed: an int of at least 0."""
+    count_or_zero(name, value)
 
 
 def flag(name: str, value) -> None:
@@ -63,6 +66,13 @@ def positive(name: str, value) -> None:
     non_negative(name, value)
     if value == 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
+
+
+def fraction(name: str, value) -> None:
+    """Check a number in [0, 1)."""
+    non_negative(name, value)
+    if value >= 1:
+        raise ValueError(f"{name} must be less than 1, got {value}")
 
 
 def shard_level(name: str, value) -> None:
@@ -158,11 +168,6 @@ class Checked:
         object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))
 
 
-# What the config knows and this version cannot carry out, with what to set instead.
-_NOT_YET = {
-    "expert_parallel": (1,),
-}
-
 # What each stage of a pipeline would have to do once for every micro-batch.
 _NOT_WITH_A_PIPELINE = {
     "optimizer_shard": "every weight would be gathered twice for each micro-batch; level 2 shards "
@@ -179,15 +184,8 @@ def check_supported(config, local_devices: int = 1) -> None:
         local_devices: number of devices that each rank drives.
 
     Raises:
-        NotImplementedError: names the field.
         ValueError: fields do not work together; says why.
     """
-    for name, allowed in _NOT_YET.items():
-        value = getattr(config, name)
-        if not any(value is a or (value == a and type(value) is type(a)) for a in allowed):
-            raise NotImplementedError(
-                f"{name}={value}: this version cannot carry it out yet; set {name}={allowed[0]}"
-            )
     if config.optimizer_shard_partition == "whole" and int(config.optimizer_shard) not in (1, 2):
         why = (
             "level 3 shards the weights themselves" if config.optimizer_shard else "none is sharded"
@@ -218,11 +216,12 @@ def check_supported(config, local_devices: int = 1) -> None:
             config.pipeline_chunks,
         )
         divides = schedules.SCHEDULES[config.pipeline_schedule].divides_backward
-        if divides and (config.model_parallel * config.context_parallel > 1 or local_devices > 1):
+        degrees = config.model_parallel * config.context_parallel * config.expert_parallel
+        if divides and degrees * local_devices > 1:
             raise ValueError(
                 f"pipeline_schedule={config.pipeline_schedule!r} needs stages of one device, as on "
                 "a mesh the gradients of weights are not computed apart; got "
-                f"model_parallel={config.model_parallel}, "
+                f"model_parallel={config.model_parallel}, expert_parallel={config.expert_parallel}, "
                 f"context_parallel={config.context_parallel} and local_devices={local_devices}: set "
                 "pipeline_schedule='1f1b' or 'interleaved'"
             )
@@ -243,6 +242,7 @@ def check_joined(config, topology, placement) -> None:
     joined = {
         "model_parallel": topology.model,
         "context_parallel": topology.context,
+        "expert_parallel": topology.expert,
         "pipeline_stage": topology.stage,
     }
     for name, number in joined.items():

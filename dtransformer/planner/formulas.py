@@ -113,7 +113,12 @@ def kept_bytes(
 
 
 def sums_over_model(
-    sublayers, backward=None, recomputes_block=False, repeats_sums=True, shards_input=False
+    sublayers,
+    backward=None,
+    recomputes_block=False,
+    repeats_sums=True,
+    shards_input=False,
+    repeated=None,
 ):
     """Return how many all-reduces of b·s·h elements a block needs over the model axis in a step.
 
@@ -128,6 +133,7 @@ def sums_over_model(
         recomputes_block: whether the block is recomputed.
         repeats_sums: whether that repeats what was summed, and does not keep it.
         shards_input: whether a recomputed block's input is kept sharded.
+        repeated: how many of those forward a recomputed block repeats; all but the last by default.
 
     Example:
 
@@ -136,7 +142,8 @@ def sums_over_model(
     """
     sums = sublayers + 1.0 * (sublayers if backward is None else backward)
     if recomputes_block:
-        sums += (sublayers - 1) * repeats_sums + 0.5 * shards_input
+        repeated = sublayers - 1 if repeated is None else repeated
+        sums += repeated * repeats_sums + 0.5 * shards_input
     return sums
 
 

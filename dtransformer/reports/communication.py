@@ -9,6 +9,7 @@ from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.moe import MoE
 from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
@@ -17,6 +18,11 @@ from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.pipeline.own_stage import is_here
 from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
+from dtransformer.reports.expert_traffic import (
+    all_to_all_bytes,
+    buffer_elements,
+    summed_elements,
+)
 from dtransformer.tables import columns
 
 
@@ -29,10 +35,13 @@ class CommunicationReport:
         formula: dict of layer path -> elements of the all-reduces, forward and backward,
             that the theory has for it; of a reduce-scatter and an all-gather together
             under sequence parallelism.
+        exchanged: dict of a block's path -> bytes that the theory has for the all-to-alls of its
+            experts.
     """
 
     collectives: tuple
     formula: dict = dataclasses.field(default_factory=dict)
+    exchanged: dict = dataclasses.field(default_factory=dict)
 
     def of_layer(self, path):
         """Return the collectives of the layer at `path` and of those inside of it."""
@@ -77,7 +86,21 @@ class CommunicationReport:
                 for path, elements in self.formula.items()
             ]
             lines += columns(blocks)
+        if self.exchanged:
+            lines += ["", "Blocks, bytes of all-to-alls between experts, by the theory:"]
+            experts = [("block", "theory", "sent")]
+            experts += [
+                (path, f"{sent:,}", f"{self.exchanged_bytes(path):,}")
+                for path, sent in self.exchanged.items()
+            ]
+            lines += columns(experts)
         return "\n".join(lines)
+
+    def exchanged_bytes(self, path):
+        """Return the bytes that a device sends in all-to-alls between the experts of a block."""
+        of_block = self.of_layer(path)
+        found = (c for c in of_block if c.over == "data" and c.kind == "all-to-all")
+        return sum(c.bytes_sent for c in found)
 
     def summed_elements(self, path):
         """Return the elements that all-reduces of a layer sum, or equal in volume, on the mesh.
@@ -120,12 +143,39 @@ def communication_report(network, collectives, input_shapes, graph):
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
         for c in collectives
     ]
+    formula, exchanged = {}, {}
+    if hasattr(network, "stream_shapes"):
+        shapes, times = network.stream_shapes(input_shapes), get_parallel_config().micro_batch_num
+        if axis_size(mesh_axis("mlp")) > 1:
+            formula = {k: times * x for k, x in block_formula(network, shapes).items()}
+        exchanged = {k: times * x for k, x in expert_formula(network, shapes).items()}
+    return CommunicationReport((*named, *over_horovod), formula, exchanged)
+
+
+def expert_formula(network, stream_shapes):
+    """Return the bytes of all-to-alls between experts: a dict of "stack/block" and a number.
+
+    Args:
+        network, stream_shapes: as of `block_formula`.
+    """
+    if mesh_axis("expert") is None:
+        return {}
     formula = {}
-    if hasattr(network, "stream_shapes") and axis_size(mesh_axis("mlp")) > 1:
-        times = get_parallel_config().micro_batch_num
-        formula = block_formula(network, network.stream_shapes(input_shapes))
-        formula = {block: times * elements for block, elements in formula.items()}
-    return CommunicationReport((*named, *over_horovod), formula)
+    for stack, block in _blocks(network, stream_shapes):
+        for layer in filter(lambda part: isinstance(part, MoE), _sublayers(block)):
+            recomputes = block.recomputes or layer.recomputes
+            formula[f"{stack.name}/{block.name}"] = all_to_all_bytes(
+                layer, stream_shapes[stack.name], recomputes
+            )
+    return formula
+
+
+def _blocks(network, stream_shapes):
+    """Yield the stacks of a network and their blocks that are here."""
+    for stack in _compat.flat_layers(network):
+        if isinstance(stack, BlockStack) and stack.name in stream_shapes:
+            for block in filter(is_here, stack.blocks):
+                yield stack, block
 
 
 def block_formula(network, stream_shapes):
@@ -133,7 +183,8 @@ def block_formula(network, stream_shapes):
 
     As `planner.formulas.sums_over_model` counts them; backward there is none where no weight before
     a layer is trained. The low-rank addition of a sharded kernel sums b·s·r more: forward where its
-    inputs are sharded, backward where its outputs are.
+    inputs are sharded, backward where its outputs are. Of experts the buffers
+    are summed; see `expert_traffic`.
 
     Args:
         network: a `keras.Model`.
@@ -147,33 +198,42 @@ def block_formula(network, stream_shapes):
     first = min((place[id(weight)] for weight in network.trainable_variables), default=len(place))
     if job.stage()[0]:  # a stage before has weights, too
         first = -1
-    for stack in _compat.flat_layers(network):
-        if isinstance(stack, BlockStack) and stack.name in stream_shapes:
-            elements = math.prod(stream_shapes[stack.name]) // shards
-            features = stream_shapes[stack.name][-1]
-            for block in filter(is_here, stack.blocks):
-                begins = [place[id(part.variables[0])] for part in _sublayers(block)]
-                config = block.recompute_config
-                repeats = config.recompute and first < place[id(block.variables[-1])]
-                sums = sums_over_model(
-                    len(begins),
-                    sum(first < begin for begin in begins),
-                    recomputes_block=repeats,
-                    repeats_sums=config.mp_comm_recompute,
-                    shards_input=config.recompute_slice_activation,
-                )
-                sums += sum(_rank(weight) for weight in block.variables) / features
-                if repeats and config.mp_comm_recompute:
-                    of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
-                    sums += sum(of_inputs) / features
-                formula[f"{stack.name}/{block.name}"] = round(sums * elements)
+    for stack, block in _blocks(network, stream_shapes):
+        shape = stream_shapes[stack.name]
+        elements, features = math.prod(shape) // shards, shape[-1]
+        parts = _sublayers(block)
+        forward, backward = zip(*(_summed(part, shape, elements) for part in parts))
+        begins = [place[id(part.variables[0])] for part in parts]
+        config = block.recompute_config
+        repeats = config.recompute and first < place[id(block.variables[-1])]
+        repeated = sum(forward[:-1])
+        if isinstance(parts[-1], MoE):  # of which gradients of gates need the outputs
+            repeated += buffer_elements(parts[-1], shape)
+        sums = sums_over_model(
+            sum(forward) / elements,
+            sum(x for begin, x in zip(begins, backward) if first < begin) / elements,
+            recomputes_block=repeats,
+            repeats_sums=config.mp_comm_recompute,
+            shards_input=config.recompute_slice_activation,
+            repeated=repeated / elements,
+        )
+        sums += sum(_rank(weight) for weight in block.variables) / features
+        if repeats and config.mp_comm_recompute:
+            of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
+            sums += sum(of_inputs) / features
+        formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 
 
+def _summed(part, shape, elements):
+    """Return the elements that a sublayer's all-reduces sum, forward and backward."""
+    return summed_elements(part, shape) if isinstance(part, MoE) else (elements, elements)
+
+
 def _sublayers(block):
-    """Return the attentions and the feed-forward layer of a block."""
+    """Return the attentions and the feed-forward layer, or experts, of a block."""
     parts = _compat.flat_layers(block, include_self=False, recursive=False)
-    return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward))]
+    return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward, MoE))]
 
 
 def _rank(weight, of_inputs=False):

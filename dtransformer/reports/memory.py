@@ -14,6 +14,7 @@ from dtransformer import _compat
 from dtransformer.layers.attention_core import chosen_implementation
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
+from dtransformer.layers.moe import MoE
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.devices import device_type
@@ -26,6 +27,7 @@ from dtransformer.parallel.zero.variables import (
     MasterShardedVariable,
 )
 from dtransformer.planner.formulas import kept_bytes
+from dtransformer.reports.expert_traffic import kept_rows
 from dtransformer.tables import columns
 
 
@@ -176,7 +178,7 @@ def activation_bytes(network, input_shapes, num_kept=1):
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
             lengths = _lengths(block, s, memory)
-            total += b * share * _of_block(block, s, h, lengths, item, config)
+            total += b * share * _of_block(block, (b, s, h), lengths, item, config)
     return round(total)
 
 
@@ -213,17 +215,22 @@ def _implementation(block, num_queries, num_keys):
     return chosen_implementation(implementation, num_queries, num_keys)
 
 
-def _of_block(block, s, h, lengths, item, config):
+def _of_block(block, shape, lengths, item, config):
     """Return the bytes that a block keeps of each sequence.
 
     Args:
         block: the block.
-        s, h: positions and features of its stream.
+        shape: (b, s, h) of its stream.
         lengths: what each of its attentions attends to, in positions.
         item: bytes of an activation.
         config: the parallel config.
     """
     choice, options = block.recompute_config, block.arguments
+    _, s, h = shape
+    experts = {}
+    if isinstance(moe := getattr(block, "feed_forward", None), MoE):
+        experts["expert_rows"] = kept_rows(moe, shape)
+        experts["experts_chosen"] = moe.config.num_experts_chosen
     n = options["num_heads"]
     return kept_bytes(
         length=s,
@@ -241,6 +248,7 @@ def _of_block(block, s, h, lengths, item, config):
         is_input_sharded=choice.recompute_slice_activation,
         recomputed=choice.select,
         by_blocks=[_implementation(block, s, length) == "blockwise" for length in lengths],
+        **experts,
     )
 
 

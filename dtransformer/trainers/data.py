@@ -39,6 +39,7 @@ class DataPosition(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model._throughput.reset()
+        self.model._program.expert_loads.forget()
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
         self._begun_at, self._begins_at = self._begins_at, 0

@@ -16,10 +16,11 @@ from dtransformer.trainers.updated_shards import partition_of
 class Reporting(keras.Model):
     """The methods of a trainer that tell how its work is divided, and what that costs.
 
-    A subclass has the `network`, its `_engine` and `optimizer_step`, None before there are any.
+    A subclass has the `network`, its `_engine`, `_program` and `optimizer_step`, None before there
+    are any.
     """
 
-    _engine = optimizer_step = None
+    _engine = _program = optimizer_step = None
 
     def summary(self, **kwargs):
         """Print the network, and what a rank holds of it; as `keras.Model.summary`."""
@@ -122,6 +123,25 @@ class Reporting(keras.Model):
             num_kept /= get_parallel_config().micro_batch_num
         return memory_report(self.network, self.optimizer, self.optimizer_step, shapes, num_kept)
 
+    def expert_load(self):
+        """Return how the tokens of the last epoch's steps were spread over the experts.
+
+        Those of all ranks and micro-batches, in a pipeline of all stages.
+
+        Returns:
+            A `dtransformer.reports.expert_load.ExpertLoad`, which prints as a table; its
+            `write("load.png")` is a picture.
+
+        Raises:
+            ValueError: no step was run yet, or the network has no experts.
+        """
+        report = None if self._program is None else self._program.expert_loads.report()
+        if report is None or not report.layers:
+            raise ValueError(
+                "there is no load of experts: train a network with a moe_config of several experts"
+            )
+        return report
+
     def timeline(self, path=None):
         """Return what the stages of the pipeline did in the last training step.
 
@@ -144,13 +164,19 @@ class Reporting(keras.Model):
 
 
 def check_rules(network):
-    """Check the rows that the user gave of the axis rules against all stages' weights.
+    """Check the axis rules that the user asked for against all stages' weights.
 
     Raises:
-        ValueError: see `axis_rules.check_rules`.
+        ValueError: no weight is of experts that are to be sharded; or see `axis_rules.check_rules`.
     """
-    if get_parallel_config().parallel_rules:
+    config = get_parallel_config()
+    if config.parallel_rules or config.expert_parallel > 1:
         used = axis_rules.axes_of(network.variables)
         if job.stage()[1] > 1:  # each stage has some of the weights
             used = set().union(*all_gather_json(sorted(filter(None, used)), "axes"))
         axis_rules.check_rules(used)
+        if config.expert_parallel > 1 and "expert" not in used:
+            raise ValueError(
+                f"expert_parallel={config.expert_parallel}, and the network has no experts: give it "
+                "a moe_config of several, or set expert_parallel=1"
+            )

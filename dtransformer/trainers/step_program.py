@@ -8,6 +8,7 @@ from dtransformer.parallel.seeds import derived_seed
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
+from dtransformer.trainers.expert_loads import ExpertLoads
 
 
 class StepProgram:
@@ -24,6 +25,7 @@ class StepProgram:
         metrics: the `StepMetrics`.
 
     Attributes:
+        expert_loads: the `ExpertLoads` of the steps since the epoch began.
         forward_backward, evaluate: as the engine's; of all micro-batches.
         finish: a function of (gradients, sums, counts, labels, outputs, sample_weight), which
             updates the weights and returns the logs.
@@ -33,6 +35,7 @@ class StepProgram:
     def __init__(self, step, engine, optimizer, optimizer_step, metrics):
         self._step, self._optimizer = step, optimizer
         self.optimizer_step, self.metrics = optimizer_step, metrics
+        self.expert_loads = ExpertLoads()
         self.forward_backward, self.evaluate = engine.forward_backward, engine.evaluate
         number = get_parallel_config().micro_batch_num
         if number > 1 and not engine.takes_micro_batches:
@@ -80,6 +83,7 @@ class StepProgram:
         if loss_scale.is_used:
             logs["loss_scale"] = scale
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
+        logs.update(self.expert_loads.update(totals))
         logs.update(step_loss=loss, gradient_norm=norm, learning_rate=rate)
         return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
 

@@ -7,6 +7,7 @@
         --out data/lm/dev
     python examples/language_model/train.py --config examples/language_model/gpt.yaml
     python examples/language_model/train.py --config examples/language_model/bert.yaml
+    python examples/language_model/train.py --config examples/language_model/experts.yaml
     horovodrun -np 4 python examples/language_model/train.py --model_parallel 2
 
 Files of your own go the same way. The run's folder gets checkpoints, metrics.jsonl, and a picture
@@ -49,6 +50,9 @@ def parse_arguments():
     parser.add_argument(  # horovodrun takes a --mp for its own --mpi: spell it out there
         "--model_parallel", "--mp", type=int, default=1, dest="mp", help="shards of each operation"
     )
+    parser.add_argument(
+        "--expert_parallel", "--ep", type=int, default=1, dest="ep", help="shards of the experts"
+    )
     parser.add_argument("--local_devices", type=int, default=1, help="devices of each rank")
     args = parser.parse_args()
     args.run = args.run or pathlib.Path("runs") / args.config.stem
@@ -82,7 +86,7 @@ def main():
     config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
     data, training = config["data"], config["training"]
     dtransformer.init(
-        dtransformer.TransformerOpParallelConfig(model_parallel=args.mp),
+        dtransformer.TransformerOpParallelConfig(model_parallel=args.mp, expert_parallel=args.ep),
         seed=training["seed"],
         local_devices=args.local_devices,
     )
@@ -136,7 +140,10 @@ def main():
             print(f"Perplexity on held-out text: {math.exp(loss):.2f}")
         tokenizer = load_tokenizer(shards.tokenizer_folder)
         write_some(network, tokenizer, config["prompts"])
-        save(network, tokenizer, args.run / "model")
+        if config.get("family", "gpt2"):
+            save(network, tokenizer, args.run / "model")
+        else:
+            report_experts(trainer, args.run / "experts.png")
     if dtransformer.is_chief():
         try:
             draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")
@@ -151,6 +158,14 @@ def write_some(network, tokenizer, prompts):
     for prompt, text in zip(prompts, tokenizer.decode(texts), strict=True):
         if dtransformer.is_chief():
             print(f"{prompt} … {text}")
+
+
+def report_experts(trainer, picture):
+    """Print how tokens were spread over the experts in the last epoch, and draw it."""
+    load = trainer.expert_load()
+    if dtransformer.is_chief():
+        print(load)
+        load.write(picture)
 
 
 def save(network, tokenizer, folder):

@@ -27,6 +27,7 @@ QUICK = """
     deep_bert.used/mp2@1x2+rows+sp
 
     deep_long.used/cp2@1x2          deep_long_causal/cp2@2x1+ring
+    deep_moe.used/dp2ep2@2x1  deep_moe_global/dp2@2x1
 """.split()
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
@@ -52,6 +53,14 @@ LONG = """
     deep_llama_frozen/pp2m4-zb_v2@2x1  deep_llama_frozen.used/pp2m2-interleaved2@2x1
     deep_bert.used/dp2mp2@2x2+rows  deep_bert.used/dp2@2x1+shard3  deep_bert/dp2@2x1+shard1
     deep_bert.used/pp2m4-1f1b@2x1  deep_bert/pp2m4-zb_h1@2x1  deep_bert/mp2pp2m2-1f1b@2x2+rows
+    deep_moe/dp2@2x1  deep_moe/dp2@2x1+shard1  deep_moe/dp2@2x1+shard2  deep_moe.used/dp2@2x1+shard3
+    deep_moe/dp2@1x2  deep_moe/dp2mp2@1x4+sp  deep_moe.used/mp2@2x1+rows+sp  deep_moe/pp2m4-1f1b@2x1
+    deep_moe/dp2ep2@1x2  deep_moe/dp2ep2@2x1+shard3  deep_moe.used/dp2mp2ep2@2x2+rows+sp
+    deep_moe/dp4ep2@4x1  deep_moe/dp4ep2@4x1+shard1  deep_moe/dp4ep2@4x1+shard2  deep_moe/dp4ep4@4x1
+    deep_moe/dp2mp2ep2@4x1  deep_moe/dp2mp2ep2@2x2+shard3  deep_moe.used/pp2m4-1f1b@2x1
+    deep_moe/pp2m4-zb_h1@2x1  deep_moe/dp2pp2m2-1f1b@4x1+shard2  deep_moe/dp2ep2pp2m2-1f1b@4x1
+    deep_moe/dp2mp2ep2pp2m2-1f1b@4x2  deep_moe_global.used/dp2@1x2  deep_moe_global/dp2ep2@2x1
+    deep_moe_global/dp2@2x1+shard3  deep_moe_global/dp4@4x1+shard2  deep_moe_global/dp2mp2ep2@2x2
     deep_sentences/mp2@1x2+sp  deep_sentences/dp2@2x1+shard2  deep_sentences/dp2pp2m2-1f1b@4x1
     deep_bart.used/dp2mp2@2x2+rows  deep_bart/mp2@1x2+rows+sp  deep_bart.used/dp2@2x1+shard3
     deep_bart/dp2@2x1+shard1  deep_bart/dp2@2x1+shard2  deep_bart.used/pp2m4-1f1b@2x1
@@ -67,6 +76,7 @@ LONG = """
     deep_long_causal/cp2pp2m2-1f1b@4x1+ulysses  deep_long_causal/dp2cp2@2x2+all_gather+shard3
     deep_long_causal/cp2mp2pp2m2-1f1b@2x4+ring
     deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
+    deep_long_moe/cp2@1x2  deep_long_moe/dp2cp2ep2@1x4
     deep_causal.used/mp2-interleaved4@1x2  deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
     deep_llama.used/dp2mp2-interleaved4@2x2+shard2  deep_t5.used/mp2-interleaved4@1x2
     deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2
@@ -115,6 +125,13 @@ def test_losses_and_weights_are_those_of_one_process(run, ranks_of):
     found = differences(found, expected, network_of(run))
     assert found["loss"] <= PARITY_LOSS
     assert found["weights"] <= PARITY_WEIGHTS, found["where"]
+
+
+@each([run for run in RUNS if "moe" in run], LONG, lambda run: [alone(run)])
+def test_experts_take_the_tokens_that_they_take_in_one_process(run, ranks_of):
+    (expected,) = ranks_of(alone(run))
+    for rank in ranks_of(run):
+        np.testing.assert_array_equal(rank["taken"], expected["taken"])
 
 
 @each_run

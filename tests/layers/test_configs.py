@@ -1,11 +1,13 @@
 """A layer or model is made again from its config."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer import layers
+from dtransformer import MoEConfig, layers
 from dtransformer.layers import (
     FeedForward,
     Transformer,
@@ -94,7 +96,10 @@ BLOCK_OPTIONS = {
     "softmax_compute_type": "float64",
 }
 X, IDS = (2, 4, 12), (2, 4)
+MOE = dataclasses.asdict(MoEConfig(expert_num=3, num_experts_chosen=2, shared_experts=1))
 LAYER_OPTIONS |= {
+    "MoE": ({**LAYER_OPTIONS["FeedForward"][0], "moe_config": MOE}, [X]),
+    "Router": ({"moe_config": MOE, "kernel_initializer": "he_normal"}, [X]),
     "TransformerEncoderLayer": (BLOCK_OPTIONS, [X]),
     "TransformerDecoderLayer": (BLOCK_OPTIONS, [X, (2, 4, 4), X]),
     "TransformerEncoder": (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtransformer import parallel_config
+from dtransformer import MoEConfig, parallel_config
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
 
 SIZES = {"hidden_size": 16, "num_heads": 4, "ffn_hidden_size": 40, "num_layers": 2}
@@ -17,6 +17,7 @@ LLAMA = {
 }
 PRE = {"post_layernorm_residual": False, "tied_head": False, "gated": True}
 BLOCKS = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
+DEEP_SEEK = MoEConfig(expert_num=4, router_type="sigmoid", shared_experts=2)
 NETWORKS = {
     "gpt2": lambda: CausalLM(23, **SIZES, max_length=12),
     "sinusoidal": lambda: CausalLM(23, **SIZES, positions="sinusoidal", head_bias=True),
@@ -25,6 +26,8 @@ NETWORKS = {
     "qwen2": lambda: CausalLM(23, **SIZES, **LLAMA, qkv_bias=True),
     "qk_norm": lambda: CausalLM(23, **SIZES, **LLAMA, qk_norm="rms_norm"),
     "alibi": lambda: CausalLM(23, **SIZES, positions="alibi", qk_norm="layer_norm"),
+    "experts": lambda: CausalLM(23, **SIZES, moe_config=MoEConfig(expert_num=3), moe_every=2),
+    "shared_experts": lambda: CausalLM(23, **SIZES, **LLAMA, moe_config=DEEP_SEEK),
     "gated": lambda: CausalLM(23, **SIZES, gated=True, qkv_bias=False),
     "bert": lambda: MaskedLM(23, **SIZES, next_sentence=True),
     "roberta": lambda: MaskedLM(23, **SIZES, num_token_types=1, position_offset=2),
@@ -33,6 +36,9 @@ NETWORKS = {
     "shared": lambda: TranslationTransformer(
         23, shared_embeddings=True, tied_head=True, positions="learned", **BLOCKS
     ),
+    "translation_experts": lambda: TranslationTransformer(23, moe_config=DEEP_SEEK, **BLOCKS),
+    "bert_experts": lambda: MaskedLM(23, **SIZES, moe_config=DEEP_SEEK),
+    "t5_experts": lambda: EncoderDecoderLM(23, **PRE, **BLOCKS, moe_config=DEEP_SEEK),
     "bart": lambda: EncoderDecoderLM(
         23, embedding_norm=True, position_offset=2, head_bias=True, **BLOCKS
     ),

@@ -157,6 +157,14 @@ def test_what_is_printed():
             ((0, 1), (2, 3)),
             [(0, 2), (1, 2), (0, 2), (1, 2)],
         ),
+        # Experts over two of four replicas: a mesh has two, and two have the same experts.
+        (
+            dict(data=4, expert=2),
+            ((0, 1), (2, 3)),
+            ((0, 2), (1, 3)),
+            [(0, 2), (0, 2), (1, 2), (1, 2)],
+        ),
+        (dict(data=2, model=2, expert=2), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,)), [(0, 1)] * 4),
     ],
 )
 def test_meshes_data_parallel_groups_and_shares(fields, meshes, data_parallel_groups, shards):
@@ -170,4 +178,17 @@ def test_meshes_data_parallel_groups_and_shares(fields, meshes, data_parallel_gr
 @pytest.mark.parametrize("fields", [dict(model=4, local_devices=3), dict(data=3, local_devices=2)])
 def test_devices_of_a_rank_that_make_no_even_part(fields):
     with pytest.raises(ValueError, match=f"local_devices={fields['local_devices']} must divide"):
+        Topology(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(data=4, expert=3), "expert_parallel=3 must divide data_parallel=4"),
+        (dict(data=4, expert=2, local_devices=4), "local_devices=4.*set expert_parallel=4 or 1"),
+        (dict(data=4, expert=2, mesh_spans_data=True), "optimizer_shard=3.*or optimizer_shard=2"),
+    ],
+)
+def test_experts_that_no_mesh_can_hold(fields, words):
+    with pytest.raises(ValueError, match=words):
         Topology(**fields)

@@ -17,6 +17,8 @@ class StoredTensor:
         is_transposed: whether outputs come before inputs in it, as PyTorch's `Linear` has them.
         num_inputs: number of dimensions of our weights that are inputs.
         is_row: whether it has a first dimension of 1, which our weights have not.
+        expert: number of the expert of which it holds the weights: ours have those of all, along
+            their first dimension. None where they are of no experts.
     """
 
     name: str
@@ -24,6 +26,7 @@ class StoredTensor:
     is_transposed: bool = False
     num_inputs: int = 1
     is_row: bool = False
+    expert: int | None = None
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tensor's shape, from those of our weights.
@@ -34,6 +37,7 @@ class StoredTensor:
         >>> q.shape([(16, 2, 4)])
         (8, 16)
         """
+        shapes = self._own(shapes)
         columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
         rows = math.prod(shapes[0][: self._inputs(shapes[0])])
         if self._inputs(shapes[0]) == 0:
@@ -41,7 +45,8 @@ class StoredTensor:
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
-        """Return one of our weights as a view of the tensor, of which nothing is read yet."""
+        """Return one of our weights, or an expert's, as a view of the tensor: nothing is read."""
+        shapes = self._own(shapes)
         ends = np.cumsum([0, *(math.prod(shape[self._inputs(shape) :]) for shape in shapes)])
         columns = (stored.T if self.is_transposed else stored)[..., ends[number] : ends[number + 1]]
         return columns.reshape(shapes[number])
@@ -49,12 +54,16 @@ class StoredTensor:
     def join(self, values: list[np.ndarray]) -> np.ndarray:
         """Return the tensor of our weights: the opposite of `of`."""
         flat = []
-        for value in values:
+        for value in values if self.expert is None else [value[self.expert] for value in values]:
             rows = value.shape[: self._inputs(value.shape)]
             flat.append(value.reshape([math.prod(rows), -1] if rows else [-1]))
         joint = np.concatenate(flat, axis=-1)
         joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
+
+    def _own(self, shapes):
+        """Return the shapes of what it holds of our weights."""
+        return shapes if self.expert is None else [shape[1:] for shape in shapes]
 
     def _inputs(self, shape):
         """Return how many dimensions are inputs: none of a bias, whatever its heads are."""

@@ -44,8 +44,8 @@ class StoredWeights:
         told += [f"the network also has {weight}" for weight in sorted(others)]
         if told:
             raise InputError(_told(content.path, told))
-        self._places = {
-            weight: (tensor, number, names[tensor.name])
+        self._places = {  # and the expert, or None
+            (weight, tensor.expert): (tensor, number, names[tensor.name])
             for tensor in tensors
             for number, weight in enumerate(tensor.weights)
         }
@@ -74,7 +74,14 @@ class StoredWeights:
             InputError: it has values that are not finite.
         """
         path = path.partition("/")[2]
-        stored, number, name = self._places[path]
+        if (path, None) in self._places:
+            return self._rectangle(path, None, bounds, dtype)
+        experts, of_each = range(*bounds[0]), bounds[1:]
+        return np.stack([self._rectangle(path, expert, of_each, dtype) for expert in experts])
+
+    def _rectangle(self, path, expert, bounds, dtype):
+        """Return a rectangle of a weight, or of an expert's."""
+        stored, number, name = self._places[path, expert]
         shapes = [self._shapes[weight] for weight in stored.weights]
         weight = stored.of(self._content[name], number, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype

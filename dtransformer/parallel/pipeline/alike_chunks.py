@@ -56,12 +56,14 @@ def likeness_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Likenes
     stack = _stack_of(network, layers)
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:
         return None
+    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
+    if any(getattr(layer, "adds_means", False) for layer in inner):
+        return None  # what experts tell of their loads has their names
     blocks = list(stack.blocks)
     first = blocks.index(layers[0])
     roles = {}
     for tensor in (*dataflow.received_by(chunk), *dataflow.sent_after(chunk)):
         roles[tensor.name] = _role(tensor.name, blocks, first)
-    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
     crossing = [
         [(roles[x.name], x.shape, x.dtype) for x in tensors]
         for tensors in (dataflow.received_by(chunk), dataflow.sent_after(chunk))

@@ -10,12 +10,16 @@ import typing
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dropout_seed import dropout_seed
+from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import trained_value
+from dtransformer.parallel.told import listening
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.expert_loads import named
 
 
 class Numbers(typing.NamedTuple):
@@ -73,11 +77,13 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        with tape, dropout_seed(numbers.seed), unsharding("train"):
+        listens = listening()
+        with tape, dropout_seed(numbers.seed), unsharding("train"), listens as told:
             tape.watch(values)
             outputs = self.outputs(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
+            sums |= named(told)
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
@@ -98,7 +104,9 @@ class ForwardStep:
         own_is_all = job.data_shard()[1] == 1
         own_is_all &= not training or get_parallel_config().micro_batch_num == 1
         sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
-        sums["added"] = self.added(losses, sums.get("divided"), training)
+        if "divided" in sums:
+            self._check_divided(losses)
+        sums["added"] = self.added(losses, inputs, counts, sums.get("divided"))
         sums["tokens"] = sums["counted"]
         if hasattr(self.network, "num_tokens"):
             sums["tokens"] = tf.cast(self.network.num_tokens(inputs), "float32")
@@ -106,23 +114,37 @@ class ForwardStep:
             sums["flops"] = self.network.flops_per_step(inputs)
         return sums
 
-    def added(self, losses, divided=None, training=False):
-        """Return this share's part of what layers add to the loss.
+    def added(self, losses, inputs, counts, divided=None):
+        """Return this share's part of what layers add to the loss: the mean over rows.
 
         Regularizers are the same on all ranks and for all micro-batches, whose losses are
-        added up.
+        added up; what a mixture of experts adds is a mean over the rows of each.
 
         Args:
             losses: list of scalars.
+            inputs: nested tensors [b, ...].
+            counts: as from `counts`, of the global batch.
             divided: of `Objective.sums`, where the loss has it.
-            training: whether the batch is one of several micro-batches.
         """
-        share = 1 / (
-            job.data_shard()[1] * (get_parallel_config().micro_batch_num if training else 1)
-        )
-        if divided is not None:
-            share = divided
+        share = divided
+        if share is None:
+            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
+            share = tf.cast(rows, "float32") / self.objective.rows(counts)
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
+
+    def _check_divided(self, losses):
+        """Refuse a mean over a mask, known after the forward pass, beside means over rows.
+
+        Raises:
+            ValueError: there are both.
+        """
+        layers = _compat.flat_layers(self.network)
+        if losses and any(getattr(layer, "adds_means", False) for layer in layers):
+            raise ValueError(
+                "a loss that is a mean over a mask and what a mixture of experts adds to it do not "
+                "go together over several ranks or micro-batches: use sample weights and "
+                "reduction='mean_with_sample_weight' instead of the mask"
+            )
 
 
 def check_any_trained(is_any: bool) -> None:

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.trainers.data import input_symbols
 
@@ -14,7 +15,7 @@ class LocalEngine:
         jit_compile: whether forward and backward are compiled with XLA.
 
     Raises:
-        ValueError: on `build`: XLA would have to compile collectives.
+        ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
     """
 
     compiles_itself = takes_micro_batches = False
@@ -35,6 +36,12 @@ class LocalEngine:
             raise ValueError(
                 "jit_compile=True does not work with optimizer_shard=3, which communicates while "
                 "the network is computed: leave it at 'auto'"
+            )
+        layers = _compat.flat_layers(self._step.network)
+        if self._jit_compile and any(getattr(layer, "sorts_tokens", False) for layer in layers):
+            raise ValueError(
+                "jit_compile=True does not work with experts, whose numbers of tokens are not known "
+                "when XLA compiles: leave it at 'auto'"
             )
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):

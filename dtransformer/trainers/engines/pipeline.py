@@ -31,11 +31,13 @@ from dtransformer.parallel.pipeline.stage_devices import stage_devices
 from dtransformer.parallel.pipeline.timeline import most_alive, write
 from dtransformer.parallel.same_batch import check_same_batch
 from dtransformer.parallel.shapes import specs_of
+from dtransformer.parallel.told import listening
 from dtransformer.reports import audit
 from dtransformer.trainers.data import input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import check_rows, rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
+from dtransformer.trainers.expert_loads import named
 
 
 class PipelineEngine:
@@ -73,7 +75,7 @@ class PipelineEngine:
             kernel_gradients, autograph=False, reduce_retracing=True
         )
         self._shared = self._example = None
-        self._names_of_sums = {}  # kind of computation -> list
+        self._names_of_sums = {}  # kind of computation -> dict of names and shapes
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
@@ -142,16 +144,16 @@ class PipelineEngine:
         """
         devices, step = self.devices, self._step
         defers = deferring() if self._divides_backward else contextlib.nullcontext({})
-        with dropout_seed(devices.numbers(seed, [2])), defers as deferred:
+        with dropout_seed(devices.numbers(seed, [2])), defers as deferred, listening() as told:
             outputs = self.network(inputs, training=True)
-        sums = {}
+        sums = named(told)
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
-            sums = step.sums(*batch, counts, training=True)
+            sums |= step.sums(*batch, counts, training=True)
         if chunk != self.placement.last_chunk or not step.keeps_outputs:
             outputs = None
         losses = losses_of(self.network, chunk, self.placement)
-        sums["added"] = step.added(losses, training=True)
+        sums["added"] = step.added(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
 
@@ -162,12 +164,14 @@ class PipelineEngine:
     def _sums_everywhere(self, sums, kind):
         """Return on every stage the sums over all stages."""
         if kind not in self._names_of_sums:  # always the same
-            everyone = all_gather_json(sorted(sums), "names_of_sums")
-            self._names_of_sums[kind] = max(everyone, key=len)
-        names = self._names_of_sums[kind]
-        own = tf.stack([sums.get(name, tf.zeros([])) for name in names])
-        total = transport.all_reduce(own, "Sum", job.pipeline_group(), "sums")
-        return dict(zip(names, tf.unstack(total)))
+            own = {name: list(value.shape) for name, value in sums.items()}
+            everyone = all_gather_json(own, "names_of_sums")
+            everyone = {name: shape for of_rank in everyone for name, shape in of_rank.items()}
+            self._names_of_sums[kind] = dict(sorted(everyone.items()))
+        shapes = self._names_of_sums[kind]
+        own = [sums.get(name, tf.zeros(shape)) for name, shape in shapes.items()]
+        totals = transport.all_reduce_together(own, job.pipeline_group(), "sums")
+        return dict(zip(shapes, totals))
 
     def _check_added(self, sums):
         """Refuse what stages would have to know of the last one before their backward passes."""
@@ -196,7 +200,7 @@ class PipelineEngine:
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
         results = outputs if self._step.keeps_outputs else None, sums
-        return results, self.devices.replicate(self._step.added(losses))
+        return results, self.devices.replicate(self._step.added(losses, inputs, counts))
 
     def predict(self, inputs):
         """As `Engine.predict`."""

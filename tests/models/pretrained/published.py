@@ -16,6 +16,7 @@ FAMILY_OF = {
     "llama_3": "llama",
     "llama_tied": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "qwen2": "qwen2",
     "bert": "bert",
     "bert_sentences": "bert",
@@ -25,7 +26,7 @@ FAMILY_OF = {
     "t5": "t5",
     "t5_gated": "t5",
 }
-TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "qwen2"
+TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "mixtral", "qwen2"
 PAIRS = "bart", "marian", "t5", "t5_gated"
 # As `reference_kinds.py` has them.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]

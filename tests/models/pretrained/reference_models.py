@@ -112,6 +112,7 @@ MODELS = {
         Texts(),
     ),
     "mistral": (transformers.MistralForCausalLM, {**SIZES, "sliding_window": 5}, Texts()),
+    "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
     "qwen2": (transformers.Qwen2ForCausalLM, SIZES, Texts()),
     "bert": (transformers.BertForMaskedLM, {**BERT, "hidden_act": "gelu_new"}, Masked()),
     "bert_sentences": (transformers.BertForPreTraining, BERT, Masked(next_sentence=True)),

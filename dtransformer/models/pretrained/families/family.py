@@ -74,9 +74,11 @@ class Family:
         return name in self.copies or (bool(self.ignored) and name.endswith(self.ignored))
 
 
-def linear(name: str, *weights: str, num_inputs: int = 1) -> StoredTensor:
-    """Return a kernel as PyTorch's `Linear` has it: [outputs, inputs]."""
-    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs)
+def linear(
+    name: str, *weights: str, num_inputs: int = 1, expert: int | None = None
+) -> StoredTensor:
+    """Return a kernel as PyTorch's `Linear` has it: [outputs, inputs]; or that of an expert."""
+    return StoredTensor(name, weights, is_transposed=True, num_inputs=num_inputs, expert=expert)
 
 
 def bias(name: str, *weights: str) -> StoredTensor:

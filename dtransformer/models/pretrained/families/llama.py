@@ -5,6 +5,8 @@ herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.
 2024, "Qwen2 technical report", arXiv 2407.10671.
 """
 
+from collections.abc import Callable
+
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
 from dtransformer.models.causal_lm import CausalLM
@@ -20,9 +22,10 @@ from dtransformer.models.pretrained.families.family import (
     require,
     table,
 )
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 
-def _llama_arguments(config):
+def llama_arguments(config: dict) -> dict:
     """Llama's, and those of the families that differ by a few fields only."""
     refuse(config, "Llama", mlp_bias=False)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -64,7 +67,8 @@ def _rotary(config):
     }
 
 
-def _llama_config(arguments):
+def llama_config(arguments: dict) -> dict:
+    """Return the opposite of `llama_arguments`."""
     require(
         arguments,
         **PLAIN,
@@ -101,11 +105,11 @@ def _llama_config(arguments):
     }
 
 
-def _block(number, arguments):
+def attention_tensors(number: int, arguments: dict) -> list[StoredTensor]:
+    """Return the tensors of a block's attention and norms."""
     theirs, ours = f"model.layers.{number}.", f"blocks/block_{number}/"
-    attention, dense = f"{ours}attention/", f"{ours}feed_forward/"
+    attention, own = f"{ours}attention/", f"{theirs}self_attn."
     projections = {"q": "query", "k": "key", "v": "value"}
-    own, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
     return [
         bias(f"{theirs}input_layernorm.weight", f"{ours}attention_norm/gamma"),
         *(
@@ -119,55 +123,66 @@ def _block(number, arguments):
         ),
         linear(f"{own}o_proj.weight", f"{attention}output_kernel", num_inputs=2),
         bias(f"{theirs}post_attention_layernorm.weight", f"{ours}feed_forward_norm/gamma"),
+    ]
+
+
+def _block(number, arguments):
+    mlp, dense = f"model.layers.{number}.mlp.", f"blocks/block_{number}/feed_forward/"
+    return [
+        *attention_tensors(number, arguments),
         linear(f"{mlp}gate_proj.weight", f"{dense}gate_kernel"),
         linear(f"{mlp}up_proj.weight", f"{dense}mapping_kernel"),
         linear(f"{mlp}down_proj.weight", f"{dense}projection_kernel"),
     ]
 
 
-def _tensors(arguments):
+def llama_tensors(arguments: dict, block: Callable = _block) -> list[StoredTensor]:
+    """Return the tensors of a network, of a function of a block's number and the arguments."""
     return [
         table("model.embed_tokens.weight", "embedding/table"),
         bias("model.norm.weight", "blocks/final_norm/gamma"),
         *head(arguments),
-        *of_blocks(arguments["num_layers"], lambda number: _block(number, arguments)),
+        *of_blocks(arguments["num_layers"], lambda number: block(number, arguments)),
     ]
 
 
 def _plain_llama_arguments(config):
     refuse(config, "Llama", attention_bias=False)
-    return _llama_arguments(config)
+    return llama_arguments(config)
 
 
 def _mistral_arguments(config):
     # A config that says nothing of it means 4096, as that of the first Mistral.
-    return {**_llama_arguments(config), "window": config.get("sliding_window", 4096)}
+    return {**llama_arguments(config), "window": config.get("sliding_window", 4096)}
 
 
 def _mistral_config(arguments):
     require(arguments, qkv_bias=False)
-    return {**_llama_config(arguments), "sliding_window": arguments["window"]}
+    return {**llama_config(arguments), "sliding_window": arguments["window"]}
 
 
 def _qwen2_arguments(config):
     if config.get("use_sliding_window"):
         raise InputError("use_sliding_window=true, windows of some blocks only, is not built")
-    return {**_llama_arguments(config), "qkv_bias": True}
+    return {**llama_arguments(config), "qkv_bias": True}
 
 
 def _qwen2_config(arguments):
     require(arguments, qkv_bias=True, window=None)
-    return {**_llama_config(arguments), "use_sliding_window": False}
+    return {**llama_config(arguments), "use_sliding_window": False}
 
 
 def _only_llama_config(arguments):
     require(arguments, qkv_bias=False, window=None)
-    return _llama_config(arguments)
+    return llama_config(arguments)
+
+
+# What files may have besides.
+SPARE = {"copies": ("lm_head.weight",), "ignored": ("rotary_emb.inv_freq",)}
 
 
 def _family(architecture, arguments, config):
-    is_spare = {"copies": ("lm_head.weight",), "ignored": ("rotary_emb.inv_freq",)}
-    return Family(architecture, CausalLM, arguments, config, _tensors, **is_spare)
+    return Family(architecture, CausalLM, arguments, config, llama_tensors, **SPARE)
 
 
 LLAMA = _family("LlamaForCausalLM", _plain_llama_arguments, _only_llama_config)

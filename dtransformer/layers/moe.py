@@ -1,0 +1,250 @@
+"""A mixture of experts in place of a feed-forward layer."""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
+from dtransformer.layers.dropout import Dropout
+from dtransformer.layers.feed_forward import FeedForward, get_activation
+from dtransformer.layers.initializers import StackedInitializer
+from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
+from dtransformer.layers.router import Router
+from dtransformer.layers.settings import as_config
+from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.expert_parallel import balance
+from dtransformer.parallel.expert_parallel.checks import check_layout, sends_counts
+from dtransformer.parallel.expert_parallel.dispatch import apply_experts
+from dtransformer.parallel.expert_parallel.places import capacity, places
+from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
+from dtransformer.parallel.recompute import recomputed
+from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.told import tell
+
+
+@register
+class MoE(Layer):
+    """Several feed-forward layers, the experts, of which each token is computed by a few.
+
+    A router chooses k of E experts for each token; the result is the sum of their outputs, times
+    the router's gates. An expert takes ⌈k · n · capacity_factor / E⌉ tokens of a group of n; those
+    that come later, in the order of the global batch, are dropped: the residual connection around
+    the layer is all that they get. Padding is not sent to experts.
+
+    What the layer adds to the loss, by `add_loss`, is aux_loss_factor · E · Σᵢ fᵢ · Pᵢ, where fᵢ is
+    the share of choices that are of expert i and Pᵢ the mean of its probability, and
+    z_loss_factor · the mean of logsumexp(logits)²; both of the global batch, or the mean over its
+    groups of tokens where `expert_group_size` is given.
+
+    Reference: Shazeer et al., 2017, arXiv 1701.06538; Lepikhin et al., 2020, GShard, arXiv
+    2006.16668; Fedus et al., 2021, Switch Transformers, arXiv 2101.03961; DeepSeek-V3, 2024, arXiv
+    2412.19437.
+
+    Args:
+        hidden_size: size h of the input and the output.
+        ffn_hidden_size: size f inside of each expert.
+        moe_config: a `MoEConfig`, or a dict of its fields.
+        dropout_rate: dropout of the output, in [0, 1).
+        hidden_act, kernel_initializer, gated, use_bias: of each expert, as `FeedForward`'s.
+
+    Call arguments:
+        inputs: tensor [b, s, h], or [tokens, h]: one sequence.
+        mask: tensor [b, s], or [tokens], 0 or False where there is padding; None for none.
+        training: whether dropout and jitter apply.
+        drops: whether experts drop tokens that are more than they take.
+
+    Output shape:
+        The inputs'.
+
+    Raises:
+        ValueError: fields of the config do not work together, or with the parallel config; says
+            what would.
+
+    Example:
+
+    >>> layer = MoE(8, 32, dtransformer.MoEConfig(expert_num=4, num_experts_chosen=2))
+    >>> layer(tf.zeros((2, 3, 8))).shape
+    TensorShape([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        moe_config: MoEConfig | dict,
+        dropout_rate: float = 0.1,
+        hidden_act: str | Callable = "gelu",
+        kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
+        gated: bool = False,
+        use_bias: bool = True,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        self.config = as_moe_config(moe_config)
+        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        self.kernel_initializer = kernel_initializer
+        self.gated, self.use_bias = gated, use_bias
+        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        policy = self.dtype_policy
+        self.router = Router(self.config, kernel_initializer, dtype=policy, name="router")
+        check_layout(self.config)
+        self.dropout = Dropout(dropout_rate, dtype=policy, name="dropout")
+        self.shared_experts = None
+        if self.config.shared_experts:
+            self.shared_experts = FeedForward(
+                hidden_size,
+                self.config.shared_experts * ffn_hidden_size,
+                dropout_rate=0.0,
+                hidden_act=hidden_act,
+                kernel_initializer=kernel_initializer,
+                gated=gated,
+                use_bias=use_bias,
+                dtype=policy,
+                name="shared_experts",
+            )
+
+    # To a loss: means over the rows that are here, which trainers weigh by their number.
+    adds_means = True
+
+    # On one device experts get as many tokens as were routed to them.
+    sorts_tokens = True
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks tell each other of their tokens: blocks that do are not traced as one."""
+        return sends_counts(self.config)
+
+    def build(self, input_shape: tuple) -> None:
+        experts, h, f = self.config.expert_num, self.hidden_size, self.ffn_hidden_size
+        initializer = StackedInitializer(self.kernel_initializer)
+        for name in ("mapping", "gate") if self.gated else ("mapping",):
+            kernel = self.add_weight(
+                (experts, h, f),
+                initializer,
+                axes=("expert", "embed", "mlp"),
+                name=f"{name}_kernel",
+            )
+            setattr(self, f"{name}_kernel", kernel)
+            if self.use_bias:
+                axes = ("expert", "mlp")
+                bias = self.add_weight((experts, f), "zeros", axes=axes, name=f"{name}_bias")
+                setattr(self, f"{name}_bias", bias)
+        self.projection_kernel = self.add_weight(
+            (experts, f, h),
+            initializer,
+            axes=("expert", "mlp", "embed"),
+            name="projection_kernel",
+        )
+        if self.use_bias:
+            self.projection_bias = self.add_weight(
+                (experts, h), "zeros", axes=("expert", "embed"), name="projection_bias"
+            )
+        for layer in (self.router, self.dropout, self.shared_experts):
+            if layer is not None:
+                layer.build(input_shape)
+        self.built = True
+
+    def call(
+        self,
+        inputs: tf.Tensor,
+        mask: tf.Tensor | None = None,
+        training: bool = False,
+        drops: bool = True,
+    ) -> tf.Tensor:
+        check_floating("inputs", inputs)
+        compute = lambda x: self._compute(x, mask, training, drops)
+        if self.recomputes and training:
+            return recomputed(compute, [inputs], self.variables, add_loss=self.add_loss)
+        return compute(inputs)
+
+    def _compute(self, inputs, mask, training, drops):
+        is_flat = inputs.shape.rank == 2
+        if is_flat:
+            mask = None if mask is None else mask[None]
+        # [batch, length, embed]
+        x = constrain(inputs[None] if is_flat else inputs, ("batch", None, None))
+        if mask is None:
+            is_token = constrain(tf.ones(static_or_dynamic_shape(x)[:2], "int32"), ("batch", None))
+        else:
+            is_token = tf.cast(tf.cast(mask, "bool"), "int32")
+        y = self._routed(x, is_token, training, drops)
+        if self.shared_experts is not None:
+            y += constrain(self.shared_experts(x, training=training), ("batch", None, None))
+        y = self.dropout(constrain(y, ("batch", "length", None)), training=training)
+        return y[0] if is_flat else y
+
+    def _routed(self, x, is_token, training, drops):
+        """Return what the experts make of tokens, and add to the loss what the router costs."""
+        routing, groups = self.router(x, training=training), TokenGroups(x, self.config)
+        choices, gates = groups.split(routing.choices), groups.split(routing.gates)
+        is_token = groups.split(is_token)
+        # [groups, tokens of a group, experts]
+        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=2)
+        chosen *= is_token[..., None]
+        totals = groups.totals(chosen, is_token, self.path)
+        if training:
+            self.add_loss(self._cost(routing, groups, is_token, totals))
+        most = capacity(totals.positions, self.config) if drops else None
+        taken = places(chosen, most, totals.before)
+        tell(self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities))
+        y = apply_experts(self._feed_forward, groups.split(x), taken, choices, gates, groups, most)
+        return groups.join(y)
+
+    def _load(self, taken, chosen, is_token, groups, probabilities):
+        """Return what logs tell of the experts, [E + 3]; see `reports.expert_load`."""
+        logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
+        entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
+        taken = tf.reduce_sum(tf.cast(taken.taken, "float32"), axis=[0, 1])
+        others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
+        return tf.concat([taken, tf.stack(others)], 0)
+
+    def _cost(self, routing, groups, is_token, totals):
+        config, cost = self.config, tf.zeros([])
+        if config.aux_loss_factor:
+            tokens = tf.cast(is_token, "float32")[..., None]
+            probabilities = groups.split(routing.probabilities) * tokens
+            cost += config.aux_loss_factor * balance.load_balancing(probabilities, totals)
+        if config.z_loss_factor:
+            logits = groups.split(routing.logits)
+            cost += config.z_loss_factor * balance.z_loss(logits, is_token, totals)
+        if self.router.bias is not None:
+            cost += balance.excess_load(tf.cast(self.router.bias, "float32"), totals)
+        return cost
+
+    def _feed_forward(self, products, tokens):
+        """Apply each expert to its tokens, a list of tensors [..., h]."""
+        xs = products.column_parallel(tokens, self.mapping_kernel)
+        if self.use_bias:
+            xs = products.add_bias(xs, self.mapping_bias)
+        if self.gated:
+            gates = products.column_parallel(tokens, self.gate_kernel)
+            if self.use_bias:
+                gates = products.add_bias(gates, self.gate_bias)
+            xs = [self.activation(gate) * x for gate, x in zip(gates, xs)]
+        else:
+            xs = [self.activation(x) for x in xs]
+        ys = products.row_parallel(xs, self.projection_kernel)
+        return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
+
+    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
+        return input_shape
+
+    def get_config(self) -> dict:
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "moe_config": moe_as_dict(self.config),
+            "dropout_rate": self.dropout_rate,
+            **as_config({"hidden_act": self.hidden_act}),
+            "kernel_initializer": self.kernel_initializer,
+            "gated": self.gated,
+            "use_bias": self.use_bias,
+        }

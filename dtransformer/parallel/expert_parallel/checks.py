@@ -1,0 +1,71 @@
+"""What a mixture of experts asks of the layout, said before anything is built."""
+
+from dtransformer.parallel import job
+from dtransformer.parallel.config import MoEConfig, get_parallel_config
+
+
+def check_moe_config(config: MoEConfig) -> None:
+    """Check that the fields of a `MoEConfig` work together.
+
+    Raises:
+        ValueError: names those that do not.
+    """
+    experts, chosen = config.expert_num, config.num_experts_chosen
+    if chosen > experts:
+        raise ValueError(f"num_experts_chosen={chosen} is more than expert_num={experts}")
+    groups, of_groups = config.routing_groups, config.routing_groups_chosen
+    if experts % groups:
+        raise ValueError(f"routing_groups={groups} must divide expert_num={experts}")
+    if of_groups > groups:
+        raise ValueError(f"routing_groups_chosen={of_groups} is more than routing_groups={groups}")
+    if chosen > of_groups * (experts // groups):
+        raise ValueError(
+            f"num_experts_chosen={chosen} is more than there are experts in "
+            f"routing_groups_chosen={of_groups} groups of {experts // groups}"
+        )
+
+
+def check_layout(config: MoEConfig) -> None:
+    """Check that the parallel config can carry out what a `MoEConfig` asks for.
+
+    Raises:
+        ValueError: it cannot; says what would work.
+    """
+    parallel = get_parallel_config()
+    shards = parallel.expert_parallel
+    if config.expert_num % shards:
+        raise ValueError(
+            f"expert_parallel={shards} must divide expert_num={config.expert_num}: each rank "
+            "holds as many experts"
+        )
+    if not needs_the_batch(config):
+        return
+    works = (
+        "set expert_group_size to the number of tokens of one sequence, or fewer, which share "
+        "the places of the experts"
+    )
+    if parallel.micro_batch_num > 1:
+        raise ValueError(
+            "expert_group_size=None, one group of all tokens of the global batch, does not work "
+            f"with micro_batch_num={parallel.micro_batch_num}, as a micro-batch is computed before "
+            f"the next one is known: {works}"
+        )
+    if job.mesh() is not None and job.data_shard()[1] > 1:
+        raise ValueError(
+            "expert_group_size=None, one group of all tokens of the global batch, does not work "
+            f"with {job.data_shard()[1]} replicas of a mesh, which do not tell each other counts "
+            f"while they compute: {works}"
+        )
+
+
+def needs_the_batch(config: MoEConfig) -> bool:
+    """Return whether what is computed for a token depends on all others of the global batch."""
+    if config.expert_group_size is not None:
+        return False
+    of_loss = config.aux_loss_factor or config.z_loss_factor or config.router_type == "sigmoid"
+    return bool(of_loss) or not config.dropless
+
+
+def sends_counts(config: MoEConfig) -> bool:
+    """Return whether ranks tell each other how many tokens each sends to which expert."""
+    return needs_the_batch(config) and job.mesh() is None and job.data_shard()[1] > 1

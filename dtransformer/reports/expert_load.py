@@ -1,0 +1,114 @@
+"""How the tokens of an epoch were spread over the experts."""
+
+import dataclasses
+import math
+import os
+
+import numpy as np
+
+from dtransformer.files import replacing
+from dtransformer.tables import columns
+
+# What a `MoE` tells besides the tokens of each expert.
+NUMBERS = "choices", "tokens", "entropy"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLoad:
+    """The load of one layer's experts.
+
+    Args:
+        layer: path of the `MoE`.
+        taken: tuple of the number of tokens that each expert took.
+        choices: number of choices, of which experts dropped a part.
+        tokens: number of tokens.
+        entropy: sum over tokens of the entropy of the router's probabilities, in nats.
+
+    Example:
+
+    >>> load = LayerLoad("moe", (30.0, 10.0), choices=50, tokens=50, entropy=25.0)
+    >>> load.dropped_share, load.busiest, load.mean_entropy
+    (0.2, 1.5, 0.5)
+    """
+
+    layer: str
+    taken: tuple[float, ...]
+    choices: float
+    tokens: float
+    entropy: float
+
+    @classmethod
+    def of(cls, layer: str, told: np.ndarray) -> "LayerLoad":
+        """Return that of what a `MoE` tells: [E + 3]."""
+        taken, others = told[: -len(NUMBERS)], told[-len(NUMBERS) :]
+        return cls(layer, tuple(map(float, taken)), *map(float, others))
+
+    @property
+    def dropped_share(self) -> float:
+        """The share of choices that experts did not take."""
+        return 1 - sum(self.taken) / self.choices if self.choices else 0.0
+
+    @property
+    def busiest(self) -> float:
+        """How many times the mean the busiest expert took; 1 where the load is even."""
+        return max(self.taken) * len(self.taken) / max(sum(self.taken), 1)
+
+    @property
+    def mean_entropy(self) -> float:
+        """The mean entropy of the router's probabilities, at most ln E."""
+        return self.entropy / self.tokens if self.tokens else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLoad:
+    """The load of all layers' experts. Its `str` is a table.
+
+    Args:
+        layers: tuple of `LayerLoad`s.
+    """
+
+    layers: tuple[LayerLoad, ...]
+
+    def __str__(self):
+        lines = [("layer", "tokens", "dropped", "entropy", "of at most", "share of each expert")]
+        for one in self.layers:
+            total = max(sum(one.taken), 1)
+            shares = " ".join(f"{taken / total:.1%}" for taken in one.taken)
+            most, entropy = math.log(len(one.taken)), one.mean_entropy
+            numbers = f"{one.tokens:,.0f}", f"{one.dropped_share:.1%}", f"{entropy:.3f}"
+            lines.append((one.layer, *numbers, f"{most:.3f}", shares))
+        return "\n".join(columns(lines, right=(1, 2, 3, 4)))
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Write a picture, .png: the load of each expert of each layer.
+
+        Raises:
+            ImportError: matplotlib is not there.
+        """
+        figure = self.plot()
+        with replacing(path) as fresh:
+            figure.savefig(fresh, dpi=120, format="png")
+
+    def plot(self):
+        """Return a matplotlib figure: the load of each expert, as a multiple of the mean."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "pictures need matplotlib: pip install 'dtransformer[plot]'"
+            ) from error
+        most = max(len(one.taken) for one in self.layers)
+        figure = Figure(
+            figsize=(2 + 0.6 * most, 1.5 + 0.4 * len(self.layers)), layout="constrained"
+        )
+        axes, table = figure.subplots(), np.full((len(self.layers), most), np.nan)
+        for row, one in enumerate(self.layers):
+            mean = max(sum(one.taken), 1) / len(one.taken)
+            table[row, : len(one.taken)] = np.asarray(one.taken) / mean
+        image = axes.imshow(table, vmin=0, vmax=2, cmap="RdBu_r", aspect="auto")
+        figure.colorbar(image, label="load, of the mean")
+        names = [f"{one.layer} ({one.dropped_share:.1%} dropped)" for one in self.layers]
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_xticks(range(most))
+        axes.set_xlabel("expert")
+        return figure

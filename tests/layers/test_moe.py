@@ -1,0 +1,238 @@
+"""MoE and its router against the reference, and what they promise."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import MoEConfig, parallel_config
+from dtransformer.layers import FeedForward, MoE, TransformerEncoder
+from tests.layers import reference_moe
+from tests.layers import reference_weights as weights_of
+
+BATCH, LENGTH, HIDDEN, INNER = 3, 8, 6, 10
+PADDING = np.arange(LENGTH) < np.array([[8], [5], [0]])
+FOUR = {"expert_num": 4, "z_loss_factor": 0.01}
+CONFIGS = {
+    "one of four": {},
+    "two of four": {"num_experts_chosen": 2, "capacity_factor": 1.0},
+    "groups of tokens": {"num_experts_chosen": 2, "capacity_factor": 1.0, "expert_group_size": 4},
+    "groups that do not divide": {"capacity_factor": 1.0, "expert_group_size": 3},
+    "groups longer than sequences": {"capacity_factor": 1.0, "expert_group_size": 100},
+    "dropless": {"num_experts_chosen": 3, "dropless": True},
+    "sigmoid": {"router_type": "sigmoid", "num_experts_chosen": 2, "capacity_factor": 0.8},
+    "sigmoid, one": {"router_type": "sigmoid"},
+    "groups of experts": {
+        "router_type": "sigmoid",
+        "num_experts_chosen": 2,
+        "routing_groups": 2,
+        "routing_groups_chosen": 1,
+        "expert_group_size": 8,
+    },
+}
+DROPPING = {"two of four", "groups of tokens", "groups that do not divide", "sigmoid"}
+each_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def layer_of(**fields):
+    """Return a layer with random weights and biases, and these by their names."""
+    layer = MoE(HIDDEN, INNER, MoEConfig(**FOUR | fields), dropout_rate=0.0)
+    layer.build((None, None, HIDDEN))
+    rng = np.random.default_rng(3)
+    for weight in layer.weights:
+        weight.assign(weights_of.numbers(rng, *weight.shape))
+    names = ["/".join(w.path.split("/")[1:]).replace("/", "_") for w in layer.weights]
+    return layer, {name: w.numpy().astype("float64") for name, w in zip(names, layer.weights)}
+
+
+def numbers(*shape):
+    return weights_of.numbers(np.random.default_rng(5), *shape)
+
+
+@each_config
+@pytest.mark.parametrize("mask", [None, PADDING], ids=["no padding", "padding"])
+def test_outputs_and_costs_are_those_of_the_reference(name, mask):
+    layer, weights = layer_of(**CONFIGS[name])
+    x = numbers(BATCH, LENGTH, HIDDEN)
+    given = None if mask is None else tf.constant(mask)
+    output = layer(tf.constant(x, "float32"), mask=given, training=True)
+    expected, cost, dropped = reference_moe.moe(layer.config, x, weights, mask)
+    assert name not in DROPPING or dropped or mask is not None, "the case is to drop something"
+    assert not dropped or not layer.config.dropless
+    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sum(layer.losses), cost, rtol=1e-5)
+
+
+def test_a_compiled_layer_gives_the_same():
+    layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
+    x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
+    compiled = tf.function(
+        lambda x: layer(x), input_signature=[tf.TensorSpec([None, None, HIDDEN])]
+    )
+    np.testing.assert_allclose(compiled(x), layer(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
+    form = {"dropout_rate": 0.0, "gated": gated, "use_bias": use_bias}
+    plain = FeedForward(HIDDEN, INNER, **form)
+    x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
+    plain.build(x.shape)
+    layer = MoE(HIDDEN, INNER, MoEConfig(), **form)
+    layer.build(x.shape)
+    for weight in plain.weights:
+        getattr(layer, weight.name).assign(weight.numpy()[None])
+    np.testing.assert_array_equal(layer(x), plain(x))
+    with tf.GradientTape() as tape, tf.GradientTape() as plain_tape:
+        total, plain_total = tf.reduce_sum(layer(x) ** 2), tf.reduce_sum(plain(x) ** 2)
+    wanted_ones = plain_tape.gradient(plain_total, [w.value for w in plain.weights])
+    found = tape.gradient(total, [getattr(layer, w.name).value for w in plain.weights])
+    for own, wanted in zip(found, wanted_ones, strict=True):
+        np.testing.assert_allclose(own[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["one of four", "groups of tokens", "sigmoid"])
+def test_the_gradient_of_what_is_added_is_the_numeric_one(name):
+    layer, weights = layer_of(**CONFIGS[name])
+    x = numbers(BATCH, LENGTH, HIDDEN)
+    with tf.GradientTape() as tape:
+        layer(tf.constant(x, "float32"), mask=tf.constant(PADDING), training=True)
+        cost = sum(layer.losses)
+    found = tape.gradient(cost, layer.router.kernel.value).numpy()
+    kernel, step = weights["router_kernel"], 1e-5
+    for position in np.ndindex(kernel.shape):
+        costs = []
+        for sign in (1, -1):
+            moved = kernel.copy()
+            moved[position] += sign * step
+            changed = {**weights, "router_kernel": moved}
+            costs.append(reference_moe.moe(layer.config, x, changed, PADDING)[1])
+        numeric = (costs[0] - costs[1]) / (2 * step)
+        np.testing.assert_allclose(found[position], numeric, rtol=1e-3, atol=1e-6)
+
+
+@each_config
+def test_gradients_are_the_numeric_ones_of_the_reference(name):
+    layer, weights = layer_of(**CONFIGS[name])
+    given = {"inputs": numbers(BATCH, LENGTH, HIDDEN), **weights}
+    factor = given["inputs"][::-1]
+    x = tf.constant(given["inputs"], "float32")
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(layer(x, mask=tf.constant(PADDING)) * factor.astype("float32"))
+    sources = {"inputs": x, **dict(zip(weights, (w.value for w in layer.weights)))}
+    sources.pop("router_bias", None)
+    rng, step = np.random.default_rng(1), 1e-6
+    for source, gradient in tape.gradient(total, sources).items():
+        direction, totals = rng.normal(size=gradient.shape), []
+        for sign in (1, -1):
+            moved = {**given, source: given[source] + sign * step * direction}
+            output, *_ = reference_moe.moe(layer.config, moved.pop("inputs"), moved, PADDING)
+            totals.append((output * factor).sum())
+        numeric = (totals[0] - totals[1]) / (2 * step)
+        np.testing.assert_allclose((gradient * direction).numpy().sum(), numeric, rtol=1e-3)
+
+
+def test_busy_experts_lose_their_bias():
+    layer, _ = layer_of(router_type="sigmoid", aux_loss_factor=0.0, z_loss_factor=0.0)
+    layer.router.bias.assign([5.0, 0.0, 0.0, 0.0])  # all go to the first
+    with tf.GradientTape() as tape:
+        layer(tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32"), training=True)
+        cost = sum(layer.losses)
+    assert float(cost) == 0
+    gradient = tape.gradient(cost, layer.router.bias.value)
+    np.testing.assert_allclose(gradient, [0.75, -0.25, -0.25, -0.25], rtol=1e-6)
+
+
+def test_tokens_without_sequences_are_one():
+    layer, _ = layer_of(expert_group_size=4, capacity_factor=1.0)
+    x = tf.constant(numbers(BATCH * LENGTH, HIDDEN), "float32")
+    np.testing.assert_array_equal(layer(x), layer(x[None])[0])
+
+
+def test_shared_experts_take_every_token():
+    layer, _ = layer_of(shared_experts=2)
+    x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
+    assert layer.shared_experts.mapping_kernel.shape == (HIDDEN, 2 * INNER)
+    shared = layer.shared_experts
+    total = layer(x)
+    layer.shared_experts = None
+    np.testing.assert_allclose(total, layer(x) + shared(x), rtol=1e-4, atol=1e-5)
+
+
+def test_jitter_is_in_training_only():
+    layer, _ = layer_of(router_jitter=0.5)
+    x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
+    np.testing.assert_array_equal(layer.router(x).logits, layer.router(x).logits)
+    jittered = layer.router(x, training=True).logits
+    assert np.abs(jittered - layer.router(x).logits).max() > 0.1
+
+
+def test_recompute_changes_nothing():
+    layer, _ = layer_of(num_experts_chosen=2, capacity_factor=1.0)
+    x = tf.constant(numbers(BATCH, LENGTH, HIDDEN), "float32")
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            cost = tf.reduce_sum(layer(x, training=True) ** 2) + sum(layer.losses)
+        return cost, tape.gradient(cost, [w.value for w in layer.trainable_weights])
+
+    cost, kept = gradients()
+    layer.recomputes = True
+    again, recomputed = gradients()
+    np.testing.assert_allclose(again, cost, rtol=1e-6)
+    for own, wanted in zip(recomputed, kept):
+        np.testing.assert_allclose(own, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_blocks_that_are_named_have_experts():
+    def last_one(network, layer_id, layers, **_):
+        network.use_experts(layer_id == layers - 1)
+
+    moe = MoEConfig(expert_num=2)
+    have = lambda **options: [
+        isinstance(block.feed_forward, MoE)
+        for block in TransformerEncoder(4, 8, 2, 16, moe_config=moe, **options).blocks
+    ]
+    assert have() == [True] * 4
+    assert have(moe_every=2) == [False, True, False, True]
+    assert have(lambda_func=last_one) == [False, False, False, True]
+    (block,) = TransformerEncoder(1, 8, 2, 16, moe_config=MoEConfig()).blocks
+    assert isinstance(block.feed_forward, FeedForward), "one expert is a feed-forward layer"
+    with pytest.raises(ValueError, match="no experts to use"):
+        block.use_experts()
+
+
+def test_a_config_makes_the_layer_again():
+    stack = TransformerEncoder(2, 8, 2, 16, moe_config=MoEConfig(expert_num=2), moe_every=2)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
+    first, second = again.blocks
+    assert isinstance(first.feed_forward, FeedForward)
+    assert second.feed_forward.config == stack.blocks[1].feed_forward.config
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"num_experts_chosen": 5}, "num_experts_chosen=5 is more than expert_num=4"),
+        ({"routing_groups": 3}, "routing_groups=3 must divide expert_num=4"),
+        ({"routing_groups_chosen": 2}, "routing_groups_chosen=2 is more than routing_groups=1"),
+        ({"routing_groups": 4, "num_experts_chosen": 2}, "num_experts_chosen=2 is more than there"),
+    ],
+)
+def test_fields_that_do_not_work_together_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        layer_of(**fields)
+
+
+@pytest.mark.parametrize(
+    "layout, fields, words",
+    [
+        ({"expert_parallel": 3}, {}, "expert_parallel=3 must divide expert_num=4"),
+        ({"micro_batch_num": 2}, {}, "micro_batch_num=2.*set expert_group_size"),
+    ],
+)
+def test_what_a_layout_cannot_do_is_refused(layout, fields, words):
+    with parallel_config(**layout), pytest.raises(ValueError, match=words):
+        layer_of(**fields)

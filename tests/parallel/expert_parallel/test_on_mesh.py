@@ -1,0 +1,110 @@
+"""Promise: experts that are sharded compute what they do on one device, and send what the theory has."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import MoEConfig
+from dtransformer.layers import CrossEntropyLoss, MoE
+from dtransformer.models import CausalLM
+from dtransformer.parallel import job
+from dtransformer.parallel.dtensor.batch import local_value, put_sharded
+from dtransformer.parallel.dtensor.function import MeshFunction
+from dtransformer.parallel.dtensor.layouts import replicate
+from dtransformer.trainers import Trainer
+from tests.on_mesh import on_mesh, raises, start, stop
+
+BATCH, LENGTH, HIDDEN = 4, 8, 6
+TWO = {"expert_num": 4, "num_experts_chosen": 2, "z_loss_factor": 0.01}
+BY_SIGMOID = {"router_type": "sigmoid", "routing_groups": 2, "routing_groups_chosen": 1}
+# Fields of the `MoEConfig`, arguments of the layer, and of the parallel config.
+CASES = [
+    ({"capacity_factor": 0.8, **BY_SIGMOID}, {}, {"data_parallel": 2, "model_parallel": 1}),
+    (
+        {"capacity_factor": 0.8, "expert_group_size": 3, "shared_experts": 1},
+        {"gated": True},
+        {"data_parallel": 2, "model_parallel": 2, "expert_parallel": 2},
+    ),
+    (
+        {"dropless": True},
+        {"use_bias": False},
+        {"data_parallel": 4, "model_parallel": 1, "expert_parallel": 4},
+    ),
+]
+
+
+def computed(fields, arguments):
+    """Return the output, what is added to the loss, and gradients of a layer's weights."""
+    layer = MoE(HIDDEN, 8, MoEConfig(**TWO | fields), dropout_rate=0.0, name="moe", **arguments)
+    layer.build((None, None, HIDDEN))
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, HIDDEN)).astype("float32")
+    mask = np.arange(LENGTH) < np.array([[8], [5], [0], [7]])
+
+    def run(x, mask):
+        values = [weight.value for weight in layer.weights]
+        with keras.StatelessScope(list(zip(layer.weights, values)), collect_losses=True) as scope:
+            with tf.GradientTape() as tape:
+                tape.watch([x, *values])
+                y = layer(x, mask=mask, training=True)
+                (added,) = scope.losses
+                loss = tf.reduce_sum(y * y) + added
+        return [y, added, *tape.gradient(loss, [x, *values])]
+
+    if job.mesh() is None:
+        return run(tf.constant(x), tf.constant(mask))
+    function = MeshFunction(lambda *args: replicate(run(*args)), layer.weights, gradients=True)
+    return [local_value(part) for part in function(*put_sharded((x, mask)))]
+
+
+@on_mesh
+def test_outputs_and_gradients_are_those_of_one_device():
+    for fields, arguments, layout in CASES:
+        alone = computed(fields, arguments)
+        start(**layout)
+        for part, wanted in zip(computed(fields, arguments), alone, strict=True):
+            np.testing.assert_allclose(part, wanted, rtol=1e-4, atol=1e-5, err_msg=str(fields))
+        stop()
+
+
+@on_mesh
+def test_a_layout_that_does_not_fit_is_refused():
+    start(data_parallel=2, model_parallel=1, expert_parallel=2)
+    raises(ValueError, ["expert_parallel=2 must divide expert_num=3"], lambda: make(3))
+    model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=1)
+    trainer = Trainer(model)
+    trainer.compile("sgd", CrossEntropyLoss())
+    ids = np.ones((BATCH, LENGTH), "int32")
+    raises(ValueError, ["no experts", "moe_config"], lambda: trainer.train_on_batch(ids, ids))
+
+
+def make(experts):
+    return MoE(HIDDEN, 8, MoEConfig(expert_num=experts))
+
+
+@on_mesh
+def test_all_to_alls_and_sums_are_those_of_the_theory():
+    start(data_parallel=2, model_parallel=2, expert_parallel=2, recompute=True)
+    moe = MoEConfig(**TWO, expert_group_size=4, capacity_factor=1.0)
+    model = CausalLM(
+        50,
+        hidden_size=8,
+        num_heads=2,
+        num_layers=1,
+        gated=True,
+        dropout_rate=0.0,
+        moe_config=moe,
+    )
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss())
+    ids = np.random.default_rng(0).integers(4, 50, (BATCH, LENGTH)).astype("int32")
+    trainer.train_on_batch(ids, ids)
+    report = trainer.communication_report()
+    (sent,) = report.exchanged.values()
+    # Of a device: 2 rows of 2 groups, 4 experts, 2 places, 8 features of 4 bytes; half is sent,
+    # forward, once more as it is recomputed, and backward, each way.
+    assert sent == 2 * 2 * 4 * 2 * 8 * 4 // 2 * 6
+    assert report.exchanged_bytes("blocks/block_0") == sent
+    assert report.summed_elements("blocks/block_0") == report.formula["blocks/block_0"]
+    experts = [w for w in model.weights if "expert" in w.logical_axes]
+    assert all(w.specs[0] == "data" for w in experts)
+    assert "all-to-alls between experts" in str(report)

@@ -1,0 +1,44 @@
+"""The plan of a dispatch, as a table."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import MoEConfig
+from dtransformer.parallel.expert_parallel.places import capacity, places
+
+
+@pytest.mark.parametrize(
+    "tokens, fields, expected",
+    [
+        (16, {"expert_num": 4, "capacity_factor": 1.0}, 4),
+        (16, {"expert_num": 4, "capacity_factor": 1.25, "num_experts_chosen": 2}, 10),
+        (10, {"expert_num": 10, "capacity_factor": 1.1}, 2),
+        (10, {"expert_num": 1, "capacity_factor": 1.1}, 11),  # not 12, by rounding
+        (3, {"expert_num": 64, "capacity_factor": 1.0}, 1),
+        (16, {"expert_num": 4, "dropless": True}, None),
+    ],
+)
+def test_capacity(tokens, fields, expected):
+    config = MoEConfig(**fields)
+    assert capacity(tokens, config) == expected
+    assert expected is None or int(capacity(tf.constant(tokens), config)) == expected
+
+
+def test_those_that_come_first_are_taken():
+    chosen = np.array([[[1, 0], [1, 1], [0, 1], [1, 0], [1, 1]]], "int32")
+    found = places(tf.constant(chosen), most=2)
+    assert found.taken.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
+    assert found.position.numpy()[0, :2].tolist() == [[0, 0], [1, 0]]
+
+
+def test_parts_of_a_group_take_what_the_whole_does():
+    rng = np.random.default_rng(0)
+    chosen = (rng.random((1, 24, 5)) < 0.4).astype("int32")
+    whole = places(tf.constant(chosen), most=4).taken.numpy()[0]
+    parts = chosen.reshape(4, 6, 5)
+    counts = parts.sum(axis=1)
+    before = np.cumsum(counts, axis=0) - counts
+    found = places(tf.constant(parts), 4, tf.constant(before, "int32"))
+    np.testing.assert_array_equal(found.taken.numpy().reshape(24, 5), whole)
+    assert whole.sum() < chosen.sum(), "the case is to drop something"

@@ -1,0 +1,69 @@
+"""What is told of the experts: logs, the table and the picture."""
+
+import keras
+import numpy as np
+import pytest
+
+from dtransformer import MoEConfig, parallel_config
+from dtransformer.models import CausalLM
+from dtransformer.trainers import Trainer
+
+TOKENS, CHOSEN = 7, 2
+
+
+def trained(moe_config, epochs=1):
+    moe = moe_config and MoEConfig(expert_num=4, num_experts_chosen=CHOSEN, **moe_config)
+    model = CausalLM(50, hidden_size=8, num_heads=2, num_layers=2, moe_config=moe, dropout_rate=0.0)
+    texts = np.random.default_rng(0).integers(4, 50, (8, TOKENS + 1)).astype("int32")
+    texts[0, 3:] = 0  # padding
+    trainer = Trainer(model)
+    trainer.compile(keras.optimizers.SGD(0.01))
+    trainer.fit(texts[:, :-1], texts[:, 1:], batch_size=4, epochs=epochs, verbose=0, shuffle=False)
+    return trainer
+
+
+def test_the_load_is_that_of_the_last_epoch(tmp_path):
+    trainer = trained({"capacity_factor": 0.5, "expert_group_size": TOKENS}, epochs=2)
+    report, history = trainer.expert_load(), trainer.history.history
+    assert [one.layer.split("/")[-2] for one in report.layers] == ["block_0", "block_1"]
+    num_tokens = 8 * TOKENS - (TOKENS - 3)
+    for one in report.layers:
+        assert (one.tokens, one.choices) == (num_tokens, num_tokens * CHOSEN)
+        assert 0 < one.dropped_share < 1
+        assert 0 < one.mean_entropy <= np.log(4)
+        assert one.layer in str(report)
+    assert 0 < history["dropped_share"][-1] < 1
+    assert history["busiest_expert"][-1] >= 1
+    pytest.importorskip("matplotlib")
+    report.write(tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_recompute_tells_the_same():
+    loads = []
+    for recompute in (False, True):
+        with parallel_config(recompute=recompute):
+            loads.append(trained({"expert_group_size": TOKENS}).expert_load())
+    assert loads[0] == loads[1]
+
+
+def test_micro_batches_tell_the_same_and_drop_the_same():
+    loads = []
+    for number in (1, 2):
+        with parallel_config(micro_batch_num=number):
+            loads.append(trained({"expert_group_size": 4, "capacity_factor": 0.8}).expert_load())
+    for one, other in zip(*(load.layers for load in loads)):
+        assert (one.taken, one.choices) == (other.taken, other.choices)
+        np.testing.assert_allclose(one.entropy, other.entropy, rtol=1e-5)
+
+
+def test_what_experts_cannot_do_is_refused():
+    trainer = trained({"dropless": True})
+    trainer.compile("sgd", jit_compile=True)
+    with pytest.raises(ValueError, match="jit_compile=True does not work with experts"):
+        trainer.fit(np.ones((4, TOKENS), "int32"), np.ones((4, TOKENS), "int32"), verbose=0)
+
+
+def test_without_experts_there_is_no_load():
+    with pytest.raises(ValueError, match="no load of experts"):
+        trained(None).expert_load()
