@@ -2,6 +2,7 @@
 
     python benchmarks/long_context.py
     python benchmarks/long_context.py --ranks 1,2,4 --modes ulysses,ring --length 8192
+    python benchmarks/long_context.py --one_process --length 4096
     python benchmarks/long_context.py --budget_mb 600
 
 Trains a language model on one row of `--length` tokens, on one rank and with `context_parallel` on
@@ -9,7 +10,8 @@ several, each in processes of its own. `activation_bytes` is the peak of TensorF
 step, above what stays, of rank 0; `share` is that by one rank's; `peak_bytes` is all of its process;
 `seconds_per_step` the median of the timed steps, in which all ranks share the machine's cores;
 `sent_bytes` what a device sends in a step. With `--budget_mb` no rank may take more for model and
-training: `fits` says whether that is enough.
+training: `fits` says whether that is enough. With `--one_process` shards are on devices of one
+process, and `activation_bytes` is its peak by their number.
 """
 
 import argparse
@@ -34,6 +36,7 @@ def parse_arguments():
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=1000)
+    parser.add_argument("--one_process", action="store_true", help="devices instead of ranks")
     parser.add_argument("--budget_mb", type=int, help="of each rank, for model and training")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -50,11 +53,11 @@ def work(args):
     from dtransformer.models import CausalLM
 
     ranks, mode = args.worker.split(",")
-    dtransformer.init(
-        dtransformer.TransformerOpParallelConfig(
-            context_parallel=int(ranks), context_parallel_mode=mode
-        )
+    devices = int(ranks) if args.one_process else 1
+    config = dtransformer.TransformerOpParallelConfig(
+        context_parallel=int(ranks), context_parallel_mode=mode
     )
+    dtransformer.init(config, local_devices=devices)
     tf.matmul(tf.ones([256, 256]), tf.ones([256, 256])).numpy()  # TensorFlow has its threads now
     empty = peak_bytes()
     if args.budget_mb:
@@ -81,7 +84,7 @@ def work(args):
     )
     report = trainer.memory_report(tf.TensorSpec([1, args.length]))
     result = {
-        "activation_bytes": tensor_bytes,
+        "activation_bytes": tensor_bytes // devices,
         "peak_bytes": peak_bytes(),
         "training_bytes": peak_bytes() - empty,
         "planned_activation_bytes": report.rows[-1].planned,
@@ -96,9 +99,9 @@ def work(args):
     dtransformer.shutdown()
 
 
-def run(case, arguments, budget):
+def run(case, arguments, budget, one_process):
     """Run the processes of a case; return what rank 0 printed."""
-    ranks = int(case.split(",")[0])
+    ranks = 1 if one_process else int(case.split(",")[0])
     environment = {"MALLOC_ARENA_MAX": "2"} if budget else None
     done = launch(ranks, [__file__, *arguments, "--worker", case], 1200, environment)
     result = json_with("peak_bytes", done.stdout)
@@ -117,7 +120,7 @@ def main():
     first = None
     for ranks in args.ranks.split(","):
         for mode in args.modes.split(",") if int(ranks) > 1 else ["auto"]:
-            found = run(f"{ranks},{mode}", sys.argv[1:], args.budget_mb)
+            found = run(f"{ranks},{mode}", sys.argv[1:], args.budget_mb, args.one_process)
             first = first or found
             if "activation_bytes" in found and "activation_bytes" in first:
                 share = found["activation_bytes"] / first["activation_bytes"]
