@@ -44,6 +44,8 @@ def measure(run, folder, expected):
 
 def networks_of(layout):
     """Return the names of the networks that hold a layout's promises."""
+    if layout.experts > 1:
+        return ["deep_moe"]
     if layout.stages > 1:
         return ["deep", "deep_tied", "deep_causal"]
     if layout.level:
