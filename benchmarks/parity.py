@@ -45,7 +45,10 @@ def measure(run, folder, expected):
 def networks_of(layout):
     """Return the names of the networks that hold a layout's promises."""
     if layout.context > 1:
-        return ["deep_long", "deep_long_causal"]
+        long = ["deep_long", "deep_long_causal"]
+        return ["deep_long_moe"] if layout.experts > 1 else long
+    if layout.experts > 1:
+        return ["deep_moe"]
     if layout.stages > 1:
         return ["deep", "deep_tied", "deep_causal"]
     if layout.level:

@@ -184,5 +184,29 @@ CONTEXT = tuple(
     for ranks, others in _CONTEXT_WITH
 )
 
+# data, model, experts, ranks, devices of each rank, and what else there is
+_EXPERTS = (
+    *[(2, 1, 2, 1, 2, {}), (2, 2, 2, 1, 4, {"sequence": True}), (4, 2, 4, 1, 8, {})],
+    *[(2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True}), (2, 1, 2, 2, 1, {"level": 3})],
+    *[(4, 1, 2, 4, 1, {"level": level}) for level in (0, 1, 2)],
+    *[(4, 1, 4, 4, 1, {}), (2, 2, 2, 4, 1, {}), (2, 2, 2, 2, 2, {"level": 3})],
+    (2, 1, 2, 4, 1, {"stages": 2, "micro_batches": 2}),
+    (2, 2, 2, 4, 2, {"stages": 2, "micro_batches": 2}),
+)
+EXPERTS = tuple(
+    Layout(data, model, ranks, devices, experts=experts, **others)
+    for data, model, experts, ranks, devices, others in _EXPERTS
+)
+
+# Experts and sequences together: of 16 devices, too.
+TOGETHER = (
+    Layout(data=2, context=2, experts=2, devices=4),
+    Layout(data=4, context=2, model=2, experts=4, devices=16),
+    Layout(data=2, context=2, experts=2, ranks=2, devices=4, stages=2, micro_batches=2),
+)
+
 # What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
-LAYOUTS = {layout.name: layout for layout in (*DIVIDED, *SHARDED, *PIPELINES, *CONTEXT)}
+LAYOUTS = {
+    layout.name: layout
+    for layout in (*DIVIDED, *SHARDED, *PIPELINES, *EXPERTS, *CONTEXT, *TOGETHER)
+}
