@@ -55,7 +55,9 @@ class FitLoop(keras.Model):
             if self._beginning is not None:
                 self._beginning.count_step()
             start, called = time.perf_counter(), time.time()
-            logs = step(iterator)
+            number = int(self.optimizer.iterations) + 1
+            with job.doing("step" if compiled else "compiling", number):
+                logs = step(iterator)
             ready = float(logs.pop("ready"))  # of the last step of a call
             waited = max(ready - called, 0.0) if steps == 1 else 0.0
             tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
@@ -178,7 +180,7 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         callbacks = [self._data_position, LossWarning(), SameStates(), *callbacks]
         try:
-            with told_in_one_line():
+            with job.doing("callbacks"), told_in_one_line():
                 return super().fit(
                     beginning.data,
                     y,
@@ -223,7 +225,7 @@ class FitLoop(keras.Model):
         else:
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().evaluate(
                 data,
                 y,
@@ -252,7 +254,7 @@ class FitLoop(keras.Model):
         first, data = self._take_data(x, shard, batch_size, trains=False)
         self._start_engine(first)
         verbose = verbose if job.is_chief() else 0
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().predict(
                 data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
             )
@@ -274,7 +276,7 @@ class FitLoop(keras.Model):
         self._take_batch(x, shard)
         self._prepare((x,))
         self._data_position = self._restored_position = None  # not known any more
-        with told_in_one_line():
+        with job.doing("compiling", int(self.optimizer.iterations) + 1), told_in_one_line():
             logs = super().train_on_batch(x, y, sample_weight, class_weight, True)
         if return_dict:
             return logs
@@ -285,14 +287,14 @@ class FitLoop(keras.Model):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._take_batch(x, shard)
         self._prepare((x,))
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         self._set_sharding(shards_rows(x, shard))
         self._start_engine((x,))
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().predict_on_batch(x)
 
     # Which rows a rank computes.

@@ -1,12 +1,16 @@
 """A training job in which one rank fails as asked: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.failing kill|raise|midst|save model|data|stage
+horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage
+
+HOW is slow (the steps; none fails), kill, raise, midst or save; freeze (SIGSTOP), unequal (the rank
+goes on to something else) or loop (it does not come back from a callback).
 """
 
 import os
 import signal
 import sys
 import tempfile
+import time
 
 import keras
 import numpy as np
@@ -40,10 +44,19 @@ class Fail(keras.callbacks.Callback):
             print(f"step {batch + 1}", flush=True)
         if batch + 1 < FAIL_IN_STEP or job.rank() != job.size() - 1:
             return
-        if self.how == "kill":
+        if self.how == "slow":
+            time.sleep(0.5)
+        elif self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "raise":
             raise RuntimeError("this rank has had enough")
+        elif self.how == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "unequal":
+            job.barrier()
+        elif self.how == "loop":
+            while True:
+                pass
         elif self.how == "midst":
             PipelineStep._backward = fail
 

@@ -11,11 +11,24 @@ FAILURES = {
     ("raise", "model"): ["this rank has had enough", "Process name: 1"],
     ("midst", "stage"): ["this rank has had enough", "Process name: 1"],
     ("save", "data"): ["Process name: 1", "Exit code: 137"],
+    # What Horovod and DTensor would wait in for ever.
+    ("freeze", "model"): ["rank 1 on host localhost: not heard of for", "rank 0 on host localhost"],
+    ("unequal", "data"): ["rank 1 on host localhost: held the job for", "rank 0 is in step 6"],
+    ("loop", "stage"): ["rank 1 on host localhost: held the job for", "callbacks after step 5"],
+    ("freeze", "data"): ["rank 1 on host localhost: not heard of for"],
+    ("freeze", "stage"): ["rank 1 on host localhost: not heard of for"],
+    ("unequal", "model"): ["rank 1 on host localhost: held the job for"],
     # Horovod tells of these ranks as it does of those above.
     ("kill", "data"): ["Process name: 1", "Exit code: 137"],
     ("kill", "stage"): ["Process name: 1", "Exit code: 137"],
 }
-LONG = [("kill", "model"), ("kill", "data"), ("kill", "stage")]
+LONG = [
+    *(("kill", axis) for axis in ("model", "data", "stage")),
+    *(("freeze", axis) for axis in ("data", "stage")),
+    ("unequal", "model"),
+    ("loop", "stage"),
+]
+STALL_SECONDS = "12"
 
 
 @needs_horovod
@@ -25,7 +38,9 @@ LONG = [("kill", "model"), ("kill", "data"), ("kill", "stage")]
 )
 def test_a_rank_that_fails_ends_the_job(how, axis):
     """Within the time of a start, five steps and a minute."""
-    done = launch(2, ["-m", "tests.distributed.failing", how, axis], timeout=180)
+    environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
+    arguments = ["-m", "tests.distributed.failing", how, axis]
+    done = launch(2, arguments, timeout=240, environment=environment)
     output = tail(done.stdout, done.stderr, 20000)
     assert done.returncode != 0
     assert "step 5" in output, output
