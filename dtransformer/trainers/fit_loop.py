@@ -20,6 +20,7 @@ from dtransformer.trainers.data import (
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.padded_logits import without_padding
+from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.same_states import SameStates
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
@@ -155,6 +156,8 @@ class FitLoop(keras.Model):
             InputError: there is no checkpoint to resume from; it is damaged or does not fit;
                 the data cannot go on from its position.
             ValueError: the ranks have different data.
+            SystemExit: with code 75, after a checkpoint, where a rank has got SIGTERM or SIGUSR1
+                and a `ModelCheckpoint` is in `callbacks`.
         """
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
@@ -180,7 +183,7 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         callbacks = [self._data_position, LossWarning(), SameStates(), *callbacks]
         try:
-            with job.doing("callbacks"), told_in_one_line():
+            with job.doing("callbacks"), told_in_one_line(), signals_stop(callbacks) as stopping:
                 return super().fit(
                     beginning.data,
                     y,
@@ -188,7 +191,7 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        callbacks, verbose=verbose, epochs=epochs, model=self
+                        [*callbacks, *stopping], verbose=verbose, epochs=epochs, model=self
                     ),
                     validation_data=validation_data,
                     shuffle=shuffle,
