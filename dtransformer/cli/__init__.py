@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare, train, translate, evaluate, generate, checkpoint, doctor.
+"""The command line: dtransformer prepare, train, launch, translate, evaluate, and others.
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dtransformer.cli.generate_options import add_generate, run_generate
+from dtransformer.cli.launching.options import add_launch, run_launch
 from dtransformer.cli.options import Parser, option_of
 from dtransformer.cli.prepare import add_options, prepare
 from dtransformer.errors import InputError, one_line
@@ -40,6 +41,8 @@ def _parser():
     again.add_argument(
         "--resume", action="store_true", help="go on from the run's newest checkpoint, if any"
     )
+
+    add_launch(commands)
 
     translate = commands.add_parser("translate", help="translate standard input, line by line")
     evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
@@ -101,6 +104,8 @@ def _doctor(arguments):
 def _run(arguments):
     if arguments.command == "prepare":
         return prepare(arguments)
+    if arguments.command == "launch":
+        return run_launch(arguments)
     if arguments.command == "doctor":
         return _doctor(arguments)
     if arguments.command == "train":

@@ -21,6 +21,7 @@ from dtransformer.parallel.devices import device_type, take_devices
 from dtransformer.parallel.dtensor.cluster import start_mesh, stop_mesh
 from dtransformer.parallel.launch import (
     compare_ranks,
+    fitting,
     leave_at_exit,
     start_horovod,
     stop_horovod,
@@ -113,6 +114,7 @@ def init(
     _leave_mesh()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
+    config = fitting(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
     if not _job.is_joined:  # before the first operation

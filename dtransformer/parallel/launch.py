@@ -15,6 +15,7 @@ from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.refit import refit
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
@@ -27,6 +28,7 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"  # set by `dtransformer launch`: fewer ranks may be left
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -79,6 +81,11 @@ def _check_alone():
                 f"joined by horovodrun: start with horovodrun, or unset {name} where each process "
                 "is to train by itself"
             )
+
+
+def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
+    """Return the config to use: under `dtransformer launch` one that fits the devices."""
+    return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
 
 
 def stop_horovod(hvd) -> None:
