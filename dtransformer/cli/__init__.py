@@ -84,10 +84,18 @@ def _parser():
         "--install-horovod", action="store_true",
         help="install Horovod, which several ranks need: it is compiled here, once",
     )  # fmt: skip
+    instead.add_argument("--hosts", metavar="A,B", help="whether hosts can train together")
+    doctor.add_argument("--ssh-identity-file", metavar="FILE", help="for --hosts")
     return parser
 
 
 def _doctor(arguments):
+    if arguments.hosts:
+        from dtransformer.cli.doctor import doctor
+        from dtransformer.cli.doctor_hosts import examine_hosts
+
+        key = arguments.ssh_identity_file
+        return doctor(checks=examine_hosts(arguments.hosts, ["-i", key] if key else []))
     if not arguments.install_horovod:
         from dtransformer.cli.doctor import doctor
 

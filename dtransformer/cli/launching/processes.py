@@ -33,8 +33,7 @@ class Hosts:
     """
 
     def __init__(self, ssh_options: Sequence[str] = ()):
-        self._ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SECONDS // 2}",
-                     "-o", "StrictHostKeyChecking=no", *ssh_options]  # fmt: skip
+        self._ssh = ssh_command(ssh_options)
         self.launch = secrets.token_hex(8)
 
     def run(self, hosts: Iterable[str], command: str) -> dict[str, str | None]:
@@ -74,6 +73,12 @@ class Hosts:
     def ask_to_stop(self, hosts: Iterable[str]) -> None:
         """Send SIGUSR1 to the ranks of the start on hosts."""
         self.run(hosts, _EACH.format(launch=self.launch, do=_STOP) + "\nexit 0\n")
+
+
+def ssh_command(options: Sequence[str] = ()) -> list[str]:
+    """Return how ssh is called, up to the host."""
+    always = ("BatchMode=yes", f"ConnectTimeout={_SECONDS // 2}", "StrictHostKeyChecking=no")
+    return ["ssh", *(text for option in always for text in ("-o", option)), *options]
 
 
 def is_here(host: str) -> bool:
