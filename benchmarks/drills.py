@@ -5,7 +5,8 @@
 
 A run saves every second step. Each fault comes some steps after the one before it; then the time
 until the ranks have ended and until the next step is taken, and the steps that were lost are
-counted. In the end the weights have to be those of an undisturbed run, to the last bit. Two hosts
+counted. In the end the weights have to be those of an undisturbed run, to the last bit, where the layout is the same;
+with fewer ranks in between, the losses. Two hosts
 are two network namespaces, "one" and "two", of 10.77.0.1 and 10.77.0.2, with an ssh server each
 and the key FOLDER/id.
 """
@@ -26,7 +27,7 @@ import paths  # noqa: F401
 from harness.drill_faults import FAULTS, Disk
 from harness.layouts import layout_of
 
-STEP = re.compile(r"<stdout>:step (\d+)\b")
+STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
 ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
 LAST_WORDS = re.compile(r"dtransformer: the job ends: [^;]*")
 STEPS_BETWEEN = 4  # a start and the next fault
@@ -144,9 +145,11 @@ def drill(args):
             _, ended = run.wait_for(ENDED.pattern, args.timeout)
             run.process.wait(60)
     equal = ended[2] == expected[2] and int(ended[1]) == steps
+    losses, expected_losses = losses_in(run.seen), losses_in(whole.seen)
+    differences = [abs(losses[step] / loss - 1) for step, loss in expected_losses.items()]
     return {"layout": args.layout, "hosts": 2 if args.two_hosts else 1,
             "stall_seconds": args.seconds, "faults": records, "steps": steps,
-            "weights_equal": equal, "exit_code": run.process.returncode}  # fmt: skip
+            "weights_equal": equal, "losses_differ_by": max(differences), "exit_code": run.process.returncode}  # fmt: skip
 
 
 def one_fault(run, name, last, disk, args):
@@ -165,6 +168,12 @@ def one_fault(run, name, last, disk, args):
         "steps_lost": max(steps_before) - (first - 1),
         "told": words[0].removeprefix("dtransformer: the job ends: ") if words else None,
     }, last
+
+
+def losses_in(lines):
+    """Return {step: loss} that lines tell; of a step that was repeated the last one."""
+    found = [STEP.search(line) for line in lines]
+    return {int(one[1]): float(one[2]) for one in found if one}
 
 
 def steps_in(lines):
