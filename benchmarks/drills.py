@@ -1,17 +1,16 @@
 """Let ranks and hosts fail while a job trains under `dtransformer launch`, and compare; print JSON.
 
     python benchmarks/drills.py --layout dp2@2x1 --faults kill,freeze,preempt
-    sudo python benchmarks/drills.py --layout mp2@2x1 --faults cut,one-way --two-hosts FOLDER
+    sudo python benchmarks/drills.py --layout mp2@2x1 --faults cut,one-way --two-hosts
 
 A run saves every second step. Each fault comes some steps after the one before it; then the time
 until the ranks have ended and until the next step is taken, and the steps that were lost are
-counted. In the end the weights have to be those of an undisturbed run, to the last bit, where the layout is the same;
-with fewer ranks in between, the losses. Two hosts
-are two network namespaces, "one" and "two", of 10.77.0.1 and 10.77.0.2, with an ssh server each
-and the key FOLDER/id.
+counted. In the end the weights have to be those of an undisturbed run, to the last bit, where the
+layout is the same; with fewer ranks in between, the losses. See harness/two_hosts.py for the hosts.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import queue
@@ -26,6 +25,7 @@ import paths  # noqa: F401
 
 from harness.drill_faults import FAULTS, Disk
 from harness.layouts import layout_of
+from harness.two_hosts import INTERFACE, TwoHosts
 
 STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
 ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
@@ -39,7 +39,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="dp2@2x1", help="see harness/layouts.py")
     parser.add_argument("--faults", default="kill", help=", ".join(FAULTS))
-    parser.add_argument("--two-hosts", metavar="FOLDER")
+    parser.add_argument("--two-hosts", action="store_true")
     parser.add_argument("--min-ranks", type=int)
     parser.add_argument("--seconds", type=float, default=50.0, help="stall_seconds")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -55,9 +55,10 @@ class Run:
         folder: where it saves, and ranks tell their numbers.
         steps: number of steps.
         pause: seconds that a step takes besides.
+        hosts: the `TwoHosts` that it runs on; None for this one.
     """
 
-    def __init__(self, args, folder, steps, pause):
+    def __init__(self, args, folder, steps, pause, hosts=None):
         self.args, self.folder, self.layout = args, pathlib.Path(folder), layout_of(args.layout)
         (self.folder / "pids").mkdir(parents=True, exist_ok=True)
         worker = [sys.executable, "-m", "harness.drill_rank", str(folder), args.layout]
@@ -67,13 +68,12 @@ class Run:
         if args.min_ranks:
             launch += ["--min-ranks", str(args.min_ranks)]
         settings = {"PYTHONPATH": str(ROOT), "DTRANSFORMER_STALL_SECONDS": str(args.seconds)}
-        if args.two_hosts:
-            hosts = self.folder / "hosts.txt"
-            slots = self.layout.ranks // 2
-            hosts.write_text(f"10.77.0.1 slots={slots}\n10.77.0.2 slots={slots}\n")
-            launch += ["--hosts", str(hosts), "--network-interface", "eth7"]
-            launch += ["--ssh-identity-file", f"{args.two_hosts}/id"]
-            launch = ["ip", "netns", "exec", "one", "env", *launch]
+        self.hosts = hosts
+        if hosts is not None:
+            file, slots = self.folder / "hosts.txt", self.layout.ranks // 2
+            file.write_text("".join(f"{one} slots={slots}\n" for one in hosts.addresses))
+            launch += ["--hosts", str(file), "--network-interface", INTERFACE]
+            launch = hosts.command(*launch, "--ssh-identity-file", hosts.key)
             settings["DTRANSFORMER_BIND_CORES"] = "0"  # both hosts have the same ones
         command = ["env", *(f"{name}={value}" for name, value in settings.items())]
         self.process = subprocess.Popen(
@@ -130,13 +130,14 @@ def drill(args):
     faults = args.faults.split(",")
     steps = (STEPS_BETWEEN + 2) * (len(faults) + 1) + 4
     with tempfile.TemporaryDirectory() as folder:
-        quiet = argparse.Namespace(**{**vars(args), "two_hosts": None, "min_ranks": None})
+        quiet = argparse.Namespace(**{**vars(args), "min_ranks": None})
         whole = Run(quiet, f"{folder}/whole", steps, 0.0)
         _, expected = whole.wait_for(ENDED.pattern, 300)
         whole.process.wait(60)
         records = []
-        with Disk(f"{folder}/run", "disk-full" in faults) as disk:
-            run = Run(args, f"{folder}/run", steps, SECONDS_OF_A_STEP)
+        two = TwoHosts(folder) if args.two_hosts else contextlib.nullcontext()
+        with Disk(f"{folder}/run", "disk-full" in faults) as disk, two as hosts:
+            run = Run(args, f"{folder}/run", steps, SECONDS_OF_A_STEP, hosts)
             *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
             for name in faults:
                 record, last = one_fault(run, name, last, disk, args)
@@ -147,9 +148,16 @@ def drill(args):
     equal = ended[2] == expected[2] and int(ended[1]) == steps
     losses, expected_losses = losses_in(run.seen), losses_in(whole.seen)
     differences = [abs(losses[step] / loss - 1) for step, loss in expected_losses.items()]
-    return {"layout": args.layout, "hosts": 2 if args.two_hosts else 1,
-            "stall_seconds": args.seconds, "faults": records, "steps": steps,
-            "weights_equal": equal, "losses_differ_by": max(differences), "exit_code": run.process.returncode}  # fmt: skip
+    return {
+        "layout": args.layout,
+        "hosts": 2 if args.two_hosts else 1,
+        "stall_seconds": args.seconds,
+        "faults": records,
+        "steps": steps,
+        "weights_equal": equal,
+        "losses_differ_by": max(differences),
+        "exit_code": run.process.returncode,
+    }
 
 
 def one_fault(run, name, last, disk, args):

@@ -83,25 +83,21 @@ class DiskFull(Fault):
         self.disk.free()
 
 
-def _ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True)
-
-
 class Cut(Fault):
     """The link between the two hosts is down until the job has ended on the first."""
 
     def begin(self):
-        _ip("-n", "two", "link", "set", "eth7", "down")
+        self.run.hosts.set_link(False)
 
     def mend(self):
-        self.run.wait_for("host 10.77.0.2 does not answer", SECONDS_TO_SEE)
-        _ip("-n", "two", "link", "set", "eth7", "up")
+        self.run.wait_for("does not answer", SECONDS_TO_SEE)
+        self.run.hosts.set_link(True)
 
 
 class OneWay(Fault):
     """What the second host sends is lost."""
 
-    host = "two"
+    host = 1
 
     def begin(self):
         self._loss("add")
@@ -110,14 +106,13 @@ class OneWay(Fault):
         self._loss("del")
 
     def _loss(self, action):
-        rule = ["tc", "qdisc", action, "dev", "eth7", "root", "netem", "loss", "100%"]
-        _ip("netns", "exec", self.host, *rule)
+        self.run.hosts.set_loss(self.host, action)
 
 
 class OtherWay(OneWay):
     """What the first host sends is lost."""
 
-    host = "one"
+    host = 0
 
 
 class HostGone(Fault):
@@ -126,7 +121,7 @@ class HostGone(Fault):
     def begin(self):
         ranks = self.run.layout.ranks
         pids = [self.run.pid(rank) for rank in range(ranks // 2, ranks)]
-        _ip("-n", "two", "link", "set", "eth7", "down")
+        self.run.hosts.set_link(False)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
@@ -135,8 +130,8 @@ class HostBack(Fault):
     """The second host answers again, and a rank of the first is killed: all go on."""
 
     def begin(self):
-        _ip("-n", "two", "link", "set", "eth7", "up")
-        time.sleep(5)
+        self.run.hosts.set_link(True)
+        time.sleep(10)  # longer than hosts are left out for
         self.at = time.time()
         os.kill(self.run.pid(0), signal.SIGKILL)
 

@@ -92,6 +92,11 @@ class TwoHosts:
         """Connect the hosts, or cut them off from each other."""
         _run("ip", "-n", self.names[1], "link", "set", INTERFACE, "up" if is_up else "down")
 
+    def set_loss(self, host, action):
+        """Lose all that a host (0 or 1) sends ("add"), or nothing again ("del")."""
+        rule = ("tc", "qdisc", action, "dev", INTERFACE, "root", "netem", "loss", "100%")
+        _run("ip", "netns", "exec", self.names[host], *rule)
+
     def command(self, *command):
         """Return how a command is started on the first host."""
         return ["ip", "netns", "exec", self.names[0], *map(str, command)]
