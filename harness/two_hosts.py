@@ -93,9 +93,12 @@ class TwoHosts:
         _run("ip", "-n", self.names[1], "link", "set", INTERFACE, "up" if is_up else "down")
 
     def set_loss(self, host, action):
-        """Lose all that a host (0 or 1) sends ("add"), or nothing again ("del")."""
-        rule = ("tc", "qdisc", action, "dev", INTERFACE, "root", "netem", "loss", "100%")
-        _run("ip", "netns", "exec", self.names[host], *rule)
+        """Lose all that a host (0 or 1) sends, without a word to it ("add"); or no more ("del")."""
+        other = (self.addresses[1 - host], "dev", INTERFACE)
+        if action == "add":  # no such card is there
+            other = (*other, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        verb = "replace" if action == "add" else "del"
+        _run("ip", "-n", self.names[host], "neigh", verb, *other)
 
     def command(self, *command):
         """Return how a command is started on the first host."""
