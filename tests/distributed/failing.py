@@ -1,9 +1,10 @@
 """A training job in which one rank fails as asked: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage
+horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
 
 HOW is slow (the steps; none fails), kill, raise, midst or save; freeze (SIGSTOP), unequal (the rank
-goes on to something else) or loop (it does not come back from a callback).
+goes on to something else), loop (it does not come back from a callback), or preempt (SIGUSR1, where
+checkpoints are saved in FOLDER).
 """
 
 import os
@@ -18,7 +19,7 @@ import numpy as np
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import writer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
@@ -52,6 +53,8 @@ class Fail(keras.callbacks.Callback):
             raise RuntimeError("this rank has had enough")
         elif self.how == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "preempt":
+            os.kill(os.getpid(), signal.SIGUSR1)
         elif self.how == "unequal":
             job.barrier()
         elif self.how == "loop":
@@ -74,15 +77,16 @@ def fail(step, instruction):
     raise RuntimeError("this rank has had enough")
 
 
-def main(how, axis):
+def main(how, axis, folder):
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**AXES[axis]))
     model = translation_model(hidden_size=256, num_heads=2)
     model.build()
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
     ids = np.full((16 * 50, 8), 5, "int32")
+    callbacks = [Fail(how), *[ModelCheckpoint(folder)] * (how == "preempt")]
     inputs = {"source": ids, "target": ids}
-    trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=[Fail(how)])
+    trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
     dtransformer.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dtransformer.trainers.checkpoint.folders import saved_steps
 from harness.launch import launch, tail
 from tests.shared_runs import needs_horovod
 
@@ -36,10 +37,10 @@ STALL_SECONDS = "12"
     "how, axis",
     [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in FAILURES],
 )
-def test_a_rank_that_fails_ends_the_job(how, axis):
+def test_a_rank_that_fails_ends_the_job(how, axis, tmp_path):
     """Within the time of a start, five steps and a minute."""
     environment = {"DTRANSFORMER_STALL_SECONDS": STALL_SECONDS}
-    arguments = ["-m", "tests.distributed.failing", how, axis]
+    arguments = ["-m", "tests.distributed.failing", how, axis, tmp_path]
     done = launch(2, arguments, timeout=240, environment=environment)
     output = tail(done.stdout, done.stderr, 20000)
     assert done.returncode != 0
@@ -47,3 +48,17 @@ def test_a_rank_that_fails_ends_the_job(how, axis):
     assert "step 7" not in output
     for words in FAILURES[how, axis]:
         assert words in output, output
+
+
+@needs_horovod
+@pytest.mark.parametrize(
+    "axis", ["model", *(pytest.param(one, marks=pytest.mark.long) for one in ("data", "stage"))]
+)
+def test_a_rank_that_is_told_to_stop_lets_all_save_and_leave(axis, tmp_path):
+    """After the same step, with the code that says so."""
+    arguments = ["-m", "tests.distributed.failing", "preempt", axis, tmp_path]
+    done = launch(2, arguments, timeout=240)
+    output = tail(done.stdout, done.stderr, 20000)
+    assert "Exit code: 75" in output and "step 50" not in output, output
+    ((step, _),) = saved_steps(tmp_path)
+    assert f"Asked to stop: saved at step {step} in" in output and 5 <= step < 50

@@ -56,7 +56,7 @@ def test_losses_are_those_of_one_process(hosts, tmp_path, ranks_of):
 def test_a_link_that_fails_ends_both_ranks_within_a_minute(axis, hosts, tmp_path):
     """Without the watchdog, DTensor waits for ever."""
     log = tmp_path / "log"
-    process = start(hosts, log, "-m", "tests.distributed.failing", "slow", axis)
+    process = start(hosts, log, "-m", "tests.distributed.failing", "slow", axis, tmp_path)
     try:
         assert wait_for(log, "step 4", 180), log.read_text()[-4000:]
         hosts.set_link(False)
