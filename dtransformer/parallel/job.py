@@ -271,6 +271,11 @@ def compiles() -> None:
     _recorder.compiles()
 
 
+def computed_for(seconds: float) -> None:
+    """Say how long a step has taken by itself, for the watchdog; see `Recorder.computed_for`."""
+    _recorder.computed_for(seconds)
+
+
 def ask_to_stop() -> None:
     """Let all ranks stop at the same gate, the next one or the one after; from any rank."""
     if _job.watchdog is not None:

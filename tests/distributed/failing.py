@@ -2,9 +2,9 @@
 
 horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
 
-HOW is slow (the steps; none fails), kill, raise, midst or save; freeze (SIGSTOP), unequal (the rank
-goes on to something else), loop (it does not come back from a callback), or preempt (SIGUSR1, where
-checkpoints are saved in FOLDER).
+HOW is slow (all steps; none fails), straggle (the last rank takes longer), kill, raise, midst or save;
+freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it does not come back from a
+callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
 """
 
 import os
@@ -15,12 +15,14 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import writer
+from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
 
@@ -77,12 +79,30 @@ def fail(step, instruction):
     raise RuntimeError("this rank has had enough")
 
 
+def slowly(compute, seconds):
+    """Return a method that computes gradients, and takes some seconds at least."""
+
+    def wait():
+        time.sleep(seconds)
+        return np.float32(0)
+
+    def computed(step, *batch):
+        gradients, outputs, sums = compute(step, *batch)
+        with tf.control_dependencies([tf.numpy_function(wait, [], tf.float32)]):
+            return [tf.identity(one) for one in gradients], outputs, sums
+
+    return computed
+
+
 def main(how, axis, folder):
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**AXES[axis]))
     model = translation_model(hidden_size=256, num_heads=2)
     model.build()
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
+    if how == "straggle":
+        seconds = 0.4 if job.rank() == job.size() - 1 else 0.2
+        ForwardStep.loss_and_gradients = slowly(ForwardStep.loss_and_gradients, seconds)
     ids = np.full((16 * 50, 8), 5, "int32")
     callbacks = [Fail(how), *[ModelCheckpoint(folder)] * (how == "preempt")]
     inputs = {"source": ids, "target": ids}

@@ -62,3 +62,13 @@ def test_a_rank_that_is_told_to_stop_lets_all_save_and_leave(axis, tmp_path):
     assert "Exit code: 75" in output and "step 50" not in output, output
     ((step, _),) = saved_steps(tmp_path)
     assert f"Asked to stop: saved at step {step} in" in output and 5 <= step < 50
+
+
+@needs_horovod
+@pytest.mark.long
+def test_a_rank_that_is_half_as_fast_is_named():
+    """Within 20 steps, though nothing fails."""
+    arguments = ["-m", "tests.distributed.failing", "straggle", "data", "nowhere"]
+    done = launch(2, arguments, timeout=240)
+    assert done.returncode == 0, tail(done.stdout, done.stderr)
+    assert done.stderr.count("all wait for rank 1 on host localhost: its share") == 1

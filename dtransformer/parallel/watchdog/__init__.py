@@ -5,7 +5,10 @@ it. Rank 0 judges the job by them: a rank that is not heard of, one that has end
 makes no progress. Its verdict ends the job on every rank, with a line that names rank, host, step
 and cause. A rank that does not hear of rank 0 ends by itself.
 
-What is decided is pure: `activity` (how long a rank may do what), `watch` (the verdict), `gates`
-(after which step all ranks stop together, when one is asked to). What carries it out: `sealed` and
-`links` (the connection), `member` (what a rank does with what it hears), `thread`, `ending`.
+A rank that goes on and holds up the others is named, once.
+
+What is decided is pure: `activity` (how long a rank may do what), `watch` (the verdict), `straggler`
+(who is slow), `gates` (after which step all ranks stop together, when one is asked to). What carries
+it out: `sealed` and `links` (the connections), `recorder` (what this rank does), `thread`, `ending`
+(how a rank leaves), `start` and `address`.
 """

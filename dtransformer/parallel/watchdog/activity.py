@@ -40,6 +40,7 @@ class Activity:
         seconds: for how long it has done that.
         idle_seconds: for how long the process has hardly computed.
         longest: seconds of the longest step so far that was not compiled.
+        own_seconds: what a step took of late until it needed the other ranks' gradients.
     """
 
     kind: str = "outside"
@@ -47,6 +48,7 @@ class Activity:
     seconds: float = 0.0
     idle_seconds: float = 0.0
     longest: float = 0.0
+    own_seconds: float = 0.0
 
     def __str__(self):
         return _SAYS[self.kind].format(step=self.step)
@@ -64,7 +66,8 @@ class Activity:
         """
         if fields["kind"] not in KINDS:
             raise ValueError(f"no activity: {fields['kind']!r}")
-        numbers = {name: float(fields[name]) for name in ("seconds", "idle_seconds", "longest")}
+        names = ("seconds", "idle_seconds", "longest", "own_seconds")
+        numbers = {name: float(fields[name]) for name in names}
         return cls(fields["kind"], int(fields["step"]), **numbers)
 
 

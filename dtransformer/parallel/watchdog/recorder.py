@@ -1,6 +1,8 @@
 """What this rank does, as the library's own code says it."""
 
+import collections
 import contextlib
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from dtransformer.parallel.watchdog.activity import Activity
 # Of a core: a process that takes less waits for others. Horovod's own thread takes 0.02 where ranks
 # ask each other every 5 ms.
 _COMPUTES = 0.05
+_STEPS = 7  # of which the middle one tells how long a rank computes
 
 
 class Recorder:
@@ -20,6 +23,7 @@ class Recorder:
         self._kind, self._step, self._longest = "outside", 0, 0.0
         self._cpu_at = self._begin, time.process_time()
         self._last_computed = self._begin
+        self._own_seconds = collections.deque(maxlen=_STEPS)
 
     @contextlib.contextmanager
     def doing(self, kind: str, step: int | None = None) -> Iterator[None]:
@@ -50,6 +54,10 @@ class Recorder:
         if self._kind == "step":
             self._kind = "compiling"
 
+    def computed_for(self, seconds: float) -> None:
+        """Say how long a step has taken until it needed the other ranks' gradients."""
+        self._own_seconds.append(seconds)
+
     def activity(self) -> Activity:
         """Return what this rank does now. To be called about every second."""
         now, cpu = time.monotonic(), time.process_time()
@@ -64,4 +72,5 @@ class Recorder:
             now - self._begin,
             now - self._last_computed,
             self._longest,
+            statistics.median(self._own_seconds.copy() or [0.0]),
         )

@@ -13,6 +13,7 @@ from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.gates import Agreement, Gates
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.recorder import Recorder
+from dtransformer.parallel.watchdog.straggler import Stragglers
 from dtransformer.parallel.watchdog.watch import Verdict, Watch, say
 
 _BEAT = 1.0  # seconds
@@ -47,7 +48,7 @@ class Watchdog:
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
         everyone = range(len(hosts))
         self._watch = Watch(everyone if rank == 0 else [0], stall_seconds, time.monotonic())
-        self._agreement = Agreement(everyone)
+        self._agreement, self._stragglers = Agreement(everyone), Stragglers()
         self._ask, self._asked = socket.socketpair()
         self._asked.setblocking(False)
         self._link.selector.register(self._asked, selectors.EVENT_READ)
@@ -105,9 +106,21 @@ class Watchdog:
         if verdict is not None:
             self._carry_out_verdict(verdict)
             return
+        if self.rank == 0:
+            self._tell_straggler()
         beat = {"beat": activity.as_json() if self.rank else None}
         for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
             self._link.send(rank, beat)
+
+    def _tell_straggler(self):
+        slow = self._stragglers.look(self._watch.own_seconds())
+        if slow is not None:
+            rank, own, others = slow
+            print(
+                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: its share of a "
+                f"step takes {own:.3f} s, and that of the others {others:.3f} s",
+                file=sys.stderr,
+            )
 
     def _hear(self, rank, said):
         if said is None:

@@ -79,6 +79,10 @@ class Watch:
         self._judge(self._stalled(now))
         return self._verdict
 
+    def own_seconds(self) -> dict[int, float]:
+        """Return `Activity.own_seconds` of the ranks that are there."""
+        return {rank: one.activity.own_seconds for rank, one in self._present().items()}
+
     def _judge(self, verdict):
         self._verdict = self._verdict or verdict
 

@@ -4,6 +4,7 @@ import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
 from dtransformer.parallel.watchdog.start import stall_seconds_of
+from dtransformer.parallel.watchdog.straggler import Stragglers
 from dtransformer.parallel.watchdog.watch import Verdict, Watch, say, stalled
 
 STALL = 50.0
@@ -38,7 +39,7 @@ def test_how_long_an_activity_may_take(activity, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activities_go_from_rank_to_rank(kind):
-    activity = Activity(kind, 3, 1.5, 0.5, 2.5)
+    activity = Activity(kind, 3, 1.5, 0.5, 2.5, 0.3)
     assert Activity.from_json(activity.as_json()) == activity
     assert "3" in str(activity)
 
@@ -184,3 +185,24 @@ def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatc
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises((TypeError, ValueError), match="stall_seconds|STALL_SECONDS"):
         stall_seconds_of(given)
+
+
+# Seconds of a step by rank, at each look -> who is named, and how often.
+STRAGGLERS = {
+    "half as fast": ([[0.2, 0.2, 0.4]] * 10, [2]),
+    "of two": ([[0.41, 0.2]] * 10, [0]),
+    "once more after it was well": ([[0.2, 0.4]] * 5 + [[0.2, 0.2]] + [[0.2, 0.4]] * 5, [1, 1]),
+    "a moment": ([[0.2, 0.4], [0.2, 0.4], [0.2, 0.2]] * 4, []),
+    "now this one, now that": ([[0.2, 0.4], [0.4, 0.2]] * 6, []),
+    "a little": ([[0.2, 0.27]] * 10, []),
+    "quick steps": ([[0.001, 0.004]] * 10, []),
+    "not known": ([[0.0, 0.4]] * 10, []),
+    "all alike": ([[0.4, 0.4, 0.4]] * 10, []),
+}
+
+
+@pytest.mark.parametrize("looks, expected", STRAGGLERS.values(), ids=STRAGGLERS)
+def test_a_rank_that_holds_up_the_others_is_named(looks, expected):
+    stragglers = Stragglers()
+    found = [stragglers.look(dict(enumerate(own))) for own in looks]
+    assert [one[0] for one in found if one] == expected
