@@ -2,6 +2,7 @@
 
     python benchmarks/drills.py --layout dp2@2x1 --faults kill,freeze,preempt
     sudo python benchmarks/drills.py --layout mp2@2x1 --faults cut,one-way --two-hosts
+    python benchmarks/drills.py --table FILE ...           # of what it has printed
 
 A run saves every second step. Each fault comes some steps after the one before it; then the time
 until the ranks have ended and until the next step is taken, and the steps that were lost are
@@ -39,6 +40,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="dp2@2x1", help="see harness/layouts.py")
     parser.add_argument("--faults", default="kill", help=", ".join(FAULTS))
+    parser.add_argument("--table", nargs="+", metavar="FILE", help="print a table for docs")
     parser.add_argument("--two-hosts", action="store_true")
     parser.add_argument("--min-ranks", type=int)
     parser.add_argument("--seconds", type=float, default=50.0, help="stall_seconds")
@@ -189,5 +191,35 @@ def steps_in(lines):
     return [int(found[1]) for line in lines if (found := STEP.search(line))]
 
 
+def table(files):
+    """Return the records of files as rows: what failed, how long it took, what was lost."""
+    rows = [
+        "| layout | hosts | faults | ended after (s) | next step after (s) | steps lost | weights |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    number = 0
+    for file in files:
+        run = json.loads(pathlib.Path(file).read_text())
+        faults = run["faults"]
+        number += len(faults)
+        names = ", ".join(one["fault"] for one in faults)
+        weights = "equal" if run["weights_equal"] else f"losses {run['losses_differ_by']:.0e}"
+        spans = [_span([one[key] for one in faults])
+                 for key in ("seconds_to_end", "seconds_to_next_step", "steps_lost")]  # fmt: skip
+        cells = [f"`{run['layout']}`", run["hosts"], names, *spans, weights]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*rows, "", f"{number} faults."])
+
+
+def _span(numbers):
+    return f"{min(numbers):.0f}" if min(numbers) == max(numbers) else (
+        f"{min(numbers):.0f}–{max(numbers):.0f}"
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
-    print(json.dumps(drill(parse_arguments()), indent=2))
+    arguments = parse_arguments()
+    if arguments.table:
+        print(table(arguments.table))
+    else:
+        print(json.dumps(drill(arguments), indent=2))

@@ -97,17 +97,16 @@ class Hub:
 
     def __init__(self, listener: socket.socket, token: str, size: int):
         self._listener, self._token, self._size = listener, token, size
-        self._links, self._nonces = [], {}
+        self._links, self._nonces, self._of_ranks = [], {}, {}
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def send(self, rank: int, value) -> None:
         """Send to a rank; nothing where it is not connected."""
-        for link in self._links:
-            if link.rank == rank:
-                with contextlib.suppress(Closed):  # which is seen when it is read
-                    link.send(value)
+        if rank in self._of_ranks:
+            with contextlib.suppress(Closed):  # which is seen when it is read
+                self._of_ranks[rank].send(value)
 
     def receive(self, seconds: float) -> list[tuple[int, object]]:
         """Wait for lines; return pairs of a rank and what it says, None where it is lost."""
@@ -149,6 +148,7 @@ class Hub:
                     continue
                 value = link.open(line)
                 link.rank = link.said_rank
+                self._of_ranks[link.rank] = link
                 said.append((link.rank, value))
         except Closed:
             self._drop(link)
@@ -160,6 +160,8 @@ class Hub:
         self.selector.unregister(link.connection)
         self._links.remove(link)
         self._nonces.pop(link)
+        if self._of_ranks.get(link.rank) is link:
+            self._of_ranks.pop(link.rank)
         link.close()
 
     def close(self) -> None:
