@@ -15,7 +15,7 @@ from harness.two_hosts import TwoHosts, wait_for, why_not
 from tests.shared_runs import needs_horovod
 
 LAYOUTS = ["dp2@2x1", "mp2@2x1", "dp2@2x1+shard1", "dp2@2x1+shard2", "dp2@2x1+shard3"]
-RUNS = [f"tied/{layout}" for layout in LAYOUTS] + ["tied/pp2m4-1f1b@2x1"]
+RUNS = [f"tied/{layout}" for layout in LAYOUTS] + ["deep/pp2m2-1f1b@2x1"]
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(REPOSITORY),
@@ -41,13 +41,13 @@ def start(hosts, log, *arguments):
         return subprocess.Popen(command, env=ENVIRONMENT, cwd=REPOSITORY, stdout=file, stderr=file)
 
 
-@pytest.mark.runs("tied/alone@1x1")
+@pytest.mark.runs("tied/alone@1x1", "deep/alone@1x1")
 def test_losses_are_those_of_one_process(hosts, tmp_path, ranks_of):
     """Data, model and pipeline parallelism, and the optimizer sharded at each level."""
     process = start(hosts, tmp_path / "log", "-m", "harness.rank", tmp_path, *RUNS)
     assert process.wait(900) == 0, (tmp_path / "log").read_text()[-8000:]
-    (expected,) = ranks_of("tied/alone@1x1")
     for name in RUNS:
+        (expected,) = ranks_of(f"{name.partition('/')[0]}/alone@1x1")
         for rank in Run.of(name).read(tmp_path):
             np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
 

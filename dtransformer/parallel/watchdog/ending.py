@@ -76,6 +76,23 @@ def leave(words: str, seconds: float) -> None:
     _exit_in(max(seconds, _AT_ONCE))
 
 
+def end_unless_again(seconds: float) -> None:
+    """End this process after some seconds, unless this is called again before.
+
+    This needs nothing of Python: where the main thread waits in C++ and holds the interpreter's
+    lock, no other thread of Python runs. All stacks are printed on standard error.
+    """
+    with contextlib.suppress(
+        ValueError, OSError, AttributeError
+    ):  # of a standard error that is none
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+
+
+def go_on() -> None:
+    """Take back `end_unless_again`."""
+    faulthandler.cancel_dump_traceback_later()
+
+
 def _exit_in(seconds):
     """End this process with code 1, from a thread that needs nothing of Python."""
     nowhere = os.open(os.devnull, os.O_WRONLY)  # the stacks are written already

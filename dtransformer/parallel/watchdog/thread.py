@@ -53,7 +53,7 @@ class Watchdog:
         self._asked.setblocking(False)
         self._link.selector.register(self._asked, selectors.EVENT_READ)
         self._wishes = []  # of the main thread: what to send
-        self._is_leaving = False
+        self._is_leaving = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="dtransformer-watchdog", daemon=True)
         self._thread.start()
 
@@ -82,13 +82,17 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
                 self._carry_out({"left": True, "error": None})
+        if self._end is ending.leave and not self._has_ended:
+            ending.go_on()
         self._link.close()
 
     def _watch_until_left(self):
-        next_beat = 0.0
+        next_beat, is_process = 0.0, self._end is ending.leave  # and no test
         while not self._is_leaving:
             now = time.monotonic()
             if now >= next_beat:
+                if is_process:
+                    ending.end_unless_again(self.stall_seconds)
                 self._beat(now)
                 next_beat = now + _BEAT
             for rank, said in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
@@ -192,5 +196,6 @@ class Watchdog:
         told, own = say(verdict, self.hosts), self._recorder.activity()
         stacks = ending.write_stacks(self.rank, told)
         words = ending.last_words(told, self.rank, self.hosts[self.rank], own, stacks)
+        self._has_ended = True
         self._end(words, _FOR_OTHERS)
         self._is_leaving = True  # where a test's `end` returns
