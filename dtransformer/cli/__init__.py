@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare, train, translate, generate, plan, checkpoint, doctor, …
+"""The command line: dtransformer prepare, train, launch, translate, generate, plan, and others.
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dtransformer.cli.generate_options import add_generate, run_generate
+from dtransformer.cli.launching.options import add_launch, run_launch
 from dtransformer.cli.options import Parser, option_of
 from dtransformer.cli.plan import add_plan, run_plan
 from dtransformer.cli.prepare import add_options, prepare
@@ -41,6 +42,8 @@ def _parser():
     again.add_argument(
         "--resume", action="store_true", help="go on from the run's newest checkpoint, if any"
     )
+
+    add_launch(commands)
 
     translate = commands.add_parser("translate", help="translate standard input, line by line")
     evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
@@ -83,10 +86,18 @@ def _parser():
         "--install-horovod", action="store_true",
         help="install Horovod, which several ranks need: it is compiled here, once",
     )  # fmt: skip
+    instead.add_argument("--hosts", metavar="A,B", help="whether hosts can train together")
+    doctor.add_argument("--ssh-identity-file", metavar="FILE", help="for --hosts")
     return parser
 
 
 def _doctor(arguments):
+    if arguments.hosts:
+        from dtransformer.cli.doctor import doctor
+        from dtransformer.cli.doctor_hosts import examine_hosts
+
+        key = arguments.ssh_identity_file
+        return doctor(checks=examine_hosts(arguments.hosts, ["-i", key] if key else []))
     if not arguments.install_horovod:
         from dtransformer.cli.doctor import doctor
 
@@ -103,6 +114,8 @@ def _doctor(arguments):
 def _run(arguments):
     if arguments.command == "plan":
         return run_plan(arguments)
+    if arguments.command == "launch":
+        return run_launch(arguments)
     import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 
     if arguments.command == "prepare":

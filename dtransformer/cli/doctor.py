@@ -26,7 +26,7 @@ def examine():
     return [
         *(_package(name, wanted) for name, wanted in _PACKAGES.items()),
         *(_optional(name, mend) for name, mend in _OPTIONAL.items()),
-        _check(
+        check(
             "python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or later"
         ),
         _compiler(),
@@ -35,22 +35,23 @@ def examine():
     ]
 
 
-def doctor(as_json=False):
-    """Print the checks; return 0 where training on one process works, 1 elsewhere."""
-    checks = examine()
+def doctor(as_json=False, checks=None):
+    """Print checks, by default those of `examine`; return 0 where all that is needed is there."""
+    checks = examine() if checks is None else checks
     if as_json:
         print(json.dumps(checks, indent=2))
     else:
-        width = max(len(check["name"]) for check in checks)
-        for check in checks:
-            mark = {True: "ok     ", None: "missing", False: "FAILED "}[check["ok"]]
-            print(f"{mark}  {check['name']:{width}}  {check['found']}")
-            if not check["ok"] and check["mend"]:
-                print(f"{'':9}{'':{width}}  -> {check['mend']}")
-    return 1 if any(check["ok"] is False for check in checks) else 0
+        width = max(len(one["name"]) for one in checks)
+        for one in checks:
+            mark = {True: "ok     ", None: "missing", False: "FAILED "}[one["ok"]]
+            print(f"{mark}  {one['name']:{width}}  {one['found']}")
+            if not one["ok"] and one["mend"]:
+                print(f"{'':9}{'':{width}}  -> {one['mend']}")
+    return 1 if any(one["ok"] is False for one in checks) else 0
 
 
-def _check(name, ok, found, mend=None):
+def check(name: str, ok: bool | None, found: str, mend: str | None = None) -> dict:
+    """Return a check: what was found, whether that is right, and how to mend it where it is not."""
     return {"name": name, "ok": ok, "found": found, "mend": None if ok else mend}
 
 
@@ -64,32 +65,32 @@ def _version(name):
 def _package(name, wanted):
     version = _version(name)
     ok = version is not None and version.split(".")[: wanted.count(".") + 1] == wanted.split(".")
-    return _check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
+    return check(name, ok, version or "not installed", f"pip install '{name}=={wanted}.*'")
 
 
 def _optional(name, mend):
     version = _version(name)
-    return _check(name, True if version else None, version or "not installed", mend)
+    return check(name, True if version else None, version or "not installed", mend)
 
 
 def _compiler():
     found = compiler()
     mend = "only needed to build Horovod; Debian: apt-get install g++ make"
-    return _check("C++ compiler", True if found else None, found or "not found", mend)
+    return check("C++ compiler", True if found else None, found or "not found", mend)
 
 
 def _horovod():
     version = _version("horovod")
     if version is None:
-        return [_check("horovod", None, "not installed", f"only for several ranks: {COMMAND}")]
+        return [check("horovod", None, "not installed", f"only for several ranks: {COMMAND}")]
     works, found = built_with()
     if not works:
-        return [_check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
+        return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
     launcher = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
     launcher = launcher or shutil.which("horovodrun")
     return [
-        _check("horovod", True, f"{version}, built with {found}"),
-        _check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
+        check("horovod", True, f"{version}, built with {found}"),
+        check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
     ]
 
 
@@ -99,9 +100,9 @@ def _devices():
     gpus = tf.config.list_physical_devices("GPU")
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    checks = [_check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory")]
+    checks = [check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory")]
     names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus]
     mend = "optional: pip install 'tensorflow[and-cuda]' with an NVIDIA driver"
-    checks.append(_check("GPU", True if gpus else None, ", ".join(map(str, names)) or "none", mend))
+    checks.append(check("GPU", True if gpus else None, ", ".join(map(str, names)) or "none", mend))
     result = float(tf.reduce_sum(tf.function(lambda x: x @ x)(tf.ones((2, 2)))))
-    return [*checks, _check("compiled function", result == 8, "runs", "reinstall tensorflow")]
+    return [*checks, check("compiled function", result == 8, "runs", "reinstall tensorflow")]

@@ -4,6 +4,7 @@
 for several ranks only, DTensor where operations are sharded.
 """
 
+import contextlib
 import dataclasses
 import types
 from collections.abc import Callable, Iterable
@@ -18,10 +19,20 @@ from dtransformer.parallel.config import (
 )
 from dtransformer.parallel.devices import device_type, take_devices
 from dtransformer.parallel.dtensor.cluster import start_mesh, stop_mesh
-from dtransformer.parallel.launch import compare_ranks, start_horovod, stop_horovod
+from dtransformer.parallel.launch import (
+    compare_ranks,
+    fitting,
+    leave_at_exit,
+    start_horovod,
+    stop_horovod,
+)
 from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.process_groups import Group, ProcessGroups
 from dtransformer.parallel.topology import Topology
+from dtransformer.parallel.watchdog.gates import Gates
+from dtransformer.parallel.watchdog.recorder import Recorder
+from dtransformer.parallel.watchdog.start import stall_seconds_of, start_watchdog
+from dtransformer.parallel.watchdog.thread import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +52,12 @@ class _Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
+    gates: Gates = dataclasses.field(default_factory=Gates)
+    watchdog: Watchdog | None = None
 
 
 _job = _Job()
+_recorder = Recorder()
 _before_leaving = []
 
 
@@ -52,6 +66,7 @@ def init(
     *,
     seed: int | None = None,
     local_devices: int = 1,
+    stall_seconds: float | None = None,
 ) -> Topology:
     """Join the job and make `config` the global parallel config.
 
@@ -66,6 +81,10 @@ def init(
             default. The same on every rank.
         local_devices: number of devices that each rank drives: GPUs, or logical CPU
             devices where there is no GPU.
+        stall_seconds: how long a step may take until the watchdog ends the job, on every rank
+            and with the name of the one at fault; more where steps are slow, and while
+            functions are compiled, checkpoints saved or data validated. 0 for no watchdog. By
+            default what the environment has as DTRANSFORMER_STALL_SECONDS, or 50.
 
     Returns:
         The `Topology` of the job.
@@ -90,20 +109,37 @@ def init(
     if seed is not None:
         validators.seed("seed", seed)
     validators.count("local_devices", local_devices)
+    stall_seconds = stall_seconds_of(stall_seconds)
     _leave_mesh()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
+    config = fitting(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
     if not _job.is_joined:  # before the first operation
         local_size = hvd.local_size() if hvd else 1
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
-    addresses = compare_ranks(hvd, config, seed, local_devices) if hvd else [None]
+    addresses = [None]
+    if hvd:
+        addresses = compare_ranks(hvd, config, seed, local_devices, stall_seconds)
+    watchdog = start_watchdog(hvd, stall_seconds, _recorder, _job.gates, _job.watchdog)
+    if hvd:
+        leave_at_exit(hvd, watchdog)
     set_parallel_config(config.resolve(size, local_devices))
     groups = ProcessGroups(rank, size, hvd, _job.groups)
     seed = _job.seed if seed is None else seed
     _job = _Job(
-        rank, size, local_rank, topology, config.placement, hvd, groups, seed, is_joined=True
+        rank,
+        size,
+        local_rank,
+        topology,
+        config.placement,
+        hvd,
+        groups,
+        seed,
+        is_joined=True,
+        gates=_job.gates,
+        watchdog=watchdog,
     )
     everyone = range(size)
     _job = dataclasses.replace(
@@ -131,10 +167,14 @@ def _leave_mesh():
 def shutdown() -> None:
     """Leave the job, once every rank is here. Without a job, do nothing."""
     global _job
-    for wait in _before_leaving:
-        wait()
+    with doing("saving"):
+        for wait in _before_leaving:
+            wait()
     _leave_mesh()
     barrier()
+    if _job.watchdog is not None:
+        _job.watchdog.leave()
+        leave_at_exit(_job.hvd)
     stop_horovod(_job.hvd)
     _job = _Job(seed=_job.seed)
 
@@ -216,7 +256,41 @@ def placement() -> Placement:
 def barrier() -> None:
     """Wait until every rank is here."""
     if _job.hvd is not None:
-        _job.hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
+        with doing("waiting"):
+            _job.hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
+
+
+def doing(kind: str, step: int | None = None) -> contextlib.AbstractContextManager:
+    """Say what this rank does in a `with` block, for the watchdog; see `Recorder.doing`."""
+    return _recorder.doing(kind, step)
+
+
+def compiles() -> None:
+    """Say that the step which is under way is compiled."""
+    _recorder.compiles()
+
+
+def computed_for(seconds: float) -> None:
+    """Say how long a step has taken by itself, for the watchdog; see `Recorder.computed_for`."""
+    _recorder.computed_for(seconds)
+
+
+def ask_to_stop() -> None:
+    """Let all ranks stop at the same gate, the next one or the one after; from any rank."""
+    if _job.watchdog is not None:
+        _job.watchdog.ask_to_stop()
+    else:
+        _job.gates.open_until(_job.gates.hold())
+
+
+def can_stop() -> bool:
+    """Return whether ranks can agree where to stop: with a watchdog, or alone."""
+    return _job.size == 1 or _job.watchdog is not None
+
+
+def passes_gate() -> bool:
+    """Return whether training goes on; all ranks have to call, between the same two steps."""
+    return _job.gates.passes()
 
 
 def data_shard() -> tuple[int, int]:

@@ -10,11 +10,13 @@ import sys
 import time
 import types
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, one_line, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.refit import refit
+from dtransformer.parallel.watchdog.thread import Watchdog
 
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
 # of the time of the cores that compute.
@@ -26,6 +28,7 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"  # set by `dtransformer launch`: fewer ranks may be left
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -58,9 +61,14 @@ def start_horovod() -> types.ModuleType | None:
             "process with python"
         ) from error
     hvd.init()
-    atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit, hvd)
+    leave_at_exit(hvd)
     return hvd
+
+
+def leave_at_exit(hvd, watchdog: Watchdog | None = None) -> None:
+    """Let this process leave the job when it ends."""
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, hvd, watchdog)
 
 
 def _check_alone():
@@ -75,36 +83,53 @@ def _check_alone():
             )
 
 
+def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
+    """Return the config to use: under `dtransformer launch` one that fits the devices."""
+    return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
+
+
 def stop_horovod(hvd) -> None:
     """Leave the job, if Horovod has joined one."""
     if hvd is not None and hvd.is_initialized():
         hvd.shutdown()
 
 
-def _leave_at_exit(hvd):
+def _leave_at_exit(hvd, watchdog):
     """Leave without waiting for ranks that may have failed.
 
     A rank that fails because another one has left waits a moment, so that
     horovodrun, which ends the job with the first exit, names the rank at fault.
     """
-    if "Horovod has been shut down" in str(getattr(sys, "last_value", "")):
+    error = getattr(sys, "last_value", None)
+    if "Horovod has been shut down" in str(error):
         time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+    if watchdog is not None:
+        watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)
 
 
 def compare_ranks(
-    hvd, config: TransformerOpParallelConfig, seed: int | None, local_devices: int
+    hvd,
+    config: TransformerOpParallelConfig,
+    seed: int | None,
+    local_devices: int,
+    stall_seconds: float,
 ) -> list[str]:
     """Return the addresses of all ranks, where each could listen.
 
     Args:
         hvd: the module `horovod.tensorflow`, started.
-        config, seed, local_devices: as `init` got them.
+        config, seed, local_devices, stall_seconds: as `init` got them.
 
     Raises:
         ValueError: ranks were started differently; the same on every rank.
     """
-    own = {**dataclasses.asdict(config), "seed": seed, "local_devices": local_devices}
+    own = {
+        **dataclasses.asdict(config),
+        "seed": seed,
+        "local_devices": local_devices,
+        "stall_seconds": stall_seconds,
+    }
     address = free_address(local=hvd.local_size() == hvd.size())
     answers = exchange_json(
         [own, address], lambda text: hvd.allgather(text, name="dtransformer.config")

@@ -26,7 +26,8 @@ def all_gather_json(value, name: str) -> list:
     """
     if job.size() == 1:
         return exchange_json(value, lambda own: own)
-    return exchange_json(value, _all_gather_named(name, job.joined()))
+    with job.doing("waiting"):
+        return exchange_json(value, _all_gather_named(name, job.joined()))
 
 
 @functools.lru_cache(maxsize=256)

@@ -90,7 +90,8 @@ class Checkpointing(keras.Model):
         }
         info = {"position": self._position(), "metrics": metrics}
         options = {"overwrite": overwrite, "replicas": replicas, "assets": assets}
-        self._writer.start(path, self.training_state(), info, **options)
+        with job.doing("saving"):
+            self._writer.start(path, self.training_state(), info, **options)
         if wait:
             self.wait_until_saved()
 
@@ -101,7 +102,8 @@ class Checkpointing(keras.Model):
             InputError: it could not be written.
         """
         if self._writer is not None:
-            self._writer.finish()
+            with job.doing("saving"):
+                self._writer.finish()
 
     def restore(
         self,
@@ -145,7 +147,8 @@ class Checkpointing(keras.Model):
         self.wait_until_saved()
         self._check_compiled("restore")
         seed = job.seed()
-        restored = restore(self.training_state(), path, strict, weights_only, check)
+        with job.doing("saving"):
+            restored = restore(self.training_state(), path, strict, weights_only, check)
         if job.seed() != seed:
             self.train_function = None  # traced with the other seed
         self._data_position = None
@@ -188,7 +191,7 @@ class Checkpointing(keras.Model):
                 raise InputError(f"{path}: is there already; give overwrite=True")
             write_keras(self.network, path, save)
 
-        with self._full_network():
+        with job.doing("saving"), self._full_network():
             from_chief(write, "weights/saved")
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from dtransformer.trainers.data import (
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.padded_logits import without_padding
+from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.same_states import SameStates
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
@@ -55,13 +56,17 @@ class FitLoop(keras.Model):
             if self._beginning is not None:
                 self._beginning.count_step()
             start, called = time.perf_counter(), time.time()
-            logs = step(iterator)
+            number = int(self.optimizer.iterations) + 1
+            with job.doing("step" if compiled else "compiling", number):
+                logs = step(iterator)
             ready = float(logs.pop("ready"))  # of the last step of a call
             waited = max(ready - called, 0.0) if steps == 1 else 0.0
+            own = float(logs.pop("computed")) - ready
             tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
             if compiled:
                 seconds = time.perf_counter() - start
                 self._throughput.add(seconds, tokens * steps, flops * steps, waited)
+                job.computed_for(own)
             compiled = True
             return {**logs, **self._throughput.logs()}
 
@@ -153,6 +158,8 @@ class FitLoop(keras.Model):
             InputError: there is no checkpoint to resume from; it is damaged or does not fit;
                 the data cannot go on from its position.
             ValueError: the ranks have different data.
+            SystemExit: with code 75, after a checkpoint, where a rank has got SIGTERM or SIGUSR1
+                and a `ModelCheckpoint` is in `callbacks`.
         """
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
@@ -178,7 +185,7 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         callbacks = [self._data_position, LossWarning(), SameStates(), *callbacks]
         try:
-            with told_in_one_line():
+            with job.doing("callbacks"), told_in_one_line(), signals_stop(callbacks) as stopping:
                 return super().fit(
                     beginning.data,
                     y,
@@ -186,7 +193,7 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        callbacks, verbose=verbose, epochs=epochs, model=self
+                        [*callbacks, *stopping], verbose=verbose, epochs=epochs, model=self
                     ),
                     validation_data=validation_data,
                     shuffle=shuffle,
@@ -223,7 +230,7 @@ class FitLoop(keras.Model):
         else:
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().evaluate(
                 data,
                 y,
@@ -252,7 +259,7 @@ class FitLoop(keras.Model):
         first, data = self._take_data(x, shard, batch_size, trains=False)
         self._start_engine(first)
         verbose = verbose if job.is_chief() else 0
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().predict(
                 data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
             )
@@ -274,7 +281,7 @@ class FitLoop(keras.Model):
         self._take_batch(x, shard)
         self._prepare((x,))
         self._data_position = self._restored_position = None  # not known any more
-        with told_in_one_line():
+        with job.doing("compiling", int(self.optimizer.iterations) + 1), told_in_one_line():
             logs = super().train_on_batch(x, y, sample_weight, class_weight, True)
         if return_dict:
             return logs
@@ -285,14 +292,14 @@ class FitLoop(keras.Model):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._take_batch(x, shard)
         self._prepare((x,))
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         self._set_sharding(shards_rows(x, shard))
         self._start_engine((x,))
-        with told_in_one_line():
+        with job.doing("validating"), told_in_one_line():
             return super().predict_on_batch(x)
 
     # Which rows a rank computes.

@@ -172,7 +172,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
         logs = self._program.finish(gradients, sums, numbers.counts, *seen)
-        return {**logs, "ready": ready}
+        return {**logs, "ready": ready, "computed": moment_of(gradients)}
 
     def test_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))

@@ -1,21 +1,28 @@
 """A training job in which one rank fails as asked: a program that tests launch.
 
-horovodrun -np 2 python -m tests.distributed.failing kill|raise|midst|save model|data|stage
+horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
+
+HOW is slow (all steps; none fails), straggle (the last rank takes longer), kill, raise, midst or save;
+freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it does not come back from a
+callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
 """
 
 import os
 import signal
 import sys
 import tempfile
+import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import writer
+from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
 
@@ -40,10 +47,21 @@ class Fail(keras.callbacks.Callback):
             print(f"step {batch + 1}", flush=True)
         if batch + 1 < FAIL_IN_STEP or job.rank() != job.size() - 1:
             return
-        if self.how == "kill":
+        if self.how == "slow":
+            time.sleep(0.5)
+        elif self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "raise":
             raise RuntimeError("this rank has had enough")
+        elif self.how == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "preempt":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.how == "unequal":
+            job.barrier()
+        elif self.how == "loop":
+            while True:
+                pass
         elif self.how == "midst":
             PipelineStep._backward = fail
 
@@ -61,15 +79,34 @@ def fail(step, instruction):
     raise RuntimeError("this rank has had enough")
 
 
-def main(how, axis):
+def slowly(compute, seconds):
+    """Return a method that computes gradients, and takes some seconds at least."""
+
+    def wait():
+        time.sleep(seconds)
+        return np.float32(0)
+
+    def computed(step, *batch):
+        gradients, outputs, sums = compute(step, *batch)
+        with tf.control_dependencies([tf.numpy_function(wait, [], tf.float32)]):
+            return [tf.identity(one) for one in gradients], outputs, sums
+
+    return computed
+
+
+def main(how, axis, folder):
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**AXES[axis]))
     model = translation_model(hidden_size=256, num_heads=2)
     model.build()
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
+    if how == "straggle":
+        seconds = 0.4 if job.rank() == job.size() - 1 else 0.2
+        ForwardStep.loss_and_gradients = slowly(ForwardStep.loss_and_gradients, seconds)
     ids = np.full((16 * 50, 8), 5, "int32")
+    callbacks = [Fail(how), *[ModelCheckpoint(folder)] * (how == "preempt")]
     inputs = {"source": ids, "target": ids}
-    trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=[Fail(how)])
+    trainer.fit(inputs, ids, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
     dtransformer.shutdown()
 
 

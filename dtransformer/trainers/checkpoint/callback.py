@@ -136,6 +136,12 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._save(logs or {})
         self._finish()
 
+    def save_now(self) -> int:
+        """Save, and wait until the checkpoint is complete; all ranks call. Return the step."""
+        self._save({})
+        self._finish()
+        return self._saved_step
+
     def _save(self, logs):
         self._is_due, step = False, self._step()
         if step == self._saved_step and (self._saved_logs or not logs):

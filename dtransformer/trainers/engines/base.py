@@ -58,6 +58,8 @@ class ForwardStep:
 
     def outputs(self, inputs, training=False):
         """Return the network's outputs."""
+        if not tf.executing_eagerly():
+            job.compiles()
         inside = current_unsharding() is not None
         with contextlib.nullcontext() if inside else unsharding("call"):
             outputs = self.network(inputs, training=training)

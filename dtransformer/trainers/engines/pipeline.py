@@ -143,6 +143,7 @@ class PipelineEngine:
         Outputs are the last chunk's.
         """
         devices, step = self.devices, self._step
+        job.compiles()
         defers = deferring() if self._divides_backward else contextlib.nullcontext({})
         with dropout_seed(devices.numbers(seed, [2])), defers as deferred, listening() as told:
             outputs = self.network(inputs, training=True)

@@ -1,0 +1,148 @@
+"""`dtransformer doctor --hosts`: whether hosts can train together, and how they are connected."""
+
+import contextlib
+import json
+import os
+import pathlib
+import selectors
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from dtransformer.cli import host_probe
+from dtransformer.cli.doctor import check
+from dtransformer.cli.launching.hosts import parse_hosts
+from dtransformer.cli.launching.processes import is_here, ssh_command
+
+_SECONDS = 60  # for a host's Python to answer
+_MAX_CLOCK = 5.0  # seconds by which clocks may differ, with the time that Python takes to start
+_LEAST_FREE = 1.0  # GiB
+_ROUNDS, _BYTES = 20, 2**26
+
+
+def examine_hosts(names: str, ssh_options: Sequence[str] = ()) -> list[dict]:
+    """Examine hosts.
+
+    Args:
+        names: their names, with commas in between.
+        ssh_options: what ssh is given besides the host.
+
+    Returns:
+        Checks, as those of `doctor.examine`.
+
+    Raises:
+        InputError: a name is none.
+    """
+    hosts = list(parse_hosts(names.replace(",", "\n"), "--hosts"))
+    own = host_probe.describe()
+    return [found for host in hosts for found in _examine(host, own, ssh_options)]
+
+
+def _examine(host, own, ssh_options):
+    here = is_here(host)
+    shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -"
+    command = ["sh", "-c", shell] if here else [*ssh_command(ssh_options), host, shell]
+    with _started(command) as process:
+        began = time.time()
+        found, error = _answer(process)
+        if found is None:
+            mend = "ssh without a password, and the same folder and Python there"
+            return [check(f"{host}: ssh", False, error or "does not answer", mend)]
+        middle = (began + time.time()) / 2  # between the question and the answer
+        checks = [check(f"{host}: ssh", True, "this host" if here else "answers")]
+        checks += _compare(host, found, own, middle)
+        return [*checks, _way_to(host, found["port"])]
+
+
+def _compare(host, found, own, middle):
+    theirs, ours = found["versions"], own["versions"]
+    others = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
+    here = ", ".join(f"{name} {ours[name]}" for name in ours if theirs[name] != ours[name])
+    lag = found["time"] - middle
+    return [
+        check(
+            f"{host}: versions", not others, ", ".join(others) or "as here", f"here it is {here}"
+        ),
+        check(
+            f"{host}: files",
+            found["files"] == own["files"],
+            "as here" if found["files"] == own["files"] else "dtransformer's files differ",
+            "put the same ones on all hosts",
+        ),
+        check(
+            f"{host}: memory",
+            found["free_gib"] >= _LEAST_FREE,
+            f"{found['free_gib']:.1f} GiB free, {found['cores']} cores",
+            "end what takes it",
+        ),
+        check(
+            f"{host}: clock",
+            abs(lag) <= _MAX_CLOCK,
+            f"{lag:+.1f} s, as far as ssh lets see",
+            "let chrony or ntpd set it",
+        ),
+    ]
+
+
+def _way_to(host, port):
+    """Return the check of the connection: latency there and back, and bandwidth."""
+    try:
+        with socket.create_connection((host, port), 10) as connection:
+            connection.settimeout(30)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            own, times = connection.getsockname()[0], []
+            for _ in range(_ROUNDS):
+                start = time.perf_counter()
+                connection.sendall(b".")
+                connection.recv(1)
+                times.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            connection.sendall(b"!" + bytes(_BYTES))
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)  # the other side has all
+            rate = 8 * _BYTES / (time.perf_counter() - start) / 1e9
+    except OSError as error:
+        mend = "ranks listen at free ports: let the job's hosts reach each other at all of them"
+        return check(f"{host}: network", False, f"port {port} is not reached ({error})", mend)
+    latency = 1e3 * statistics.median(times)
+    told = f"{latency:.2f} ms there and back, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
+    return check(f"{host}: network", True, told)
+
+
+def _interface(address):
+    """Return the name of the interface that has an address, for --network-interface."""
+    found = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=False)
+    for line in found.stdout.splitlines():
+        if f" {address}/" in line:
+            return line.split()[1]
+    return "unknown"
+
+
+@contextlib.contextmanager
+def _started(command):
+    """Start a host's Python with the probe; end it afterwards."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, text=True, **pipes)
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(pathlib.Path(host_probe.__file__).read_text("utf-8"))
+            process.stdin.close()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answer(process):
+    """Return what the probe has printed; or None, and why."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        line = process.stdout.readline() if selector.select(_SECONDS) else ""
+    with contextlib.suppress(ValueError):
+        return json.loads(line), None
+    process.kill()
+    return None, " ".join(process.stderr.read().split())[-150:]

@@ -1,0 +1,71 @@
+"""What `dtransformer doctor --hosts` runs on each host, sent to its Python through ssh.
+
+It needs nothing but Python. It prints what is there as a line of JSON, with a port; a connection to
+that port gets back what it sends for a moment, so that the way between the hosts is measured.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import socket
+import sys
+import time
+
+_PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "dtransformer")
+_SECONDS = 20
+
+
+def describe():
+    """Return what this host has, for JSON."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    with open("/proc/meminfo", encoding="ascii") as file:
+        memory = dict(line.split(":", 1) for line in file)
+    return {
+        "versions": versions,
+        "files": digest(),
+        "free_gib": int(memory["MemAvailable"].split()[0]) / 2**20,
+        "cores": len(os.sched_getaffinity(0)),
+        "time": time.time(),
+    }
+
+
+def digest():
+    """Return a checksum of this package's files as they are found from here, or None."""
+    found = importlib.util.find_spec("dtransformer")
+    if found is None or not found.submodule_search_locations:
+        return None
+    folder, content = pathlib.Path(found.submodule_search_locations[0]), hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()
+
+
+def main():
+    """Describe this host, and answer one connection."""
+    with socket.create_server(("", 0)) as listener:
+        listener.settimeout(_SECONDS)
+        print(json.dumps({**describe(), "port": listener.getsockname()[1]}), flush=True)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            sys.exit(0)
+        with connection:
+            connection.settimeout(_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while connection.recv(1) == b".":
+                connection.sendall(b".")
+            while connection.recv(2**20):
+                pass
+
+
+if __name__ == "__main__":
+    main()

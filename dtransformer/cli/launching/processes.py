@@ -1,0 +1,108 @@
+"""The processes of a job, on this host and on others, found by what their environment has."""
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+from collections.abc import Iterable, Sequence
+
+from dtransformer.errors import InputError
+
+LAUNCH = "DTRANSFORMER_LAUNCH"  # in the environment of all processes of a start
+
+# For each process of the start, and not the shell that looks: `do` with its number.
+_EACH = (
+    "for d in /proc/[0-9]*; do p=${{d#/proc/}}; "
+    f'if [ "$p" != $$ ] && grep -qsa "{LAUNCH}={{launch}}" "$d/environ"; then {{do}}; fi; done'
+)
+_KILL = 'kill -KILL "$p" 2>/dev/null'
+# Those that catch the signal are ranks in `fit`; the shells around them would end.
+_STOP = (
+    "m=$(sed -n 's/^SigCgt:[[:space:]]*//p' \"$d/status\" 2>/dev/null); "
+    '[ -n "$m" ] && [ $(( (0x$m >> 9) & 1 )) = 1 ] && kill -USR1 "$p"'
+)
+_SECONDS = 15
+
+
+class Hosts:
+    """Runs shell commands on hosts.
+
+    Args:
+        ssh_options: what ssh is given besides the host.
+    """
+
+    def __init__(self, ssh_options: Sequence[str] = ()):
+        self._ssh = ssh_command(ssh_options)
+        self.launch = secrets.token_hex(8)
+
+    def run(self, hosts: Iterable[str], command: str) -> dict[str, str | None]:
+        """Run a shell command on hosts at the same time.
+
+        Returns:
+            What it has printed, by host; None where the host does not answer.
+        """
+        started = {}
+        for host in hosts:
+            arguments = ["sh"] if is_here(host) else [*self._ssh, host, "sh"]
+            try:
+                started[host] = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            except OSError as error:
+                raise InputError(f"ssh cannot be started ({error.strerror}): install it") from None
+        found = {}
+        for host, process in started.items():
+            try:
+                text, _ = process.communicate(command, timeout=_SECONDS)
+                found[host] = text if process.returncode == 0 else None
+            except (subprocess.TimeoutExpired, OSError):
+                process.kill()
+                process.communicate()
+                found[host] = None
+        return found
+
+    def end_all(self, hosts: Iterable[str]) -> dict[str, str | None]:
+        """End what is left of the start on hosts; return which of them answer, as `run` does."""
+        return self.run(hosts, _EACH.format(launch=self.launch, do=_KILL) + "\nexit 0\n")
+
+    def ask_to_stop(self, hosts: Iterable[str]) -> None:
+        """Send SIGUSR1 to the ranks of the start on hosts."""
+        self.run(hosts, _EACH.format(launch=self.launch, do=_STOP) + "\nexit 0\n")
+
+
+def ssh_command(options: Sequence[str] = ()) -> list[str]:
+    """Return how ssh is called, up to the host."""
+    always = ("BatchMode=yes", f"ConnectTimeout={_SECONDS // 2}", "StrictHostKeyChecking=no")
+    return ["ssh", *(text for option in always for text in ("-o", option)), *options]
+
+
+def is_here(host: str) -> bool:
+    """Return whether a name is this host's."""
+    if host in ("localhost", socket.gethostname()):
+        return True
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.bind((socket.gethostbyname(host), 0))
+        return True
+    return False
+
+
+def discovered(script: str | os.PathLike) -> str:
+    """Return what a host discovery script prints.
+
+    Raises:
+        InputError: it fails.
+    """
+    try:
+        done = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"{script}: the script cannot be run ({error})") from None
+    if done.returncode:
+        raise InputError(
+            f"{script}: the script has ended with code {done.returncode}: {done.stderr[-100:]}"
+        )
+    return done.stdout

@@ -1,0 +1,224 @@
+"""The loop of `dtransformer launch`: find hosts, start, wait, start again."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from dtransformer.cli.install_horovod import COMMAND
+from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
+from dtransformer.cli.launching.outcome import PREEMPTED, REFUSED, Outcome
+from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered
+from dtransformer.errors import InputError
+from dtransformer.inputs.files import read_bytes
+from dtransformer.inputs.text import decode
+from dtransformer.parallel.launch import FITS_LAYOUT
+
+_SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
+_MAX_FILE = 2**20  # bytes
+_SECONDS_TO_END = 30.0  # after a rank has ended with a failure
+_LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a command is launched.
+
+    Args:
+        command: the command of each rank.
+        num_ranks: how many at most; None for as many as the hosts take.
+        hosts_file, discovery_script: where the hosts are from; None for this one.
+        restarts: how many failures are borne.
+        min_ranks: how few ranks may go on; None for as many as began.
+        cool_down: seconds for which a host that failed is left out.
+        wait: seconds to wait for hosts, where there are too few.
+        ssh_identity_file, ssh_port, network_interface: as horovodrun takes them; or None.
+    """
+
+    command: Sequence[str]
+    num_ranks: int | None = None
+    hosts_file: str | None = None
+    discovery_script: str | None = None
+    restarts: int = 3
+    min_ranks: int | None = None
+    cool_down: float = 120.0
+    wait: float = 600.0
+    ssh_identity_file: str | None = None
+    ssh_port: int | None = None
+    network_interface: str | None = None
+
+    def hosts(self) -> dict[str, int]:
+        """Return {host: number of ranks}, as it is now."""
+        if self.hosts_file is not None:
+            return parse_hosts(
+                decode(read_bytes(self.hosts_file, _MAX_FILE), self.hosts_file), self.hosts_file
+            )
+        if self.discovery_script is not None:
+            return parse_hosts(discovered(self.discovery_script), self.discovery_script)
+        return {"localhost": self.num_ranks or 1}
+
+    def ssh_options(self) -> list[str]:
+        """Return what ssh is given besides the host."""
+        options = [] if self.ssh_identity_file is None else ["-i", self.ssh_identity_file]
+        return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
+
+    def horovodrun_options(self) -> list[str]:
+        """Return the same for horovodrun."""
+        given = {
+            "--ssh-identity-file": self.ssh_identity_file,
+            "--ssh-port": self.ssh_port,
+            "--network-interface": self.network_interface,
+        }
+        return [text for name, value in given.items() if value is not None
+                for text in (name, str(value))]  # fmt: skip
+
+
+class Supervisor:
+    """Launches a command until it has ended well, or has failed too often.
+
+    Args:
+        options: how.
+    """
+
+    def __init__(self, options: Options):
+        self._options, self._book = options, HostBook(options.cool_down)
+        self._hosts = Hosts(options.ssh_options())
+        self._horovodrun = _horovodrun()
+        self._all_hosts, self._signal, self._running = {}, None, None
+        self._min_ranks = options.min_ranks
+
+    def run(self) -> int:
+        """Return the exit code: 0, 2 for refused options, 75 after a signal, else 1."""
+        before = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def _run(self):
+        failures = 0
+        while True:
+            ranks = self._find_ranks()
+            if self._signal is not None:
+                return PREEMPTED
+            _say(f"starting {sum(ranks.values())} ranks on {_told(ranks)}")
+            code, outcome = self._start(ranks)
+            self._hosts.end_all(ranks)
+            if code == 0:
+                return 0
+            if self._signal is not None:
+                _say(f"asked to stop: {outcome}")
+                return PREEMPTED if outcome.is_preempted else 1
+            if outcome.is_refused:
+                return REFUSED
+            failures += 1
+            if failures > self._options.restarts:
+                _say(f"{outcome}: failed for the {failures}. time, and ends")
+                return 1
+            _say(f"{outcome}: restart {failures} of {self._options.restarts}")
+            if not outcome.is_preempted:
+                self._book.at_fault(outcome.hosts, time.monotonic())
+
+    def _find_ranks(self):
+        """Return {host: number of ranks} of hosts that answer; wait until there are enough."""
+        until = time.monotonic() + self._options.wait
+        while self._signal is None:
+            self._all_hosts = self._options.hosts()
+            usable = self._book.usable(self._all_hosts, time.monotonic())
+            answers = self._hosts.end_all(usable)
+            for host in [host for host, answer in answers.items() if answer is None]:
+                _say(f"host {host} does not answer, and is left out for a while")
+                self._book.failed(host, time.monotonic())
+                del usable[host]
+            ranks = take_ranks(usable, self._options.num_ranks)
+            number = sum(ranks.values())
+            if self._min_ranks is None:
+                self._min_ranks = sum(take_ranks(self._all_hosts, self._options.num_ranks).values())
+            if number >= self._min_ranks:
+                return ranks
+            if time.monotonic() > until:
+                raise InputError(
+                    f"the hosts take {number} ranks, and {self._min_ranks} are needed: add hosts, or "
+                    "give --min-ranks"
+                )
+            time.sleep(_LOOK_AGAIN)
+        return {}
+
+    def _start(self, ranks):
+        """Start horovodrun and wait; return its exit code and the `Outcome`."""
+        outcome = Outcome()
+        self._ranks = ranks
+        self._running = subprocess.Popen(
+            [
+                *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
+                *("-H", ",".join(f"{host}:{number}" for host, number in ranks.items())),
+                *(*self._options.horovodrun_options(), *self._options.command),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: "1"},
+            start_new_session=True,  # signals reach the ranks by us only
+        )
+        ending = None
+        for line in self._running.stdout:
+            outcome.read(line)
+            if outcome.is_over and ending is None:  # horovodrun waits for all who hold its pipes
+                ending = threading.Timer(_SECONDS_TO_END, self._kill)
+                ending.daemon = True
+                ending.start()
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.write(line)
+                sys.stdout.flush()
+        code = self._running.wait()
+        if ending is not None:
+            ending.cancel()
+        self._kill()
+        return code, outcome
+
+    def _on_signal(self, number, frame):
+        again, self._signal = self._signal is not None, number
+        if self._running is None or self._running.poll() is not None:
+            return
+        if again or number == signal.SIGINT:
+            threading.Thread(target=self._kill, daemon=True).start()
+            return
+        threading.Thread(target=self._let_save, daemon=True).start()
+
+    def _let_save(self):
+        """Let the ranks save and leave; end them where they take too long."""
+        self._hosts.ask_to_stop(self._ranks)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._running.wait(_SECONDS_TO_SAVE)
+        self._kill()
+
+    def _kill(self):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._running.pid, signal.SIGKILL)
+        self._hosts.end_all(self._ranks)
+
+
+def _horovodrun():
+    beside = pathlib.Path(sys.executable).with_name("horovodrun")
+    found = str(beside) if beside.exists() else shutil.which("horovodrun")
+    if found is None:
+        raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
+    return found
+
+
+def _told(ranks):
+    return ", ".join(f"{host}:{number}" for host, number in ranks.items())
+
+
+def _say(text):
+    print(f"dtransformer launch: {text}", file=sys.stderr, flush=True)

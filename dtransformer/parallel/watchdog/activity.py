@@ -1,0 +1,96 @@
+"""What a rank does, and how long it may do it: pure."""
+
+import dataclasses
+
+# How many times `stall_seconds` an activity may take.
+_PATIENCE = {
+    "step": 1,  # forward, backward and update
+    "waiting": 1,  # for all ranks, outside of a step
+    "compiling": 10,  # a step whose functions are traced and compiled
+    "validating": 10,  # and predicting
+    "saving": 10,
+    "callbacks": 10,  # and all else between two steps of `fit`
+    "outside": 10,  # of `fit`: what the program does is not known
+}
+KINDS = tuple(_PATIENCE)
+# Those that end early where the rank does not even compute: then it waits for others.
+_COMPUTES = ("compiling", "validating")
+_TIMES_THE_LONGEST = 4  # what a step may take of the longest one before it
+# Those in which ranks need no other rank.
+_ALONE = ("outside", "saving")
+
+_SAYS = {
+    "step": "step {step}",
+    "waiting": "a wait for all ranks after step {step}",
+    "compiling": "step {step}, which is compiled",
+    "validating": "validation or prediction after step {step}",
+    "saving": "saving after step {step}",
+    "callbacks": "callbacks after step {step}",
+    "outside": "no fit, after step {step}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """What a rank does, as its heartbeat tells.
+
+    Args:
+        kind: one of `KINDS`.
+        step: number of the step that it is in, or was in last.
+        seconds: for how long it has done that.
+        idle_seconds: for how long the process has hardly computed.
+        longest: seconds of the longest step so far that was not compiled.
+        own_seconds: what a step took of late until it needed the other ranks' gradients.
+    """
+
+    kind: str = "outside"
+    step: int = 0
+    seconds: float = 0.0
+    idle_seconds: float = 0.0
+    longest: float = 0.0
+    own_seconds: float = 0.0
+
+    def __str__(self):
+        return _SAYS[self.kind].format(step=self.step)
+
+    def as_json(self) -> dict:
+        """Return the fields as JSON has them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict) -> "Activity":
+        """Return the activity that `as_json` made fields of.
+
+        Raises:
+            ValueError, TypeError, KeyError: it did not.
+        """
+        if fields["kind"] not in KINDS:
+            raise ValueError(f"no activity: {fields['kind']!r}")
+        names = ("seconds", "idle_seconds", "longest", "own_seconds")
+        numbers = {name: float(fields[name]) for name in names}
+        return cls(fields["kind"], int(fields["step"]), **numbers)
+
+
+def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
+    """Return whether a rank has done something for longer than it may.
+
+    Args:
+        activity: what it does.
+        later: seconds since it told that.
+        stall_seconds: how long a step may take.
+
+    Example:
+
+    >>> is_over(Activity("step", 3, seconds=45), 10, 50), is_over(Activity("saving", 3, 45), 10, 50)
+    (True, False)
+    """
+    seconds = activity.seconds + later
+    limit = stall_seconds * _PATIENCE[activity.kind]
+    if activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
+        limit = stall_seconds
+    return seconds > max(limit, _TIMES_THE_LONGEST * activity.longest)
+
+
+def needs_others(activity: Activity) -> bool:
+    """Return whether a rank may be waiting for another one."""
+    return activity.kind not in _ALONE

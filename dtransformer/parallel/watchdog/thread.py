@@ -1,0 +1,201 @@
+"""The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in."""
+
+import contextlib
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dtransformer.parallel.watchdog import ending
+from dtransformer.parallel.watchdog.activity import Activity
+from dtransformer.parallel.watchdog.gates import Agreement, Gates
+from dtransformer.parallel.watchdog.links import Hub, Member
+from dtransformer.parallel.watchdog.recorder import Recorder
+from dtransformer.parallel.watchdog.straggler import Stragglers
+from dtransformer.parallel.watchdog.watch import Verdict, Watch, say
+
+_BEAT = 1.0  # seconds
+_FOR_OTHERS = 2.0  # seconds that a rank waits with its end, so that others have the verdict
+_FOR_THE_FAILED = 5.0  # and so that the one which failed tells it itself
+
+
+class Watchdog:
+    """Watches over the job, in a thread of its own.
+
+    Args:
+        rank: this rank.
+        hosts: the names of all ranks' hosts.
+        link: this rank's end of the connections.
+        stall_seconds: how long a step may take.
+        recorder: what this rank does.
+        gates: where it stops when a rank is asked to.
+        end: ends this process; a function of the line and of seconds to wait.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        link: Hub | Member,
+        stall_seconds: float,
+        recorder: Recorder,
+        gates: Gates,
+        end: Callable[[str, float], None] = ending.leave,
+    ):
+        self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
+        self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
+        everyone = range(len(hosts))
+        self._watch = Watch(everyone if rank == 0 else [0], stall_seconds, time.monotonic())
+        self._agreement, self._stragglers = Agreement(everyone), Stragglers()
+        self._ask, self._asked = socket.socketpair()
+        self._asked.setblocking(False)
+        self._link.selector.register(self._asked, selectors.EVENT_READ)
+        self._wishes = []  # of the main thread: what to send
+        self._is_leaving = self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="dtransformer-watchdog", daemon=True)
+        self._thread.start()
+
+    # Called by the main thread.
+
+    def ask_to_stop(self) -> None:
+        """Let all ranks stop at the same gate. From a signal's handler, too."""
+        self._wish({"stop": True})
+
+    def leave(self, error: str | None = None) -> None:
+        """Say farewell to the other ranks, with the error that ends this one."""
+        self._wish({"left": True, "error": error})
+        self._thread.join(2 * _BEAT)
+
+    def _wish(self, value):
+        self._wishes.append(value)
+        with contextlib.suppress(OSError):
+            self._ask.send(b".")
+
+    # The thread.
+
+    def _run(self):
+        try:
+            self._watch_until_left()
+        except Exception as error:  # of this code: no reason to end a job that goes on
+            with contextlib.suppress(Exception):
+                print(f"dtransformer: the watchdog has failed: {error!r}", file=sys.stderr)
+                self._carry_out({"left": True, "error": None})
+        if self._end is ending.leave and not self._has_ended:
+            ending.go_on()
+        self._link.close()
+
+    def _watch_until_left(self):
+        next_beat, is_process = 0.0, self._end is ending.leave  # and no test
+        while not self._is_leaving:
+            now = time.monotonic()
+            if now >= next_beat:
+                if is_process:
+                    ending.end_unless_again(self.stall_seconds)
+                self._beat(now)
+                next_beat = now + _BEAT
+            for rank, said in self._link.receive(max(next_beat - time.monotonic(), 0.0)):
+                self._hear(rank, said)
+            with contextlib.suppress(BlockingIOError):
+                self._asked.recv(4096)
+            while self._wishes:
+                self._carry_out(self._wishes.pop(0))
+
+    def _beat(self, now):
+        activity = self._recorder.activity()
+        if self.rank == 0:
+            self._watch.heard(0, now, activity)
+        verdict = self._watch.verdict(now)
+        if verdict is not None:
+            self._carry_out_verdict(verdict)
+            return
+        if self.rank == 0:
+            self._tell_straggler()
+        beat = {"beat": activity.as_json() if self.rank else None}
+        for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
+            self._link.send(rank, beat)
+
+    def _tell_straggler(self):
+        slow = self._stragglers.look(self._watch.own_seconds())
+        if slow is not None:
+            rank, own, others = slow
+            print(
+                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: its share of a "
+                f"step takes {own:.3f} s, and that of the others {others:.3f} s",
+                file=sys.stderr,
+            )
+
+    def _hear(self, rank, said):
+        if said is None:
+            self._watch.lost(rank)
+            if self.rank == 0:
+                self._answer(rank, None)
+            self._beat(time.monotonic())
+            return
+        self._watch.heard(rank, time.monotonic())
+        if "beat" in said and said["beat"] is not None:
+            self._watch.heard(rank, time.monotonic(), Activity.from_json(said["beat"]))
+        if "left" in said:
+            self._watch.left(rank, said["error"])
+            if self.rank == 0:
+                self._answer(rank, None)
+        if "verdict" in said:
+            verdict = said["verdict"]
+            self._carry_out_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
+        if "stop" in said:
+            self._begin_stop()
+        if "hold" in said:
+            self._link.send(0, {"passed": self._gates.hold()})
+        if "passed" in said:
+            self._answer(rank, said["passed"])
+        if "last_gate" in said:
+            self._gates.open_until(said["last_gate"])
+
+    def _carry_out(self, wish):
+        if "stop" in wish:
+            if self.rank == 0:
+                self._begin_stop()
+            else:
+                self._link.send(0, wish)
+            return
+        farewell = {"beat": self._recorder.activity().as_json(), **wish}
+        for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
+            self._link.send(rank, farewell)
+        self._is_leaving = True
+
+    def _begin_stop(self):
+        if not self._agreement.is_asked:
+            self._agreement.is_asked = True
+            self._to_others({"hold": True})
+            self._answer(0, self._gates.hold())
+
+    def _answer(self, rank, passed):
+        last = self._agreement.answer(rank, passed)
+        if last is not None and self._agreement.is_asked:
+            self._to_others({"last_gate": last})
+            self._gates.open_until(last)
+
+    def _to_others(self, value):
+        for rank in range(1, len(self.hosts)):
+            self._link.send(rank, value)
+
+    def _carry_out_verdict(self, verdict):
+        """Tell the others, and end this process."""
+        if self._is_leaving:
+            return
+        if self.rank == 0:
+            self._to_others({"verdict": [verdict.ranks, verdict.cause, verdict.waits]})
+        if verdict.waits:  # it tells of it itself, and horovodrun of it
+            end = time.monotonic() + _FOR_THE_FAILED
+            while time.monotonic() < end and not self._wishes:
+                time.sleep(0.1)
+            if self._wishes:
+                self._is_leaving = True
+                return
+        told, own = say(verdict, self.hosts), self._recorder.activity()
+        stacks = ending.write_stacks(self.rank, told)
+        words = ending.last_words(told, self.rank, self.hosts[self.rank], own, stacks)
+        self._has_ended = True
+        self._end(words, _FOR_OTHERS)
+        self._is_leaving = True  # where a test's `end` returns

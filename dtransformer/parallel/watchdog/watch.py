@@ -1,0 +1,158 @@
+"""The verdict on a job, by what is heard of its ranks: pure, times are given."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others
+
+_LATE = 5.0  # seconds without a look, after which this process itself was stopped
+SILENT_SHARE = 0.5  # of `stall_seconds`: a rank that is not heard of for so long has failed
+_AT_ONCE = 0.8  # of that time: ranks that are silent for so long have the same cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Why a job ends.
+
+    Args:
+        ranks: the ranks at fault; empty where it is not known.
+        cause: what they have done, a clause without the ranks.
+        waits: whether they tell of it themselves, so that others give them a moment for it.
+    """
+
+    ranks: tuple[int, ...]
+    cause: str
+    waits: bool = False
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What is known of a rank."""
+
+    at: float
+    activity: Activity = Activity()
+    is_left: bool = False
+
+
+class Watch:
+    """Watches over ranks, and gives a verdict when one has failed or nothing goes on.
+
+    Args:
+        ranks: the ranks that are watched. Stalls are judged where they are several, which is
+            on rank 0 only.
+        stall_seconds: how long a step may take.
+        now: seconds.
+    """
+
+    def __init__(self, ranks: Iterable[int], stall_seconds: float, now: float):
+        self._ranks = {rank: _Heard(now) for rank in ranks}
+        self._stall_seconds, self._looked = stall_seconds, now
+        self._verdict = None
+
+    def heard(self, rank: int, now: float, activity: Activity | None = None) -> None:
+        """Know that a rank lives, and what it does."""
+        self._ranks[rank].at = now
+        if activity is not None:
+            self._ranks[rank].activity = activity
+
+    def left(self, rank: int, error: str | None = None) -> None:
+        """Know that a rank has left the job, in good order or with an error."""
+        self._ranks[rank].is_left = True
+        if error is not None:
+            last = self._ranks[rank].activity
+            self._judge(Verdict((rank,), f"failed in {last}: {error}", waits=True))
+
+    def lost(self, rank: int) -> None:
+        """Know that a rank's connection is closed, without a farewell."""
+        if not self._ranks[rank].is_left:
+            last = self._ranks[rank].activity
+            self._judge(Verdict((rank,), f"ended in {last}: killed, or out of memory"))
+
+    def verdict(self, now: float) -> Verdict | None:
+        """Return why the job has to end; None as long as all is well. To be asked every second."""
+        late, self._looked = now - self._looked > _LATE, now
+        if late:  # nobody could be heard meanwhile
+            for one in self._ranks.values():
+                one.at = now
+        self._judge(self._silent(now))
+        self._judge(self._stalled(now))
+        return self._verdict
+
+    def own_seconds(self) -> dict[int, float]:
+        """Return `Activity.own_seconds` of the ranks that are there."""
+        return {rank: one.activity.own_seconds for rank, one in self._present().items()}
+
+    def _judge(self, verdict):
+        self._verdict = self._verdict or verdict
+
+    def _present(self):
+        return {rank: one for rank, one in self._ranks.items() if not one.is_left}
+
+    def _silent(self, now):
+        limit = SILENT_SHARE * self._stall_seconds
+        silent = {rank: now - one.at for rank, one in self._present().items()}
+        if not silent or max(silent.values()) <= limit:
+            return None
+        ranks = tuple(rank for rank, seconds in silent.items() if seconds > _AT_ONCE * limit)
+        last = self._ranks[ranks[0]].activity
+        seconds = max(silent.values())
+        return Verdict(
+            ranks,
+            f"not heard of for {seconds:.0f} s, last in {last}: frozen, or not reached any more",
+        )
+
+    def _stalled(self, now):
+        present = self._present()
+        if len(self._ranks) < 2 or not any(needs_others(one.activity) for one in present.values()):
+            return None
+        for one in present.values():
+            if not is_over(one.activity, now - one.at, self._stall_seconds):
+                return None
+        return stalled({rank: one.activity for rank, one in self._ranks.items()})
+
+
+def stalled(activities: dict[int, Activity]) -> Verdict:
+    """Return the verdict on a job in which no rank goes on: who is behind, and in what.
+
+    Args:
+        activities: of all ranks.
+
+    Example:
+
+    >>> step = Activity("step", 4, seconds=60)
+    >>> stalled({0: step, 1: step, 2: Activity("callbacks", 3, seconds=600)}).ranks
+    (2,)
+    """
+    newest = max(one.step for one in activities.values())
+    behind = [rank for rank, one in activities.items() if one.step < newest]
+    if not behind:  # all are in the same step, most of them in the same way
+        ways = collections.Counter(str(one) for one in activities.values())
+        usual = ways.most_common(1)[0][0]
+        behind = [rank for rank, one in activities.items() if str(one) != usual]
+    seconds = min(one.seconds for one in activities.values())
+    if not behind:
+        (one, *_) = activities.values()
+        return Verdict((), f"no rank went on for {seconds:.0f} s in {one}: their calls differ")
+    first, other = activities[behind[0]], next(r for r in activities if r not in behind)
+    return Verdict(
+        tuple(behind), f"held the job for {seconds:.0f} s in {first}: rank {other} is in "
+        f"{activities[other]}",
+    )  # fmt: skip
+
+
+def say(verdict: Verdict, hosts: Sequence[str]) -> str:
+    """Return a verdict as a clause that names ranks and hosts.
+
+    Example:
+
+    >>> say(Verdict((1, 3), "ended in step 4"), ["a", "b", "a", "b"])
+    'ranks 1, 3 on host b: ended in step 4'
+    """
+    if not verdict.ranks:
+        return verdict.cause
+    some = ", ".join(map(str, verdict.ranks[:8])) + ", …" * (len(verdict.ranks) > 8)
+    names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
+    places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
+    several = len(verdict.ranks) > 1
+    return f"rank{'s' * several} {some} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"

@@ -1,0 +1,32 @@
+"""Promise: `doctor --hosts` says of each host whether it can take part, and what to mend."""
+
+import pytest
+
+from dtransformer.cli import doctor_hosts, host_probe, main
+
+
+def test_this_host(capsys):
+    assert main(["doctor", "--hosts", "localhost"]) == 0
+    told = capsys.readouterr().out
+    for what in ("ssh", "versions", "files", "memory", "clock", "network"):
+        assert f"localhost: {what}" in told
+    assert "ms there and back" in told and "FAILED" not in told
+
+
+def test_a_host_that_does_not_answer(capsys):
+    assert main(["doctor", "--hosts", "no-such-host.invalid"]) == 1
+    told = capsys.readouterr().out
+    assert "FAILED   no-such-host.invalid: ssh" in told and "-> ssh without a password" in told
+
+
+@pytest.mark.parametrize("field, value, told", [
+    ("versions", {**host_probe.describe()["versions"], "numpy": "0.1"}, "numpy 0.1"),
+    ("files", "another", "dtransformer's files differ"),
+    ("free_gib", 0.2, "0.2 GiB free"),
+    ("time", 0.0, " s, as far as ssh lets see"),
+])  # fmt: skip
+def test_what_differs_is_told(field, value, told):
+    own = host_probe.describe()
+    found = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
+    (wrong,) = [check for check in found if not check["ok"]]
+    assert told in wrong["found"] and wrong["mend"]

@@ -1,0 +1,86 @@
+"""Promise: `dtransformer launch` starts a command again after a failure, and leaves no process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.shared_runs import needs_horovod
+
+TIMEOUT = 120
+
+
+def launch(*options, command, **environment):
+    """Return the process of `dtransformer launch OPTIONS -- sh -c COMMAND`."""
+    arguments = ["-m", "dtransformer.cli", "launch", *options, "--", "sh", "-c", command]
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@needs_horovod
+def test_a_command_that_fails_once_is_started_again(tmp_path):
+    """With what ranks fit their layout by in the environment; what is left over is ended."""
+    script = (
+        f'test "$DTRANSFORMER_FIT_LAYOUT" = 1 || exit 9; cd {tmp_path}; '
+        "if mkdir first; then setsid sleep 1235 > /dev/null 2>&1 & exit 3; fi; "
+        "echo second life"
+    )
+    process = launch("-np", "1", "--restarts", "1", command=script)
+    told, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, told + errors
+    assert "second life" in told
+    assert "a rank has ended with code 3: restart 1 of 1" in errors
+    left = subprocess.run(["pgrep", "-f", "^sleep 1235"], capture_output=True, check=False)
+    assert not left.stdout
+
+
+@needs_horovod
+@pytest.mark.long
+def test_refused_options_are_not_tried_again():
+    process = launch("-np", "1", command="echo once; exit 2")
+    told, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 2 and told.count("once") == 1, told + errors
+
+
+@needs_horovod
+@pytest.mark.long
+def test_a_signal_is_passed_on_to_ranks_that_catch_it():
+    """Not to the shells around them; the exit code says that it can go on."""
+    rank = (
+        "import signal, sys, time; signal.signal(10, lambda *x: sys.exit(75)); "
+        "print('ready', flush=True); time.sleep(99)"
+    )
+    process = launch("-np", "1", command=f'exec {sys.executable} -c "{rank}"')
+    for line in process.stdout:
+        if "ready" in line:
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 75, errors
+    assert "asked to stop: ranks were asked to stop, and have saved" in errors
+
+
+@pytest.mark.parametrize("options, told", [
+    ([], "there is no command"),
+    (["--hosts", "/nowhere/hosts", "--", "x"], "/nowhere/hosts"),
+    (["--hosts", "a", "--host-discovery-script", "b", "--", "x"], "not allowed with"),
+    (["--host-discovery-script", "/bin/false", "--", "x"], "has ended with code 1"),
+    (["--restarts", "-1", "--", "x"], "expected an integer"),
+    (["-np", "0", "--", "x"], "expected an integer"),
+])  # fmt: skip
+@needs_horovod
+def test_wrong_options_are_told_in_one_line(options, told, capsys):
+    from dtransformer.cli import main
+
+    assert main(["launch", *options]) == 2
+    errors = capsys.readouterr().err
+    assert told in errors and errors.count("\n") == 1

@@ -1,0 +1,114 @@
+"""Promise: hosts are read or refused, those that fail are left out for a while, causes are told."""
+
+import pytest
+
+from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
+from dtransformer.cli.launching.outcome import Outcome
+from dtransformer.errors import InputError
+from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.refit import refit
+
+
+@pytest.mark.parametrize("text", [
+    "", "# none\n\n", "a slots=0", "a slots=99999", "a:b", "a b", "-o ProxyCommand=x", "a;b", "a\na:2",
+    "a slots=2 b", "é", "a\x00", "$(id)",
+])  # fmt: skip
+def test_what_is_no_host_is_refused(text):
+    """Hosts become arguments of ssh and horovodrun."""
+    with pytest.raises(InputError, match="hosts.txt: .*such as 'node1 slots=4'"):
+        parse_hosts(text, "hosts.txt")
+
+
+def test_a_host_that_does_not_answer_is_asked_again_later():
+    hosts, book = {"a": 2, "b": 2}, HostBook(cool_down=60)
+    book.failed("b", now=100.0)
+    assert book.usable(hosts, 159.0) == {"a": 2}
+    assert book.usable(hosts, 160.0) == hosts
+
+
+def test_a_host_that_ends_two_starts_in_a_row_is_left_out():
+    hosts, book = {"a": 1, "b": 1}, HostBook(cool_down=60)
+    for at_fault in (["b"], ["a"], [], ["b"]):
+        book.at_fault(at_fault, now=0.0)
+        assert book.usable(hosts, 1.0) == hosts
+    book.at_fault(["b"], now=0.0)
+    assert book.usable(hosts, 1.0) == {"a": 1}
+    assert book.usable(hosts, 61.0) == hosts
+
+
+def test_hosts_that_come_are_taken():
+    assert take_ranks(parse_hosts("a:2\nb:2\nc:2", "x"), 5) == {"a": 2, "b": 2, "c": 1}
+
+
+# What is printed -> cause, hosts, preempted, refused.
+OUTPUTS = {
+    "a frozen rank": (
+        [
+            "[0]<stderr>:dtransformer: the job ends: ranks 2, 3 on host b: not heard of for 26 s, "
+            "last in step 5: frozen, or not reached any more; rank 0 on host a was in step 6\n",
+            "Process name: 0\n",
+            "Exit code: 1\n",
+        ],
+        ("ranks 2, 3 on host b: not heard of for 26 s", ("b",), False, False),
+    ),
+    "several hosts": (
+        ["x dtransformer: the job ends: ranks 1, 2 on hosts a, b: ended in step 5; and so on\n"],
+        ("ranks 1, 2 on hosts a, b: ended in step 5", ("a", "b"), False, False),
+    ),
+    "preempted": (["Exit code: 75\n"], ("asked to stop", (), True, False)),
+    "refused": (["Exit code: 2\n"], ("ended with code 2", (), False, True)),
+    "killed": (["Process name: 1\n", "Exit code: 137\n"], ("code 137", (), False, False)),
+    "nothing": ([], ("horovodrun has failed", (), False, False)),
+    "a program that prints the like": (["Exit code: x\n"], ("has failed", (), False, False)),
+}
+
+
+@pytest.mark.parametrize("lines, expected", OUTPUTS.values(), ids=OUTPUTS)
+def test_why_a_start_has_ended(lines, expected):
+    outcome = Outcome()
+    for line in lines:
+        outcome.read(line)
+    cause, *rest = expected
+    assert cause in str(outcome)
+    assert [outcome.hosts, outcome.is_preempted, outcome.is_refused] == rest
+
+
+# Degrees (data, model, pipeline), devices that are left -> degrees.
+REFITS = [
+    ((4, 1, 1), 3, (3, 1, 1)),
+    ((2, 2, 1), 4, (2, 2, 1)),
+    ((2, 2, 1), 2, (1, 2, 1)),
+    ((2, 2, 1), 3, (3, 1, 1)),
+    ((1, 4, 1), 2, (1, 2, 1)),
+    ((1, 4, 1), 6, (3, 2, 1)),
+    ((2, 1, 2), 2, (1, 1, 2)),
+    ((1, 1, 4), 2, (1, 1, 2)),
+    ((1, 2, 2), 2, (1, 2, 1)),
+    ((2, 2, 2), 16, (4, 2, 2)),
+    ((None, 2, 1), 6, (None, 2, 1)),
+    ((None, 2, 1), 3, (None, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("degrees, num_devices, expected", REFITS)
+def test_another_layout_for_what_is_left(degrees, num_devices, expected):
+    data, model, stages = degrees
+    config = TransformerOpParallelConfig(
+        data_parallel=data,
+        model_parallel=model,
+        pipeline_stage=stages,
+        micro_batch_num=4,
+        optimizer_shard=2,
+    )
+    found = refit(config, num_devices)
+    assert (found.data_parallel, found.model_parallel, found.pipeline_stage) == expected
+    assert (found.micro_batch_num, found.optimizer_shard) == (4, 2), "all else stays"
+    found.resolve(num_devices)
+
+
+def test_a_pipeline_of_one_stage_has_no_schedule_of_chunks():
+    config = TransformerOpParallelConfig(
+        pipeline_stage=2, pipeline_chunks=2, pipeline_schedule="interleaved", micro_batch_num=4
+    )
+    found = refit(config, 1)
+    assert (found.pipeline_stage, found.pipeline_chunks, found.pipeline_schedule) == (1, 1, "1f1b")
