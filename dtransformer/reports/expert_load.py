@@ -26,9 +26,9 @@ class LayerLoad:
 
     Example:
 
-    >>> load = LayerLoad("moe", (30.0, 10.0), choices=50, tokens=50, entropy=25.0)
+    >>> load = LayerLoad("moe", (36.0, 12.0), choices=64, tokens=64, entropy=32.0)
     >>> load.dropped_share, load.busiest, load.mean_entropy
-    (0.2, 1.5, 0.5)
+    (0.25, 1.5, 0.5)
     """
 
     layer: str
