@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 from dtransformer.parallel.config import TransformerOpParallelConfig
 
@@ -11,7 +12,8 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
 
     The other degrees stay where they divide the number, and `data_parallel` takes what they leave.
     Elsewhere they become smaller: of those that divide the given ones, the largest, with
-    `model_parallel` kept before `context_parallel` and `pipeline_stage`. What a batch is divided
+    `model_parallel` kept before `context_parallel` and `pipeline_stage`. `expert_parallel` becomes
+    what of it divides the data shards that are left. What a batch is divided
     into by `fit` follows the layout, so that a step computes the same. Any checkpoint fits.
 
     Args:
@@ -31,8 +33,13 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
         if num_devices % _product(degrees) == 0
     ]
     model, context, stages = max(fitting, key=lambda degrees: (_product(degrees), degrees))
-    data = None if config.data_parallel is None else num_devices // (model * context * stages)
-    changes = {"data_parallel": data, "model_parallel": model, "context_parallel": context}
+    data = num_devices // (model * context * stages)
+    changes = {"model_parallel": model, "context_parallel": context}
+    if config.data_parallel is not None:
+        changes["data_parallel"] = data
+    experts = math.gcd(config.expert_parallel, data)
+    all_or_none = config.optimizer_shard == 3 and experts != data  # meshes span all data shards
+    changes["expert_parallel"] = 1 if all_or_none else experts
     if stages == 1 and config.pipeline_stage > 1:
         changes |= {"pipeline_schedule": "1f1b", "pipeline_chunks": 1}
     if model == 1:

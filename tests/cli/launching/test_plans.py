@@ -7,6 +7,7 @@ from dtransformer.cli.launching.outcome import Outcome
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.refit import refit
+from dtransformer.parallel.topology import Topology
 
 
 @pytest.mark.parametrize("text", [
@@ -112,3 +113,13 @@ def test_a_pipeline_of_one_stage_has_no_schedule_of_chunks():
     )
     found = refit(config, 1)
     assert (found.pipeline_stage, found.pipeline_chunks, found.pipeline_schedule) == (1, 1, "1f1b")
+
+
+@pytest.mark.parametrize(
+    "level, left, experts", [(0, 3, 1), (0, 6, 2), (0, 4, 4), (3, 6, 1), (3, 4, 4)]
+)
+def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts):
+    config = TransformerOpParallelConfig(data_parallel=4, expert_parallel=4, optimizer_shard=level)
+    found = refit(config, left)
+    assert (found.data_parallel, found.expert_parallel) == (left, experts)
+    Topology.from_config(found, left)
