@@ -99,11 +99,26 @@ class SharedRuns:
         return run.read(self.folder)
 
     def _launch(self, layout):
-        """Launch all runs that start as a layout does, unless they have ended."""
+        """Launch all runs that start as a layout does, unless they have ended.
+
+        While another worker does that, this one launches what is left of the others.
+        """
+        if self._launch_if_free(layout, waits=layout == ALONE):
+            return
+        others = {_start(run.layout): run.layout for run in self._runs}
+        for start, other in sorted(others.items()):
+            if start not in (_start(layout), _start(ALONE)):
+                self._launch_if_free(other)
+        self._launch_if_free(layout, waits=True)
+
+    def _launch_if_free(self, layout, waits=False):
+        """As `_launch`; return whether nobody else was at it."""
         start = _start(layout)
         runs = [run for run in self._runs if _start(run.layout) == start]
-        with _locked(self.folder / f"{start}.lock"):
-            launch_runs(layout.ranks, runs, self.folder)
+        with _locked(self.folder / f"{start}.lock", waits) as is_free:
+            if is_free:
+                launch_runs(layout.ranks, runs, self.folder)
+        return is_free
 
 
 def _start(layout):
@@ -112,11 +127,15 @@ def _start(layout):
 
 
 @contextlib.contextmanager
-def _locked(path):
-    """Let one process of several in at a time."""
+def _locked(path, waits):
+    """Let one process of several in at a time; give whether this one is, which else does not wait."""
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def shared_folder(tmp_path_factory):

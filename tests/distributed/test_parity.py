@@ -88,7 +88,6 @@ LONG = """
 """.split()
 RUNS = [*QUICK, *LONG]
 USED_RUNS = [run for run in RUNS if USED in run]
-NETWORKS_USED = {Run.of(run).task.removesuffix(USED) for run in USED_RUNS}
 
 
 def network_of(run):
@@ -100,7 +99,9 @@ def alone(run):
     network, layout = network_of(run), Run.of(run).layout
     if network == "deep_dropout":  # its masks depend on the micro-batches
         return f"{network}/m{layout.micro_batches}@1x1"
-    return f"{network}{USED * (network in NETWORKS_USED)}/alone@1x1"
+    together = QUICK if run in QUICK else RUNS  # the quick suite does no more than it needs
+    is_used = any(USED in other and network_of(other) == network for other in together)
+    return f"{network}{USED * is_used}/alone@1x1"
 
 
 def together(ranks, kind):
