@@ -22,12 +22,11 @@ QUICK = """
 
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
-    deep_dropout/pp2m4-zb_h1@2x1
     deep_llama/mp2@2x1  deep_llama_lora/dp2@2x1  deep_llama_frozen/pp2m4-1f1b@2x1
     deep_bert.used/mp2@1x2+rows+sp
 
     deep_long.used/cp2@1x2          deep_long_causal/cp2@2x1+ring
-    deep_moe.used/dp2ep2@2x1  deep_moe_global/dp2@2x1
+    deep_moe/dp2ep2@2x1
 """.split()
 LONG = """
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
@@ -35,7 +34,7 @@ LONG = """
     tied/dp4@4x1  adamw/dp4@4x1+shard3  untied/dp2mp2@4x1+rows  tied/dp2mp2@4x1+rows+sp
     sgd/dp2@2x1+shard2  lion/dp2@2x1+shard1  adamw/dp2mp2@2x2+shard1  adamw/dp4mp2@4x2+shard3
     sgd/dp2mp2@2x2+shard3  adamw/dp2@2x1+shard3  deep_tied.used/mp2pp2m2-1f1b@2x2
-    deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
+    deep_dropout/pp2m4-zb_h1@2x1  deep_dropout/pp4m4-1f1b@4x1  deep_dropout/pp4m4-zb_h1@4x1
     deep_packed/mp2@1x2+sp  deep_packed/dp2mp2@2x2+rows  deep_packed/pp2m4-1f1b@2x1
     deep_packed/dp2@2x1+shard3
     deep_llama.used/dp2mp2@2x2+rows
@@ -55,7 +54,8 @@ LONG = """
     deep_bert.used/pp2m4-1f1b@2x1  deep_bert/pp2m4-zb_h1@2x1  deep_bert/mp2pp2m2-1f1b@2x2+rows
     deep_moe/dp2@2x1  deep_moe/dp2@2x1+shard1  deep_moe/dp2@2x1+shard2  deep_moe.used/dp2@2x1+shard3
     deep_moe/dp2@1x2  deep_moe/dp2mp2@1x4+sp  deep_moe.used/mp2@2x1+rows+sp  deep_moe/pp2m4-1f1b@2x1
-    deep_moe/dp2ep2@1x2  deep_moe/dp2ep2@2x1+shard3  deep_moe.used/dp2mp2ep2@2x2+rows+sp
+    deep_moe.used/dp2ep2@1x2  deep_moe_global/dp2@2x1  deep_moe/dp2ep2@2x1+shard3
+    deep_moe.used/dp2mp2ep2@2x2+rows+sp
     deep_moe/dp4ep2@4x1  deep_moe/dp4ep2@4x1+shard1  deep_moe/dp4ep2@4x1+shard2  deep_moe/dp4ep4@4x1
     deep_moe/dp2mp2ep2@4x1  deep_moe/dp2mp2ep2@2x2+shard3  deep_moe.used/pp2m4-1f1b@2x1
     deep_moe/pp2m4-zb_h1@2x1  deep_moe/dp2pp2m2-1f1b@4x1+shard2  deep_moe/dp2ep2pp2m2-1f1b@4x1

@@ -134,13 +134,13 @@ def test_on_a_mesh_nothing_is_sent_for_what_is_frozen():
 @on_ranks("dp2@2x1")
 def test_gradients_of_frozen_weights_are_not_reduced():
     """Of what is sent for a weight, by a ring of two: at level 3 it is still all-gathered."""
-    for level, saved in {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.5}.items():
+    for level, saved in {0: 1.0, 2: 1.0, 3: 0.5}.items():
         sent = {}
         with parallel_config(optimizer_shard=level, parallel_optimizer_threshold=0):
             for patterns in ((), "blocks/block_[01]/*"):
                 network = network_of()
                 frozen = freeze(network, patterns)
-                trainer = trainer_of(network)
+                trainer = trainer_of(network, keras.optimizers.SGD(1e-2, momentum=0.9))
                 assert np.isfinite(train(trainer, 1)).all()
                 sent[patterns] = elements_sent(trainer)
                 report = trainer.memory_report()
