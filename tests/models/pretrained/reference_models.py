@@ -112,7 +112,6 @@ MODELS = {
         Texts(),
     ),
     "mistral": (transformers.MistralForCausalLM, {**SIZES, "sliding_window": 5}, Texts()),
-    "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
     "qwen2": (transformers.Qwen2ForCausalLM, SIZES, Texts()),
     "bert": (transformers.BertForMaskedLM, {**BERT, "hidden_act": "gelu_new"}, Masked()),
     "bert_sentences": (transformers.BertForPreTraining, BERT, Masked(next_sentence=True)),
@@ -125,6 +124,7 @@ MODELS = {
     "marian": (transformers.MarianMTModel, MARIAN, Pairs(PADDING)),
     "t5": (transformers.T5ForConditionalGeneration, T5, Pairs(PADDING)),
     "t5_gated": (transformers.T5ForConditionalGeneration, T5_GATED, Pairs(PADDING)),
+    "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
 }
 STEPS = 3
 
