@@ -13,9 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
-from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.attention_scores import scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import OnlineSoftmax, block_gradients
+from dtransformer.layers.online_softmax import (
+    OnlineSoftmax,
+    block_context,
+    block_gradients,
+    within,
+)
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.custom_gradient import custom_gradient
@@ -125,8 +130,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
                 own_means,
             )
             of_own.append(dq)
-            of_k += _within(k.shape[2], dk, start, end)
-            of_v += _within(v.shape[2], dv, start, end)
+            of_k += within(k.shape[2], dk, start, end)
+            of_v += within(v.shape[2], dv, start, end)
             of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
         of_q.append(tf.add_n(of_own))
     return joined(of_q, axis=2), of_k, of_v, *of_tensors
@@ -184,18 +189,8 @@ class _Blocks:
         return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=3)
 
     def context(self, probabilities, v, kept):
-        """Return what a block adds to the context, in the compute type.
-
-        Args:
-            probabilities: tensor [b, n, s, t], or multiples of them.
-            v: tensor [b, m, t, d].
-            kept: dropout's mask, or None.
-        """
-        probabilities = tf.cast(probabilities, v.dtype)
-        if kept is not None:
-            probabilities = self.dropout.drop(probabilities, kept)
-        product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
-        return tf.cast(product, self.compute_type)
+        """Return what a block adds to the context; see `block_context`."""
+        return block_context(probabilities, v, kept, self.dropout, self.compute_type)
 
 
 def _block_of(x, first, s, start, t):
@@ -216,12 +211,6 @@ class _Parts:
         if key not in self._taken:
             self._taken[key] = x[:, :, start:end]
         return self._taken[key]
-
-
-def _within(length, x, start, end):
-    """Return x [b, n, end - start, d] at its positions of so many, with zeros around it."""
-    # TensorFlow would keep the zeros themselves for good, those of every block.
-    return tf.pad(x, [[0, 0], [0, 0], [start, length - end], [0, 0]])
 
 
 def joined(parts: list[tf.Tensor], axis: int) -> tf.Tensor:

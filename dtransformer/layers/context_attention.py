@@ -17,9 +17,14 @@ from dtransformer.layers.attention_mask import (
     is_near,
     same_segment,
 )
-from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.attention_scores import scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import OnlineSoftmax, block_gradients
+from dtransformer.layers.online_softmax import (
+    OnlineSoftmax,
+    block_context,
+    block_gradients,
+    within,
+)
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
@@ -122,8 +127,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
                 )
                 dq, dk, dv = (tf.cast(x, blocks.compute_type) for x in (dq, dk, dv))
                 of_q[row] = dq if of_q[row] is None else of_q[row] + dq
-                of_k += _within(of_k, dk, start, end)
-                of_v += _within(of_v, dv, start, end)
+                of_k += within(of_k.shape[3], dk, start, end)
+                of_v += within(of_v.shape[3], dv, start, end)
                 of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
         of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
         done = of_memory[-1][0]
@@ -247,21 +252,12 @@ class _Blocks:
         return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=-1)
 
     def context(self, probabilities, v, kept):
-        """Return what a block adds to the context, in the compute type."""
-        probabilities = tf.cast(probabilities, v.dtype)
-        if kept is not None:
-            probabilities = self._dropout.drop(probabilities, kept)
-        product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
-        return tf.cast(product, self.compute_type)
+        """Return what a block adds to the context; see `block_context`."""
+        return block_context(probabilities, v, kept, self._dropout, self.compute_type)
 
 
 def _row_of(x, row):
     return x[..., row[0] : row[1], :]
-
-
-def _within(like, x, start, end):
-    """Return x at its places of a tensor like another, with zeros around it."""
-    return tf.pad(x, [*[[0, 0]] * 3, [start, like.shape[3] - end], [0, 0]])
 
 
 def _after(x, done):

@@ -10,6 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.layers.attention_scores import by_shared_heads
+from dtransformer.layers.dropout import DropoutMasks
+
 
 class OnlineSoftmax:
     """The context of a block of queries, to which blocks of keys are added one after the other.
@@ -80,3 +83,32 @@ def block_gradients(
     dp, dv = context_tape.gradient(own, [probabilities, v], tf.cast(dy, own.dtype))
     ds = probabilities * (dp - means)
     return tape.gradient(scores, tensors, ds), dv
+
+
+def block_context(
+    probabilities: tf.Tensor,
+    v: tf.Tensor,
+    kept: tf.Tensor | None,
+    dropout: DropoutMasks | None,
+    compute_type: str,
+) -> tf.Tensor:
+    """Return what a block adds to the context, in the compute type.
+
+    Args:
+        probabilities: tensor [..., n, s, t], or multiples of them.
+        v: tensor [..., m, t, d].
+        kept: the mask of `dropout`, or None.
+        dropout: how elements are dropped.
+        compute_type: name of the type.
+    """
+    probabilities = tf.cast(probabilities, v.dtype)
+    if kept is not None:
+        probabilities = dropout.drop(probabilities, kept)
+    product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
+    return tf.cast(product, compute_type)
+
+
+def within(length: int, x: tf.Tensor, start: int, end: int) -> tf.Tensor:
+    """Return x [..., end - start, d] at its positions of so many, with zeros around it."""
+    # TensorFlow would keep the zeros themselves for good, those of every block.
+    return tf.pad(x, [*[[0, 0]] * (x.shape.rank - 2), [start, length - end], [0, 0]])
