@@ -138,7 +138,10 @@ class BeamSearch:
         return state["ended"][:, : self.num_results]
 
     def _log_p(self, state, logits):
-        """Return the log-probabilities [b·k, V] of the next tokens, by the rules."""
+        """Return the log-probabilities [b·k, V] of the next tokens, by the rules.
+
+        The probabilities of the tokens that may come add up to 1.
+        """
         k, texts = self.num_beams, state.get("texts")
         texts = None if texts is None else tf.repeat(texts, k, axis=0)
         found = tf.reshape(state["alive"], [-1, self.max_length])

@@ -45,6 +45,7 @@ LONG = [
 ]
 ALL = [two_ranks(name) for name in TASKS]
 OVERFLOWS = [two_ranks(name) for name in TASKS if name.startswith("overflow")]
+LONG.append(two_ranks("overflow_at_level_2"))
 EXACT = [
     two_ranks(name) for name in TASKS if not name.startswith("overflow") and name not in NOT_EXACT
 ]
@@ -107,7 +108,7 @@ def test_each_gradient_is_sent_once(run, ranks_of):
         assert 0 < others < 20, "what is counted, and the sums of the logs"
 
 
-@each(OVERFLOWS)
+@each(OVERFLOWS, LONG)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
     for found in ranks_of(run):
         weights, scales = found["weights_by_step"], found["loss_scale"]

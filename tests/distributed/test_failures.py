@@ -28,6 +28,7 @@ LONG = [
     *(("freeze", axis) for axis in ("data", "stage")),
     ("unequal", "model"),
     ("loop", "stage"),
+    ("midst", "stage"),
 ]
 STALL_SECONDS = "12"
 

@@ -18,6 +18,7 @@ REPLICAS = [
 RECOMPUTED = f"{MODULE}:recomputed/dp2@2x1"
 MODEL = [f"{MODULE}:kept_and_sent/mp2@2x1{options}" for options in ("+rows", "+rows+sp")]
 PIPELINES = [f"{MODULE}:kept_and_sent/pp2m4-{schedule}@2x1" for schedule in ("1f1b", "gpipe")]
+LONG = [*REPLICAS[:2], REPLICAS[3], MODEL[0], PIPELINES[1]]
 KINDS = {"weights": "weights", "gradients": "gradients", "optimizer states": "states"}
 KINDS |= {"activations": "activations"}
 STREAM = BATCH * LENGTH * SIZES["hidden_size"]
@@ -42,7 +43,7 @@ def planned(run):
     return cost(from_network(network()), cluster, Job(BATCH, "float32", "adam"), config)
 
 
-@each([*REPLICAS, *MODEL, *PIPELINES, RECOMPUTED])
+@each([*REPLICAS, *MODEL, *PIPELINES, RECOMPUTED], LONG)
 def test_the_fullest_rank_has_what_is_planned(run, ranks_of):
     own = planned(run).bytes_by_kind
     fullest = max(
@@ -55,7 +56,7 @@ def test_the_fullest_rank_has_what_is_planned(run, ranks_of):
         assert own[kind] == pytest.approx(fullest[name], rel=MEMORY), name
 
 
-@each(REPLICAS)
+@each(REPLICAS, LONG)
 def test_replicas_send_what_the_theory_says(run, ranks_of):
     level = Run.of(run).layout.level
     for results in ranks_of(run):
@@ -65,7 +66,7 @@ def test_replicas_send_what_the_theory_says(run, ranks_of):
         assert results["reduced"] == pytest.approx(expected, rel=MEMORY)
 
 
-@each(MODEL)
+@each(MODEL, LONG)
 def test_a_mesh_sums_what_the_theory_says(run, ranks_of):
     for results in ranks_of(run):
         expected = [sums_over_model(2) * STREAM] * SIZES["num_layers"]
@@ -73,7 +74,7 @@ def test_a_mesh_sums_what_the_theory_says(run, ranks_of):
         np.testing.assert_allclose(results["sums"], expected, rtol=0.01)
 
 
-@each(PIPELINES)
+@each(PIPELINES, LONG)
 def test_stages_send_what_the_theory_says(run, ranks_of):
     """Each sends a stream for every micro-batch: activations forward, gradients backward."""
     sent = [results["sent"] for results in ranks_of(run)]

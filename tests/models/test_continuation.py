@@ -25,6 +25,7 @@ VARIANTS = {
     "prefix": {"positions": "rotary", "prefix": True},
     "no_padding": {"pad_id": None, "end_id": None},
 }
+IN_BEAMS = "llama", "no_padding"  # beams of the others are among the long tests
 
 
 def model(variant="learned", **options):
@@ -69,7 +70,10 @@ def test_greedy(variant):
     assert of_rows(network.generate(PROMPTS, NEW, temperature=0.5, top_k=1), network) == expected
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(one, marks=[pytest.mark.long] * (one not in IN_BEAMS)) for one in VARIANTS],
+)
 def test_beams_find_what_is_at_least_as_likely(variant):
     network = model(variant)
 

@@ -38,6 +38,14 @@ from tests.models.pretrained.search_cases import RULES, SEARCHED, SEARCHES
 from tests.on_mesh import on_mesh, start
 
 pytestmark = with_transformers
+# Others of their families, which compute in nearly the same way, are in the quick suite.
+TWINS = "llama_3", "mistral", "bert", "t5"
+
+
+def each_of(names):
+    """Parametrize a test by `name`; of families that have several names one is quick."""
+    long = lambda name: [pytest.mark.long] * (name in TWINS)
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=long(name)) for name in names])
 
 
 def tensors_of(folder):
@@ -53,7 +61,7 @@ def test_logits(name):
     assert max(errors(network(inputs), expected).values()) < 1e-5
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@each_of(TEXTS)
 def test_what_is_generated(name):
     """Prompts have different lengths; windows and learned positions end before the texts do."""
     network, expected = from_pretrained(published() / name), results(name)
@@ -103,7 +111,7 @@ def test_rules_of_logits(name):
         assert (expected != saved["logits"]).any()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@each_of(PAIRS)
 def test_what_is_translated(name):
     network, expected = from_pretrained(published() / name), results(name)
     source = expected["generate/source"].astype("int32")
@@ -114,7 +122,7 @@ def test_what_is_translated(name):
     np.testing.assert_array_equal(beams, expected["generated_3"])
 
 
-@pytest.mark.parametrize("name", FAMILY_OF)
+@each_of(FAMILY_OF)
 def test_three_steps_of_training(name):
     network, expected = from_pretrained(published() / name), results(name)
     trainer = Trainer(network)
