@@ -41,11 +41,13 @@ LONG = [
         "level_3_plain_keras_loss",
         "plain_keras_in_micro_batches",
         "steps_per_execution",
+        "micro_batches",
+        "gradients_in_16_bits",
+        "overflow_at_level_2",
     )
 ]
 ALL = [two_ranks(name) for name in TASKS]
 OVERFLOWS = [two_ranks(name) for name in TASKS if name.startswith("overflow")]
-LONG.append(two_ranks("overflow_at_level_2"))
 EXACT = [
     two_ranks(name) for name in TASKS if not name.startswith("overflow") and name not in NOT_EXACT
 ]

@@ -22,8 +22,7 @@ QUICK = """
 
     deep_dropout/pp2m4-1f1b@2x1     deep_tied.used/pp2m2-interleaved2@2x1
     deep_tied/mp2pp2m2-1f1b@2x2     deep_tied/dp2pp2m2-1f1b@4x1+shard2
-    deep_llama/mp2@2x1  deep_llama_frozen/pp2m4-1f1b@2x1
-    deep_bert/mp2@1x2+rows+sp
+    deep_llama/mp2@2x1  deep_bert/mp2@1x2+rows+sp
 
     deep_long/cp2@1x2               deep_long_causal/cp2@2x1+ring
     deep_moe/dp2ep2@2x1
@@ -31,7 +30,7 @@ QUICK = """
 LONG = """
     untied.used/dp2mp2@1x4+rows+sp  sgd/dp2@1x2  sgd/dp2mp2@2x2+sp  adamw/dp2@2x1+shard1
     tied.used/dp2@2x1+shard3  muon/dp2@2x1+whole1  deep_llama_lora/dp2@2x1
-    deep_bert.used/mp2@1x2+rows+sp  deep_long.used/cp2@1x2
+    deep_llama_frozen/pp2m4-1f1b@2x1  deep_bert.used/mp2@1x2+rows+sp  deep_long.used/cp2@1x2
     untied.used/dp2mp4@1x8+rows+sp  tied/dp4mp2@1x8+sp  untied/dp8@1x8  untied/mp8@1x8+rows
     tied/mp2@1x2  tied/mp4@1x4+sp  sgd/dp4@1x4  untied/mp2@2x1  tied/mp4@2x2+rows  untied/dp2mp2@2x2+sp
     tied/dp4@4x1  adamw/dp4@4x1+shard3  untied/dp2mp2@4x1+rows  tied/dp2mp2@4x1+rows+sp
