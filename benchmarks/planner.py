@@ -144,14 +144,18 @@ def predicted(args, name, device):
     return cost(from_network(network(args)), cluster, job, config_of(name))
 
 
-def best_of(devices, name=""):
-    """Return the best of each figure of devices that were measured by turns."""
-    first = devices[0]
-    if isinstance(first, dict):
-        return {key: best_of([device[key] for device in devices], key) for key in first}
-    if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return min(devices) if name.endswith("_us") else max(devices)
-    return first
+def best_of(devices):
+    """Return the best of devices that were measured by turns: figures that belong together, together."""
+    found = dict(max(devices, key=lambda one: one["tflops_32_bit"]))
+    for name in ("tflops_16_bit", "memory_gb_per_second"):
+        found[name] = max(one[name] for one in devices)
+    overheads = [one["constants"]["pass_overhead_us"] for one in devices]
+    found["constants"] = {**found["constants"], "pass_overhead_us": min(overheads)}
+    large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 2e-6 * link["latency_us"]
+    found["links"] = {
+        axis: min((one["links"][axis] for one in devices), key=large) for axis in found["links"]
+    }
+    return found
 
 
 def compared(name, cost, runs):

@@ -10,7 +10,7 @@ from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.links import Group, collective_seconds, send_seconds
 from dtransformer.planner.memory import Memory, parameters_of_stage
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
 
@@ -142,7 +142,7 @@ class _Blocks:
             )
             passed = np.where(full, 4, 3)  # forward and backward, which sends twice
             keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-            tokens = stream * model.experts_chosen * model.capacity_factor
+            tokens = stream * model.routed_rows(is_on_mesh=True) * kind.has_experts
             weights = model.block_parameters(kind) / t * item
             gathers = np.where(full, 2, 2) * collective_seconds(
                 cluster, "all-gather", weights / system.gathers_a_block, groups["data"]

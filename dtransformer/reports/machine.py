@@ -20,7 +20,8 @@ from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.planner.clusters import Device, Link
 from dtransformer.planner.constants import Constants
 
-_ROUNDS, _LEAST_SECONDS = 7, 1.0  # of each measurement
+_ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
+_LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
 _MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
@@ -123,22 +124,15 @@ def _sizes():
 def _all_reduce_seconds(size):
     x = tf.zeros([size // 4])
     step = tf.function(lambda x: all_reduce_sum(x)[0])
-    return _seconds(lambda: step(x).numpy())
+    return _waited_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
     """Return the seconds to send from rank 0 to rank 1; others wait."""
     x, pair = tf.zeros([size // 4]), job.new_group([0, 1])
-
-    def one():
-        if job.rank() == 0:
-            send(x, 1, pair)
-        elif job.rank() == 1:
-            recv(x, 0, pair)
-        job.barrier()
-
-    empty = _seconds(job.barrier)
-    return max(_seconds(one) - empty, 1e-6)
+    way = {0: tf.function(lambda x: send(x, 1, pair)), 1: tf.function(lambda x: recv(x, 0, pair))}
+    one = way.get(job.rank(), tf.identity)
+    return _waited_seconds(lambda: one(x).numpy())
 
 
 def _mesh_seconds(size):
@@ -149,7 +143,7 @@ def _mesh_seconds(size):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
 
     step = MeshFunction(sums, [])
-    return _seconds(lambda: step(x))
+    return _waited_seconds(lambda: step(x))
 
 
 def _link(small_seconds, large_seconds, members, times):
@@ -162,19 +156,43 @@ def _link(small_seconds, large_seconds, members, times):
 
 
 def _seconds(run: Callable) -> float:
-    """Return the least seconds of a function's calls: what others do on a machine only adds.
+    """Return the seconds of a function's call while all ranks call it: the least of several rounds.
 
-    Ranks that wait for each other in it call it as often: by numbers that they agree on.
+    In a round it is called over and over, so that ranks that share cores have their share of them,
+    and not those of others that wait; the slowest rank's counts. What others do on a machine only
+    adds. Ranks call it as often: by numbers that they agree on.
     """
     run()
     start = time.perf_counter()
     run()
     once = max(time.perf_counter() - start, 1e-6)
-    rounds = max(_ROUNDS, min(int(_LEAST_SECONDS / once), 1000))
-    rounds = max(all_gather_json(rounds, "measure/rounds"))
+    times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
     found = []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
+        job.barrier()
         start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        for _ in range(times):
+            run()
+        found.append((time.perf_counter() - start) / times)
+    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/seconds")))
+
+
+def _waited_seconds(run: Callable) -> float:
+    """Return the seconds of a collective that begins at any moment: the mean of a round's calls.
+
+    Horovod looks for what is to be sent at intervals: what follows the last at once would wait for
+    all of one, and the least of many for none. Ranks pause for as long as each other, differently
+    before every call.
+    """
+    pauses, found = np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS), []
+    run()
+    for _ in range(_LINK_ROUNDS):
+        job.barrier()
+        seconds = 0.0
+        for pause in pauses:
+            time.sleep(pause)
+            start = time.perf_counter()
+            run()
+            seconds += time.perf_counter() - start
+        found.append(seconds / _CALLS)
+    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/waited")))
