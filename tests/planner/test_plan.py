@@ -243,6 +243,11 @@ def test_experts_that_are_sharded():
     assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
 
 
+def ask(batch, **fixed):
+    """Ask for a plan of a small model on eight devices with fixed fields."""
+    return plan(named(SMALL), cluster(8), Job(batch, fixed=fixed))
+
+
 WRONG = [
     (lambda: named("gpt_9z"), "no model 'gpt_9z'"),
     (lambda: device_named("b300"), "no device 'b300', expected one of v100-16"),
@@ -268,9 +273,25 @@ WRONG = [
         lambda: plan(named(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
         "pipeline_stage=16 is more than the 12 blocks",
     ),
+    (lambda: ask(7, data_parallel=8), "global_batch=7 is not divisible by data_parallel=8: give a"),
+    (lambda: ask(8, micro_batch_num=3), "global_batch=8 is not divisible by micro_batch_num=3"),
+    (lambda: ask(8, expert_parallel=2), "expert_parallel=2 does not divide num_experts=1"),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(7, fixed={"data_parallel": 8})),
-        "no layout of 8 devices divides global_batch=7",
+        lambda: ask(8, pipeline_stage=4, micro_batch_num=2),
+        "has all of pipeline_stage=4, micro_batch_num=2: there are some without pipeline_stage, or "
+        "without micro_batch_num",
+    ),
+    (
+        lambda: ask(8, optimizer_shard=2, data_parallel=1, context_parallel=1),
+        "there are some without optimizer_shard, or without data_parallel",
+    ),
+    (
+        lambda: ask(8, pipeline_schedule="zb_h1", model_parallel=2, pipeline_stage=2),
+        "no layout is trained so: ",
+    ),
+    (
+        lambda: plan(named(SMALL, sequence_length=1001), cluster(16), Job(1)),
+        "divides global_batch=1: give a batch",
     ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
