@@ -147,11 +147,9 @@ def predicted(args, name, device):
 def best_of(devices):
     """Return the best of devices that were measured by turns: figures that belong together, together."""
     found = dict(max(devices, key=lambda one: one["tflops_32_bit"]))
-    for name in ("tflops_16_bit", "memory_gb_per_second"):
-        found[name] = max(one[name] for one in devices)
-    overheads = [one["constants"]["pass_overhead_us"] for one in devices]
-    found["constants"] = {**found["constants"], "pass_overhead_us": min(overheads)}
-    large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 2e-6 * link["latency_us"]
+    found["tflops_16_bit"] = max(one["tflops_16_bit"] for one in devices)
+    found["pass_call_us"] = min(one["pass_call_us"] for one in devices)
+    large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
     found["links"] = {
         axis: min((one["links"][axis] for one in devices), key=large) for axis in found["links"]
     }

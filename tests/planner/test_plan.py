@@ -28,9 +28,11 @@ from dtransformer.planner import (
     plan,
     report,
 )
+from dtransformer.planner.clusters import Link
 from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.search import SIMPLER_SHARE
 from dtransformer.planner.stages import stage_kinds
 
@@ -390,3 +392,41 @@ def test_check_prints_every_table(capsys):
     assert "the layouts held out, together" in told and told.count("## ") == 13
     assert main(["plan", "--check", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held_out_error"] < 0.12
+
+
+# What is measured of ranks that share cores, and of Horovod's calls.
+
+
+def of_cpus(model, ranks, fields, **config):
+    """Return the cost of a small job on CPUs that a device's fields describe."""
+    device = dataclasses.replace(cpu_device(ranks, 16, ranks), **fields)
+    job = Job(16, "float32", "adam")
+    return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
+
+
+def test_ranks_that_share_a_core_compute_while_others_wait():
+    """Four stages of four micro-batches on two cores: no core has to wait, though stages do."""
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    alone, shared = (
+        of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
+        for sharing in (1.0, 2.0)
+    )
+    assert alone.seconds_by_kind["bubble"] > 0 == shared.seconds_by_kind["bubble"]
+    assert cpu_device(2, 16, 4).sharing == 2 and cpu_device(4, 16, 2).sharing == 1
+
+
+def test_each_collective_that_waits_takes_a_call():
+    """With sharded states sizes, norms and new weights besides: three calls of 5 ms more."""
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    links = {"data": Link(1.0, 0.0, 5000.0)}
+    none, one = (of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1))
+    more = one.seconds_by_kind["reduction"] - none.seconds_by_kind["reduction"]
+    assert more == pytest.approx(3 * 0.005)
+
+
+def test_a_pass_that_python_begins_takes_longer():
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    fields = ({"pass_call_us": 0.0}, {"pass_call_us": 1000.0})
+    quick, slow = (of_cpus(model, 2, some, pipeline_stage=2, micro_batch_num=8) for some in fields)
+    more = slow.seconds_by_kind["sends"] - quick.seconds_by_kind["sends"]
+    assert more == pytest.approx(8 * 0.001)
