@@ -7,12 +7,13 @@ A folder of random Llama weights in bfloat16 is made first, in several files, an
 the sizes are those of 1 B parameters. All figures are of files that lie in the page cache already.
 
 `read_seconds` is the time in which a rank alone reads all tensors into memory, `read_cpu_seconds` what
-of it it computed, which other programs on the machine disturb less. Both ranks of
-model_parallel=2 then tell the seconds of `from_pretrained`; what they hold of the weights,
-`share_bytes`; and `peak_bytes`, the most memory that it had in `from_pretrained` above what it had
-before: anonymous memory, sampled every few milliseconds, which pages of files that it maps are not a
-part of. At last low-rank adapters of queries and values are trained for three steps;
-`training_peak_bytes` is the largest resident memory of each rank, all of it.
+of it it computed, which other programs on the machine disturb less. `fresh_seconds` is the machine's
+own bound: what both ranks, at once, take to write a number into all of as much new memory as each will
+hold, which nothing that loads can do without. Both ranks of model_parallel=2 then tell the seconds of
+`from_pretrained`; what they hold of the weights, `share_bytes`; and `peak_bytes`, the most memory that
+it had in `from_pretrained` above what it had before: anonymous memory, sampled every few milliseconds,
+which pages of files that it maps are not a part of. At last low-rank adapters of queries and values are
+trained for three steps; `training_peak_bytes` is the largest resident memory of each rank, all of it.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from harness.launch import launch, tail
 from harness.printed import json_with
 
 PER_FILE = 4  # blocks
+FRESH_BYTES = 2**24  # of an array, about as large as a weight
 STEPS, ROWS, LENGTH = 3, 2, 64
 
 
@@ -121,6 +123,18 @@ def read(folder):
     }
 
 
+def fresh(num_bytes):
+    """Write new memory of so many bytes, twice; return what the second time has taken."""
+    for _ in range(2):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        pieces = [np.empty(FRESH_BYTES, "u1") for _ in range(max(num_bytes // FRESH_BYTES, 1))]
+        for piece in pieces:
+            piece[...] = 1
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        del pieces, piece
+    return {"fresh_seconds": seconds, "fresh_cpu_seconds": cpu_seconds}
+
+
 class Peak:
     """The most anonymous memory that this process has in a `with` block, above that before."""
 
@@ -161,12 +175,16 @@ def load(arguments):
         if rank == dtransformer.rank():
             reading = read(arguments.folder)
         all_gather_json(0, "read")
+    item_bytes = 2 if "16" in arguments.dtype and "mixed" not in arguments.dtype else 4
+    fresh_taken = fresh(reading["parameters"] * item_bytes // dtransformer.size())
+    all_gather_json(0, "fresh")
     with Peak() as peak:
         start, cpu_start = time.perf_counter(), time.process_time()
         network = from_pretrained(arguments.folder, dtype=arguments.dtype)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     found = {
         **reading,
+        **fresh_taken,
         "load_seconds": seconds,
         "load_cpu_seconds": cpu_seconds,
         "share_bytes": sum(

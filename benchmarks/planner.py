@@ -144,14 +144,16 @@ def predicted(args, name, device):
     return cost(from_network(network(args)), cluster, job, config_of(name))
 
 
-def best_of(devices, name=""):
-    """Return the best of each figure of devices that were measured by turns."""
-    first = devices[0]
-    if isinstance(first, dict):
-        return {key: best_of([device[key] for device in devices], key) for key in first}
-    if isinstance(first, (int, float)) and not isinstance(first, bool):
-        return min(devices) if name.endswith("_us") else max(devices)
-    return first
+def best_of(devices):
+    """Return the best of devices that were measured by turns: figures that belong together, together."""
+    found = dict(max(devices, key=lambda one: one["tflops_32_bit"]))
+    found["tflops_16_bit"] = max(one["tflops_16_bit"] for one in devices)
+    found["pass_call_us"] = min(one["pass_call_us"] for one in devices)
+    large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
+    found["links"] = {
+        axis: min((one["links"][axis] for one in devices), key=large) for axis in found["links"]
+    }
+    return found
 
 
 def compared(name, cost, runs):

@@ -1,11 +1,13 @@
 """`parallel: auto`: the layout of a run is the planner's."""
 
+from dtransformer.architectures import Architecture
 from dtransformer.cli.config import RunConfig
 from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.machine import num_ranks
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.models import from_architecture
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
+from dtransformer.planner.shape import ModelShape
 
 # Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
 _USUAL_SHARE = 4
@@ -37,16 +39,15 @@ def plan_of_run(config: RunConfig) -> Plan:
 
 def shape_of_run(config: RunConfig, length: int) -> ModelShape:
     """Return the shape of a run's model, for sentences of some length."""
-    model = config.model
-    return ModelShape(
-        name="translation model",
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
-        ffn_hidden_size=model.ffn_hidden_size,
-        vocab_size=config.tokenizer.vocab_size,
+    longest = config.data.max_length
+    arguments = {
+        **vars(config.model),
+        "source_vocab_size": config.tokenizer.vocab_size,
+        "target_vocab_size": config.tokenizer.vocab_size,
+    }
+    return from_architecture(
+        "translation model",
+        Architecture("TranslationTransformer", arguments, ""),
         sequence_length=length,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
-        tied_head=model.tied_head,
-        learned_positions=2 * config.data.max_length if model.positions == "learned" else 0,
+        learned_positions=2 * longest if config.model.positions == "learned" else 0,
     )

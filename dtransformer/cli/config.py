@@ -14,9 +14,11 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.parallel.config import (
+    MoEConfig,
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
 )
+from dtransformer.planner.models import checked
 
 # What values may be. The greatest ones are far beyond what is of use, and keep what is computed
 # from them finite; whether there is memory for a run, `needs` says.
@@ -77,6 +79,8 @@ class ModelOptions:
     tied_head: bool = True
     head_bias: bool = False
     post_layernorm_residual: bool = False
+    moe_config: pydantic.InstanceOf[MoEConfig] | None = None  # a mapping of its fields
+    moe_every: Layers = 1  # which blocks have experts: every so many
 
 
 @_options
@@ -129,6 +133,11 @@ class RunConfig:
     search: SearchOptions = dataclasses.field(default_factory=SearchOptions)
 
 
+# Options that are mappings of fields themselves.
+_MAPPINGS = {
+    "parallel.recompute": TransformerRecomputeConfig,
+    "model.moe_config": MoEConfig,
+}
 _MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
 _NO_DEGREE = "parallel.parallel_optimizer_threshold"
 _MAX_KEY = 100  # characters that are compared with the names of options
@@ -223,8 +232,8 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
     if key == "training.jit_compile" and isinstance(value, bool):
         value = str(value).lower()  # YAML has the words for its own
     try:
-        if key == "parallel.recompute" and isinstance(value, dict):
-            value = TransformerRecomputeConfig(**value)
+        if key in _MAPPINGS and isinstance(value, dict):
+            value = checked(_MAPPINGS[key], value)
         is_degree = section == "parallel" and key != _NO_DEGREE
         if is_degree and type(value) is int and value > _MAX_DEGREE:
             raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")

@@ -58,7 +58,7 @@ def generate(
         dtransformer.init(
             config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
         )
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise InputError(f"parallel: {error}") from None
     prompts = from_chief(lambda: prompts or _lines(source), "generate/prompts")
     tokenizer, model = _opened(pathlib.Path(folder), config.training.precision)

@@ -26,10 +26,11 @@ def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
     hidden, layers = model.hidden_size, model.encoder_layers + 2 * model.decoder_layers
     inner = model.ffn_hidden_size or 4 * hidden
     blocks = 4 * hidden**2 * layers
-    blocks += 2 * hidden * inner * (model.encoder_layers + model.decoder_layers)
+    blocks += 2 * hidden * inner * _feed_forward_layers(model)
+    experts = model.moe_config.expert_num if model.moe_config else 1
     _check(
         f"model (hidden_size={hidden}, {model.encoder_layers} and {model.decoder_layers} layers, "
-        f"{vocab_size} pieces)",
+        f"{f'{experts} experts, ' if experts > 1 else ''}{vocab_size} pieces)",
         _TRAINED * (blocks + hidden * vocab_size) // num_ranks,
     )
     _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
@@ -39,6 +40,15 @@ def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
             f"is data.max_length={length} and the end: give at most {length + 1}"
         )
     check_search(config, vocab_size, config.search.beam_size)
+
+
+def _feed_forward_layers(model):
+    """Return how many there are: each expert is one."""
+    stacks, experts = (model.encoder_layers, model.decoder_layers), model.moe_config
+    if experts is None or experts.expert_num == 1:
+        return sum(stacks)
+    more = experts.expert_num + experts.shared_experts - 1
+    return sum(blocks + more * (blocks // model.moe_every) for blocks in stacks)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:

@@ -123,7 +123,8 @@ def model_of(name: str | None, sequence: int | None = None):
     Raises:
         InputError: there is no such model, or the file has other fields.
     """
-    from dtransformer.planner.models import ModelShape, checked, named
+    from dtransformer.planner.models import checked, named
+    from dtransformer.planner.shape import ModelShape
 
     changes = {} if sequence is None else {"sequence_length": sequence}
     if name is None:

@@ -95,7 +95,7 @@ def train(
             seed=config.training.seed,
             local_devices=config.training.local_devices,
         )
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise InputError(f"parallel: {error}") from None
 
     def resumes_from():

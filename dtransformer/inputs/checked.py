@@ -20,6 +20,7 @@ _EXPECTED = {
     "less_than": "must be less than {lt}",
     "dict_type": "must be keys and values",
     "model_type": "must be keys and values",
+    "is_instance_of": "must be keys and values",
     "list_type": "must be a list",
     "literal_error": "must be one of {expected}",
 }

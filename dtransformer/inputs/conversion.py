@@ -1,5 +1,9 @@
 """Stored numbers as weights have them: in C order, of the weight's type, finite; in little memory."""
 
+import itertools
+import math
+import mmap
+
 import ml_dtypes
 import numpy as np
 
@@ -18,11 +22,13 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Bits of the exponent, all set in what is not finite: NumPy knows no bfloat16.
 _EXPONENTS = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
 _ALIGNMENT = 64
-# Elements that are looked at together, so that they stay in a core's cache.
+_PAGES = 2**18  # bytes from which on an array has pages of its own
+# Elements that are converted and looked at together, so that they stay in a core's cache.
 _TOGETHER = 2**16
-# Rows that are transposed together, and the elements between two of them in a buffer: where rows
-# are some power of two apart, they would take the same places in the cache.
-_ROWS, _APART = 128, 32
+# Of a matrix that is stored transposed a tile is converted at once; and the elements between two
+# rows of it in a buffer: where rows are some power of two apart, they would take the same places in
+# the cache.
+_ROWS, _COLUMNS, _APART = 128, 1024, 32
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -41,40 +47,58 @@ def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     kind = np.dtype(kind)
     if value.dtype != kind and not {value.dtype, kind} <= _FLOAT_TYPES:
         raise InputError(f"{name} is {value.dtype}, expected {kind}: convert it first")
-    converted = _cast(_in_order(value), kind)
-    if kind in _FLOAT_TYPES and not _is_finite(converted.reshape(-1)):
+    result = empty(value.shape, kind)
+    matrix = _transposed_matrix(value)
+    parts = _filled(result, value) if matrix is None else _filled_by_tiles(result, matrix)
+    if not all(map(_is_finite, parts)):
         raise InputError(
             f"{name} has values that are not finite in {kind} (NaN, infinity, or too large): take "
             "other weights"
         )
-    return converted
-
-
-def _in_order(value):
-    """Return a copy in C order: of a matrix that is stored transposed some rows after others.
-
-    NumPy's own copy takes five times as long.
-    """
-    matrix = _transposed_matrix(value)
-    if matrix is None:
-        result = empty(value.shape, value.dtype)
-        result[...] = value
-        return result
-    result = empty(value.shape, value.dtype)
-    columns, (size, number) = result.view(matrix.dtype).reshape(matrix.shape), matrix.shape
-    buffer = np.empty((_ROWS, size + _APART), matrix.dtype)
-    for start in range(0, number, _ROWS):
-        rows = matrix[:, start : start + _ROWS].T  # as they lie in the file
-        part = buffer[: len(rows), :size]
-        part[...] = rows
-        columns[:, start : start + _ROWS] = part.T
     return result
 
 
+def _filled(result, value):
+    """Write a value into an array of its shape; yield what was written, part by part."""
+    if result.ndim != 1 and value.flags.c_contiguous:
+        result, value = result.reshape(-1), value.reshape(-1)
+    if not result.ndim:
+        result, value = result[None], value[None]
+    each = max(_TOGETHER // max(math.prod(result.shape[1:]), 1), 1)
+    for start in range(0, len(result), each):
+        part = result[start : start + each]
+        _cast(value[start : start + each], part)
+        yield part
+
+
+def _filled_by_tiles(result, matrix):
+    """Write a matrix of which columns lie one after the other into an array in C order.
+
+    Each tile is read as it lies in the file, converted, and written transposed: NumPy's own copy
+    takes five times as long. Yields the converted tiles.
+    """
+    (size, number), bits = matrix.shape, f"u{result.itemsize}"
+    columns = result.view(bits).reshape(matrix.shape)
+    buffer = np.empty((_ROWS, _COLUMNS + _APART), result.dtype)
+    for start, left in itertools.product(range(0, number, _ROWS), range(0, size, _COLUMNS)):
+        rows = matrix[left : left + _COLUMNS, start : start + _ROWS].T
+        part = buffer[: rows.shape[0], : rows.shape[1]]
+        _cast(rows, part)
+        yield part
+        columns[left : left + _COLUMNS, start : start + _ROWS] = part.view(bits).T
+
+
 def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-    """Return an array without values, which begins where TensorFlow can take it without a copy."""
+    """Return an array without values, which begins where TensorFlow can take it without a copy.
+
+    Of a large one the pages are asked for at once: to be given each when it is first written takes
+    about as long as to convert what is written.
+    """
     kind = np.dtype(kind)
-    size = int(np.prod(shape)) * kind.itemsize
+    size = math.prod(shape) * kind.itemsize
+    if size >= _PAGES:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        return np.frombuffer(mmap.mmap(-1, size, flags=flags), "u1").view(kind).reshape(shape)
     raw = np.empty(size + _ALIGNMENT, "u1")
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(kind).reshape(shape)
@@ -84,9 +108,9 @@ def _transposed_matrix(value):
     """Return a value as a matrix of which columns lie one after the other; None if it is none."""
     if value.dtype.itemsize not in (1, 2, 4, 8):
         return None
-    raw = np.asarray(value).view(f"u{value.dtype.itemsize}")
+    raw = np.asarray(value)
     for number in range(1, raw.ndim):
-        shape = int(np.prod(raw.shape[:number])), int(np.prod(raw.shape[number:]))
+        shape = math.prod(raw.shape[:number]), math.prod(raw.shape[number:])
         try:
             matrix = raw.reshape(shape, copy=False)
         except ValueError:
@@ -96,30 +120,23 @@ def _transposed_matrix(value):
     return None
 
 
-def _cast(value, kind):
-    """Return a C-contiguous value in another floating-point type, or itself."""
-    if value.dtype == _BFLOAT16 and kind == np.float32:  # its bits are the first half of these
-        result = empty(value.shape, kind)
-        bits, wide = value.reshape(-1).view("u2"), result.reshape(-1).view("u4")
-        for some in _parts(bits.size):
-            np.left_shift(bits[some], 16, out=wide[some], dtype="u4")
-        return result
-    with np.errstate(over="ignore", invalid="ignore"):
-        return value.astype(kind, copy=False)
+def _cast(value, result):
+    """Write a value into an array of the same or another floating-point type."""
+    if value.dtype == result.dtype:  # bits are copied: faster than what NumPy has for small types
+        bits = f"u{value.itemsize}" if value.itemsize in (1, 2, 4, 8) else value.dtype
+        result.view(bits)[...] = value.view(bits)
+    elif value.dtype == _BFLOAT16 and result.dtype == np.float32:  # the first half of its bits
+        np.left_shift(value.view("u2"), 16, out=result.view("u4"), dtype="u4")
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            result[...] = value
 
 
-def _is_finite(flat):
-    exponent = _EXPONENTS.get(flat.dtype)
+def _is_finite(part):
+    """Return whether all of an array are finite, which a type that has no infinity always is."""
+    if part.dtype not in _FLOAT_TYPES:
+        return True
+    exponent = _EXPONENTS.get(part.dtype)
     if exponent is not None:
-        bits = flat.view("u2")
-        return all((bits[some] & exponent).max() < exponent for some in _parts(bits.size))
-    is_wide = flat.dtype.itemsize >= 4
-    return all(
-        np.isfinite(flat[some] if is_wide else flat[some].astype("f4")).all()
-        for some in _parts(flat.size)
-    )
-
-
-def _parts(size):
-    """Return the slices of some elements each that so many are."""
-    return [slice(start, start + _TOGETHER) for start in range(0, size, _TOGETHER)]
+        return not part.size or bool((part.view("u2") & exponent).max() < exponent)
+    return bool(np.isfinite(part if part.itemsize >= 4 else part.astype("f4")).all())

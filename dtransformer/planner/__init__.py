@@ -18,8 +18,9 @@ from dtransformer.planner.clusters import DEVICES, Cluster, Device, Link, device
 from dtransformer.planner.constants import Constants
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.job import Job
-from dtransformer.planner.models import ModelShape, from_network, named
+from dtransformer.planner.models import from_network, named
 from dtransformer.planner.search import Plan, cost, plan
+from dtransformer.planner.shape import ModelShape
 
 __all__ = [
     "DEVICES",

@@ -7,8 +7,9 @@ from dtransformer.planner import report
 from dtransformer.planner.clusters import Cluster, Device, device_named
 from dtransformer.planner.job import Job
 from dtransformer.planner.machine import this_cluster
-from dtransformer.planner.models import ModelShape, from_network, named
+from dtransformer.planner.models import from_network, named
 from dtransformer.planner.search import Plan, plan
+from dtransformer.planner.shape import ModelShape
 
 
 def automatic_plan(

@@ -18,10 +18,12 @@ class Link:
     Args:
         gb_per_second: one way, from each device, 10^9 bytes/s.
         latency_us: microseconds of a step of a ring, whatever it sends.
+        call_us: microseconds of a collective, whatever it sends and to how many.
     """
 
     gb_per_second: float
     latency_us: float
+    call_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Device:
         constants: what of these figures training reaches.
         source: where the figures are published.
         links: dict of an axis, "model", "data" or "stage", and its `Link`, where it is measured.
+        sharing: ranks that share a core: while some wait, others are as many times as fast.
+        pass_call_us: microseconds in which a stage of a pipeline begins a pass, which one compiled
+            function need not.
         hides_reductions: whether what it sends leaves its products as fast as they are.
     """
 
@@ -54,6 +59,8 @@ class Device:
     constants: Constants = A100
     source: str = ""
     links: Mapping = dataclasses.field(default_factory=dict)
+    sharing: float = 1.0
+    pass_call_us: float = 0.0
     hides_reductions: bool = True
 
     def of_axis(self, axis: str) -> Link | None:

@@ -11,7 +11,7 @@ from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import Memory, memory_of
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.time import StepTime, time_of
 
 

@@ -55,6 +55,7 @@ def kept_bytes(
     by_blocks=(),
     expert_rows=None,
     experts_chosen=0,
+    shared_experts=0,
 ):
     """Return the bytes that a block keeps of a sequence until its backward pass, on a device.
 
@@ -78,6 +79,7 @@ def kept_bytes(
         expert_rows: rows that experts compute of a sequence, in place of a feed-forward layer: they
             and the experts' outputs are kept, too.
         experts_chosen: experts that each token is sent to.
+        shared_experts: experts that every token is sent to besides.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
@@ -103,10 +105,10 @@ def kept_bytes(
         elif "attention" not in recomputed:
             sharded += (2 * item + 1) * num_heads * length * other
     if "feed_forward" not in recomputed:
-        rows = length if expert_rows is None else expert_rows
+        rows = length if expert_rows is None else expert_rows + shared_experts * length
         sharded += (4 if gated else 2) * item * rows * ffn_hidden_size
         if experts_chosen:
-            replicated += item * (rows / length + experts_chosen)
+            replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:
         replicated -= (number + 1) * item
     return replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t

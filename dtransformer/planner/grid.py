@@ -2,6 +2,7 @@
 
 import difflib
 import itertools
+import math
 import re
 
 import numpy as np
@@ -13,7 +14,7 @@ from dtransformer.parallel.validators import check_supported
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts, recompute_of
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
 # Fields of the config that a layout decides; of the others, what is fixed goes into the config.
@@ -46,8 +47,20 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
         InputError: a fixed field is none of the config's, or no layout has it.
     """
     fixed, others = _fixed_columns(job)
+    parts = _parts(model, cluster, job.global_batch, fixed)
+    if not parts:
+        raise InputError(_why_none(model, cluster, job, fixed))
+    layouts = Layouts.joined(parts)
+    supported = _is_supported(layouts, others)
+    if not supported.any():
+        raise InputError(f"no layout is trained so: {supported_error(layouts.config(0, others))}")
+    return layouts[supported]
+
+
+def _parts(model, cluster, batch, fixed):
+    """Return the layouts that the columns that are fixed leave, in parts of the same degrees."""
     allowed = lambda column, values: [v for v in values if fixed.get(column, v) == v]
-    devices, batch, parts = cluster.num_devices, job.global_batch, []
+    devices, parts = cluster.num_devices, []
     for t in divisors(devices):
         may_cross = "model" in fixed
         if t not in allowed("model", [t]) or _does_not_divide(model, t):
@@ -67,11 +80,7 @@ def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
                 parts.append(
                     _options(model, allowed, t=t, p=p, c=c, e=e, data=data, batch=batch // data)
                 )
-    parts = [part for part in parts if part is not None]
-    if not parts:
-        raise InputError(_why_none(model, cluster, job))
-    layouts = Layouts.joined(parts)
-    return layouts[_is_supported(layouts, others)]
+    return [part for part in parts if part is not None]
 
 
 def _does_not_divide(model, t):
@@ -166,35 +175,53 @@ def supported_error(config: TransformerOpParallelConfig) -> str | None:
     """Return why the trainer would refuse a config; None where it takes it."""
     try:
         check_supported(config)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         return re.sub(r"\s+", " ", str(error))
     return None
 
 
-def _why_none(model, cluster, job):
+def _why_none(model, cluster, job, fixed):
     """Return one line: which demand leaves no layout."""
-    fixed = {name: value for name, value in job.fixed.items() if name in _COLUMNS}
-    devices = cluster.num_devices
-    degrees = [name for name in list(_COLUMNS)[:4] if fixed.get(name)]
-    product = int(np.prod([int(fixed[name]) for name in degrees])) if degrees else 1
-    if devices % product:
-        words = " · ".join(f"{name}={fixed[name]}" for name in degrees)
+    names = {column: name for name, column in _COLUMNS.items()}
+    word = lambda column: f"{names[column]}={job.fixed[names[column]]}"
+    devices, batch = cluster.num_devices, job.global_batch
+    degrees = [column for column in ("data", "model", "stage", "context") if column in fixed]
+    if devices % math.prod(fixed[column] for column in degrees):
+        words = " · ".join(map(word, degrees))
         return f"{words} does not divide {devices} devices: change --fix, or --devices"
-    t = int(fixed.get("model_parallel", 1))
-    if _does_not_divide(model, t):
+    if _does_not_divide(model, fixed.get("model", 1)):
         return (
-            f"model_parallel={t} does not divide num_heads={model.num_heads}, "
+            f"{word('model')} does not divide num_heads={model.num_heads}, "
             f"num_kv_heads={model.num_kv_heads} and ffn_hidden_size={model.ffn_hidden_size} of "
             f"{model.name}: fix a common divisor"
         )
-    p = int(fixed.get("pipeline_stage", 1))
-    if p > model.num_blocks:
+    if fixed.get("stage", 1) > model.num_blocks:
         return (
-            f"pipeline_stage={p} is more than the {model.num_blocks} blocks of {model.name}: fix "
+            f"{word('stage')} is more than the {model.num_blocks} blocks of {model.name}: fix "
             "fewer stages"
         )
+    if model.num_experts % fixed.get("expert", 1):
+        return f"{word('expert')} does not divide num_experts={model.num_experts} of {model.name}"
+    if _no_context(model, fixed.get("context", 1)):
+        return (
+            f"{word('context')} does not divide sequences of {model.sequence_length}: fix a divisor"
+        )
+    shares = [column for column in ("data", "micro_batches") if column in fixed]
+    share = math.prod(fixed[column] for column in shares)
+    if batch % share:
+        words = " · ".join(map(word, shares))
+        return f"global_batch={batch} is not divisible by {words}: give a multiple of {share}"
+    without = [
+        names[column]
+        for column in fixed
+        if _parts(model, cluster, batch, {k: v for k, v in fixed.items() if k != column})
+    ]
+    if without:
+        return (
+            f"no layout of {devices} devices with global_batch={batch} has all of "
+            f"{', '.join(map(word, fixed))}: there are some without {', or without '.join(without)}"
+        )
     return (
-        f"no layout of {devices} devices divides global_batch={job.global_batch}"
-        f"{f' with {dict(fixed)}' if fixed else ''}: give a batch that has more divisors, such as "
-        f"{-(-job.global_batch // devices) * devices}"
+        f"no layout of {devices} devices divides global_batch={batch}: give a batch that has more "
+        f"divisors, such as {-(-batch // devices) * devices}"
     )

@@ -30,6 +30,9 @@ class System:
         shards_sends: whether the devices of a stage send a shard each to the next, not all of it.
         gathers_a_block: all-gathers of a block's weights at level 3: one for all of them, or for
             each.
+        waits: by level the collectives of a step of replicas that nothing is computed beside, and
+            that wait for each other, but for the reduction of gradients itself.
+        stage_waits: those of a pipeline's step.
         copies_weights: whether, without a mesh, a rank computes with a 16-bit copy of the weights at
             levels 1 and 2, and shards float32 ones with the states.
     """
@@ -44,6 +47,8 @@ class System:
     repeats_last_sum: bool
     shards_sends: bool
     gathers_a_block: int = 1
+    waits: tuple[int, int, int, int] = (0, 0, 0, 0)
+    stage_waits: int = 0
     copies_weights: bool = False
 
     def bytes_a_parameter(self, level, is_on_mesh):
@@ -129,5 +134,9 @@ class Job:
             hides_on_mesh=False,
             repeats_last_sum=False,
             shards_sends=False,
+            # Rows of tables: how many, then which. Then with sharded states the sizes of what is
+            # exchanged, norms, and new weights.
+            waits=(1, 4, 4, 1),
+            stage_waits=2,  # norms, and what logs tell
             copies_weights=self.is_mixed,
         )

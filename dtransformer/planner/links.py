@@ -48,6 +48,12 @@ def hop_seconds(cluster: Cluster, axis: str) -> float:
     return (cluster.device.constants.hop_us if own is None else own.latency_us) * 1e-6
 
 
+def call_seconds(cluster: Cluster, axis: str) -> float:
+    """Return the seconds of a collective along an axis, whatever it sends and to how many."""
+    own = cluster.device.of_axis(axis)
+    return 0.0 if own is None else own.call_us * 1e-6
+
+
 def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
     """Return the seconds of a collective: an array [N], 0 where a group has one member.
 
@@ -60,6 +66,7 @@ def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
     steps = (2 if kind == "all-reduce" else 1) * (group.members - 1)
     sent = ring_elements(kind, num_bytes, group.members)
     seconds = sent / bytes_per_second(cluster, group) + steps * hop_seconds(cluster, group.axis)
+    seconds = seconds + call_seconds(cluster, group.axis)
     return np.where(group.members > 1, seconds, 0.0)
 
 
@@ -72,4 +79,5 @@ def send_seconds(cluster: Cluster, num_bytes, stride):
     rate = np.where(np.asarray(stride) >= cluster.devices_per_node, between, inside)
     if own is not None:
         rate = own.gb_per_second
-    return num_bytes / (rate * 1e9) + hop_seconds(cluster, "stage")
+    begins = hop_seconds(cluster, "stage") + call_seconds(cluster, "stage")
+    return num_bytes / (rate * 1e9) + begins

@@ -19,7 +19,11 @@ _GPUS = "/proc/driver/nvidia/gpus/*/information"
 # the model axis goes through DTensor and the others through Horovod, whose cycle is 5 ms.
 _CORE_TFLOPS = 0.075
 _CORE_GB_PER_SECOND = 5.0
-_LINKS = {"data": Link(0.7, 2500.0), "model": Link(0.4, 2500.0), "stage": Link(0.4, 5000.0)}
+_LINKS = {
+    "data": Link(0.7, 0, 5000.0),
+    "model": Link(0.4, 0, 2500.0),
+    "stage": Link(0.4, 0, 5000.0),
+}
 CPU = Constants(
     product_share=0.9,
     half_rows=8,
@@ -107,6 +111,7 @@ def cpu_device(cores: int, memory_gb: float, ranks: int) -> Device:
         constants=CPU,
         source=CPU.source,
         links=_LINKS,
+        sharing=max(ranks / cores, 1.0),
         hides_reductions=False,
     )
 

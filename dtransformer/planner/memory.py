@@ -7,7 +7,7 @@ import numpy as np
 from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state_bytes
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
-from dtransformer.planner.models import BlockKind, ModelShape
+from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, stage_kinds
 
 BLOCKWISE_SCORES = (
@@ -58,9 +58,10 @@ def activations_of_block(
         "model_parallel": layouts.model,
         "is_sequence_sharded": layouts.sequence > 0,
     }
-    if model.num_experts > 1:
-        rows = length * model.experts_chosen * model.capacity_factor
+    if kind.has_experts:
+        rows = length * model.routed_rows((layouts.model > 1) | (layouts.expert > 1))
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
+        sizes["shared_experts"] = model.shared_experts
 
     def kept(blocks):
         none = kept_bytes(**sizes, by_blocks=blocks)
@@ -131,16 +132,17 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
 
 def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
     """Return the parameters of experts among those of a rank of a stage, an array [N]."""
-    each = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
-    return sum(stage.blocks) * each / (layouts.model * layouts.expert)
+    numbers = zip(stage.blocks, model.kinds)
+    total = sum(number * model.experts_parameters(kind) for number, kind in numbers)
+    return total / (layouts.model * layouts.expert)
 
 
 def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
     """Return the parameters of a rank of a stage: its shards of them, an array [N]."""
     t, total = layouts.model, experts_of_stage(model, layouts, stage)
     for number, kind in zip(stage.blocks, model.kinds):
-        experts = model.num_experts * model.expert_parameters() if model.num_experts > 1 else 0
-        total = total + number * (model.block_parameters(kind) - experts) / t
+        others = model.block_parameters(kind) - model.experts_parameters(kind)
+        total = total + number * others / t
     rows = np.where(layouts.rows > 0, t, 1)
     table = model.embedding_parameters() + model.other_parameters
     # A tied table is on the first stage and on the last one.

@@ -131,6 +131,7 @@ def yaml_of(plan: Plan) -> str:
     model, ranks = plan.model, plan.cluster.num_devices
     head = (
         f"# {model.name} on {plan.cluster}: {plan.best.layout}\n"
-        f"# horovodrun -np {ranks} dtransformer train --config THIS-FILE\n"
+        f"# For {ranks} ranks: the section of a config of `dtransformer train`; in Python\n"
+        "# TransformerOpParallelConfig(**yaml.safe_load(open(THIS_FILE))['parallel']).\n"
     )
     return f"{head}{text}"

@@ -11,7 +11,7 @@ from dtransformer.planner.cost import Cost, cost_of, evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts, layout_of
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 
 SIMPLER_SHARE = 0.02  # of the time, which a layout of fewer techniques may take more
 _MAX_GROWTH = 64  # times the devices, as far as a cluster is asked for that is large enough

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,7 @@ def stage_kinds(
     StageKind(first=2, blocks=(0, 3), has_embedding=False, has_head=False)
     StageKind(first=3, blocks=(0, 3), has_embedding=False, has_head=True)
     """
-    order = [number for number, kind in enumerate(model.kinds) for _ in range(kind.number)]
-    total = stages * chunks
+    order, total = model.order, stages * chunks
     bounds = [-(-len(order) * i // total) for i in range(total + 1)]
     ways = [list(range(stages))[:: -1 if goes_back and v % 2 else 1] for v in range(chunks)]
     stage_of_chunk = [stage for way in ways for stage in way]

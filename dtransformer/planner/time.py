@@ -8,9 +8,9 @@ from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.formulas import bubble_passes, sums_over_model
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
-from dtransformer.planner.links import Group, collective_seconds, send_seconds
+from dtransformer.planner.links import Group, call_seconds, collective_seconds, send_seconds
 from dtransformer.planner.memory import Memory, parameters_of_stage
-from dtransformer.planner.models import ModelShape
+from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
 
@@ -102,11 +102,14 @@ def time_of(
                 inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
         for number, kind in enumerate(model.kinds):
             mean += kind.number / p * own.blocks[number][chosen]
-        sends = own.sends[chosen] * v * (p > 1)
+        sends = (own.sends[chosen] + cluster.device.pass_call_us * 1e-6) * v * (p > 1)
         for kind, value in inner.items():
             columns[kind][chosen] = some.micro_batches * value
         columns["sends"][chosen] = some.micro_batches * sends
-        columns["bubble"][chosen] = bubble_passes(schedule, p, v) * (mean + sends)
+        # Ranks that share a core compute while others wait.
+        sharing, passes = cluster.device.sharing, bubble_passes(schedule, p, v)
+        waits = np.maximum(passes - (sharing - 1) * some.micro_batches, 0) / sharing
+        columns["bubble"][chosen] = waits * (mean + sends)
     columns["reduction"] = _reduction(model, cluster, layouts, system, columns)
     states = memory.weights + memory.gradients + memory.states
     columns["update"] = update_seconds(cluster.device, states)
@@ -142,7 +145,7 @@ class _Blocks:
             )
             passed = np.where(full, 4, 3)  # forward and backward, which sends twice
             keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-            tokens = stream * model.experts_chosen * model.capacity_factor
+            tokens = stream * model.routed_rows(is_on_mesh=True) * kind.has_experts
             weights = model.block_parameters(kind) / t * item
             gathers = np.where(full, 2, 2) * collective_seconds(
                 cluster, "all-gather", weights / system.gathers_a_block, groups["data"]
@@ -202,4 +205,7 @@ def _reduction(model, cluster, layouts, system, columns):
     beside = (columns["products"] * 2 / 3 + columns["recompute"]) / layouts.micro_batches
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
-    return np.where(layouts.level >= 3, 0.0, seconds)
+    waits = np.array(system.waits)[layouts.level] * call_seconds(cluster, "data")
+    stage_waits = system.stage_waits * call_seconds(cluster, "stage") * (layouts.stage > 1)
+    seconds = np.where(layouts.level >= 3, 0.0, seconds)
+    return seconds + np.where(group.members > 1, waits, 0.0) + stage_waits

@@ -10,7 +10,7 @@ import numpy as np
 
 from dtransformer.planner.clusters import Device
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.models import BlockKind, ModelShape
+from dtransformer.planner.shape import BlockKind, ModelShape
 
 # Items that a forward pass reads and writes, counted from what the operations are; backward twice
 # as many. Of each element of the stream: two norms (2 · 2), and bias, dropout and residual twice
@@ -62,7 +62,7 @@ def block_passes(
 ) -> Passes:
     """Return the `Passes` of a block of a kind."""
     t, item = layouts.model, 2 if is_16_bit else 4
-    h, d, f = model.hidden_size, model.head_dim, model.ffn_hidden_size
+    h, d = model.hidden_size, model.head_dim
     length = kind.length / layouts.context
     rows = layouts.micro_batch * length
     product = lambda *sizes: product_seconds(device, *sizes, is_16_bit=is_16_bit)
@@ -78,21 +78,33 @@ def block_passes(
         heads = layouts.micro_batch * model.num_heads / t
         core += product(length, d, other, heads) + product(length, other, d, heads)
         scores += heads * length * other
-    chosen = min(model.experts_chosen, model.num_experts)
-    inner = chosen * (model.capacity_factor if model.num_experts > 1 else 1.0)
-    expert_rows = rows * inner / np.maximum(model.num_experts / layouts.expert, 1)
-    times = np.maximum(model.num_experts / layouts.expert, 1)
-    products += product(expert_rows, h, (2 if model.gated else 1) * f / t, times)
-    products += product(expert_rows, f / t, h, times)
+    inner = _feed_forward_rows(model, kind, layouts)
+    for each_rows, features, times in inner:
+        products += product(each_rows, h, (2 if model.gated else 1) * features / t, times)
+        products += product(each_rows, features / t, h, times)
     sharded = np.where(layouts.sequence > 0, t, 1)
     moved = (len(kind.attended) + 1) / 2 * rows * h * STREAM_ITEMS / sharded
-    moved += rows * INNER_ITEMS * f * inner * (2 if model.gated else 1) / t
+    computed = sum(each_rows * features * times for each_rows, features, times in inner)
+    moved += INNER_ITEMS * computed * (2 if model.gated else 1) / t
     moved += rows * HEAD_ITEMS * len(kind.attended) * model.num_heads * d / t
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
     repeated = np.choose(layouts.recompute, [0 * forward, core, forward + start])
     return Passes(forward + start, 2 * (forward + start), repeated)
+
+
+def _feed_forward_rows(model, kind, layouts):
+    """Return rows, features inside and number of the feed-forward layers of a block on a device."""
+    rows = layouts.micro_batch * kind.length / layouts.context
+    if not kind.has_experts:
+        return [(rows, model.ffn_hidden_size, 1.0)]
+    own = model.num_experts / layouts.expert
+    on_mesh = (layouts.model > 1) | (layouts.expert > 1)
+    found = [(rows * model.routed_rows(on_mesh) / own, model.ffn_hidden_size, own)]
+    if model.shared_experts:
+        found.append((rows, model.shared_experts * model.ffn_hidden_size, 1.0))
+    return found
 
 
 def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=True):
@@ -104,5 +116,8 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
 
 
 def update_seconds(device: Device, state_bytes):
-    """Return the seconds of the optimizer's update of what takes so many bytes on a rank."""
-    return memory_seconds(device, STATE_PASSES * state_bytes)
+    """Return the seconds of the optimizer's update of what takes so many bytes on a rank.
+
+    It goes over long vectors, which all of the memory's bandwidth is for.
+    """
+    return STATE_PASSES * state_bytes / (device.memory_gb_per_second * 1e9)

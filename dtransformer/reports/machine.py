@@ -1,5 +1,7 @@
 """What this machine does: products, memory, collectives; as a `planner.Device`."""
 
+import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,8 +21,13 @@ from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.planner.clusters import Device, Link
 from dtransformer.planner.constants import Constants
+from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.shape import ModelShape
+from dtransformer.planner.work import block_passes
 
-_ROUNDS, _LEAST_SECONDS = 7, 1.0  # of each measurement
+_ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
+_BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
+_LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
 _MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
@@ -36,44 +43,47 @@ def measure_device(name: str, memory_gb: float) -> Device:
         name: what the device is called.
         memory_gb: memory of a device, 10^9 bytes.
     """
+    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
     job.init(TransformerOpParallelConfig())
-    products = measure_products()
+    peak, half_rows, half_features = measure_products()
     links = {}
     if job.size() > 1:
-        links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size(), 2)
-        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()), 2, 1)
-    memory = _memory_bytes_per_second()
-    overhead = _overhead_seconds()
-    if job.size() > 1:
-        job.init(TransformerOpParallelConfig(model_parallel=job.size()))
-        links["model"] = _link(*(_mesh_seconds(size) for size in _sizes()), job.size(), 2)
+        links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size())
+        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
+    overhead, call = _overhead_seconds()
     data = links.get("data", Link(1.0, 100.0))
-    peak, half_rows, half_features = products
-    constants = Constants(
-        product_share=1.0,
-        half_rows=round(half_rows, 1),
-        half_features=round(half_features, 1),
-        memory_share=1.0,
-        pass_overhead_us=round(overhead * 1e6),
-        inside_share=1.0,
-        between_share=1.0,
-        hop_us=data.latency_us,
-        source="measured",
-    )
-    return Device(
+    device = Device(
         name=name,
         tflops_16_bit=measure_products("bfloat16")[0] / 1e12,
         tflops_32_bit=peak / 1e12,
         memory_gb=memory_gb,
-        memory_gb_per_second=memory / 1e9,
+        memory_gb_per_second=_memory_bytes_per_second() / 1e9,
         inside_gb_per_second=data.gb_per_second,
         between_gb_per_second=data.gb_per_second,
-        devices_per_node=int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1),
-        constants=constants,
+        devices_per_node=ranks,
+        constants=Constants(
+            product_share=1.0,
+            half_rows=round(half_rows, 1),
+            half_features=round(half_features, 1),
+            memory_share=1.0,
+            pass_overhead_us=round(overhead * 1e6),
+            inside_share=1.0,
+            between_share=1.0,
+            hop_us=data.latency_us,
+            source="measured",
+        ),
         source="measured",
-        links=links,
+        sharing=max(ranks / cores, 1.0),
+        pass_call_us=round(call * 1e6),
         hides_reductions=device_type() == "GPU",
     )
+    # More than all of it is what a disturbed measurement gives.
+    share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
+    constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
+    if job.size() > 1:
+        job.init(TransformerOpParallelConfig(model_parallel=job.size()))
+        links["model"] = _link(*(_mesh_seconds(size) for size in _sizes()), job.size())
+    return dataclasses.replace(device, constants=constants, links=links)
 
 
 def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
@@ -108,12 +118,58 @@ def _memory_bytes_per_second():
 
 
 def _overhead_seconds():
-    """Return the seconds of the forward pass of a block in which nothing is left to compute."""
+    """Return the seconds of a block's forward pass in which nothing is left to compute.
+
+    And those by which both passes of a function take longer where Python begins each.
+    """
     block = TransformerEncoderLayer(hidden_size=8, num_heads=2, ffn_hidden_size=8)
     x = tf.zeros([1, 2, 8])
     block(x)
     blocks = tf.function(lambda x: block(block(block(block(x)))))
-    return _seconds(lambda: blocks(x).numpy()) / 4
+
+    def both():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(blocks(x))
+        return tape.gradient(loss, block.trainable_variables)
+
+    compiled = tf.function(both)
+    begun, at_once = (_seconds(lambda run=run: run()[0].numpy()) for run in (both, compiled))
+    return _seconds(lambda: blocks(x).numpy()) / 4, max(begun - at_once, 0.0)
+
+
+def _block_bytes_per_second(device):
+    """Return the bytes a second of what is no product in both passes of a block.
+
+    What it takes beyond its products, which the device's other figures tell, is for the bytes that
+    `planner.work` counts.
+    """
+    model = ModelShape("block", _BLOCK_HIDDEN, _BLOCK_HEADS, 1, _BLOCK_LENGTH, num_layers=1)
+    block = TransformerEncoderLayer(_BLOCK_HIDDEN, _BLOCK_HEADS, 4 * _BLOCK_HIDDEN)
+    x = tf.random.stateless_normal([_BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN], [0, 1])
+    block(x)
+
+    @tf.function
+    def both(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(block(x, training=True))
+        return tf.add_n([tf.reshape(g, [-1])[0] for g in tape.gradient(loss, [x, *block.weights])])
+
+    layouts = Layouts.of(micro_batch=_BLOCK_ROWS)
+    planned = [
+        float(
+            block_passes(
+                dataclasses.replace(device, memory_gb_per_second=rate),
+                model,
+                model.kinds[0],
+                layouts,
+                is_16_bit=False,
+            ).total[0]
+        )
+        for rate in (math.inf, 1.0)
+    ]
+    beyond = max(_seconds(lambda: both(x).numpy()) - planned[0], 0.01 * planned[0])
+    return (planned[1] - planned[0]) * 1e9 / beyond
 
 
 def _sizes():
@@ -123,22 +179,20 @@ def _sizes():
 def _all_reduce_seconds(size):
     x = tf.zeros([size // 4])
     step = tf.function(lambda x: all_reduce_sum(x)[0])
-    return _seconds(lambda: step(x).numpy())
+    return _waited_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
     """Return the seconds to send from rank 0 to rank 1; others wait."""
     x, pair = tf.zeros([size // 4]), job.new_group([0, 1])
 
-    def one():
+    def one(x):
         if job.rank() == 0:
-            send(x, 1, pair)
-        elif job.rank() == 1:
-            recv(x, 0, pair)
-        job.barrier()
+            return send(x, 1, pair)
+        return recv(x, 0, pair) if job.rank() == 1 else x
 
-    empty = _seconds(job.barrier)
-    return max(_seconds(one) - empty, 1e-6)
+    one = tf.function(one, autograph=False)
+    return _waited_seconds(lambda: one(x).numpy())
 
 
 def _mesh_seconds(size):
@@ -149,32 +203,54 @@ def _mesh_seconds(size):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
 
     step = MeshFunction(sums, [])
-    return _seconds(lambda: step(x))
+    return _waited_seconds(lambda: step(x))
 
 
-def _link(small_seconds, large_seconds, members, times):
-    """Return the `Link` of the seconds of two sizes of a ring of members."""
-    steps = times * (members - 1)
-    latency = small_seconds / steps
-    sent = times * (members - 1) / members * _LARGE_BYTES if times == 2 else _LARGE_BYTES
-    rate = sent / max(large_seconds - small_seconds, 1e-9)
-    return Link(round(rate / 1e9, 4), round(latency * 1e6, 1))
+def _link(small_seconds, large_seconds, members=1):
+    """Return the `Link` of the seconds of two sizes: of a ring of members, or from one to one."""
+    sent = 2 * (members - 1) / members * _LARGE_BYTES if members > 1 else _LARGE_BYTES
+    rate = sent / max(large_seconds - small_seconds, 0.1 * large_seconds)
+    return Link(round(rate / 1e9, 4), 0.0, round(small_seconds * 1e6, 1))
 
 
 def _seconds(run: Callable) -> float:
-    """Return the least seconds of a function's calls: what others do on a machine only adds.
+    """Return the seconds of a function's call while all ranks call it: the least of several rounds.
 
-    Ranks that wait for each other in it call it as often: by numbers that they agree on.
+    In a round it is called over and over, so that ranks that share cores have their share of them,
+    and not those of others that wait; the slowest rank's counts. What others do on a machine only
+    adds. Ranks call it as often: by numbers that they agree on.
     """
     run()
     start = time.perf_counter()
     run()
     once = max(time.perf_counter() - start, 1e-6)
-    rounds = max(_ROUNDS, min(int(_LEAST_SECONDS / once), 1000))
-    rounds = max(all_gather_json(rounds, "measure/rounds"))
+    times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
     found = []
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
+        job.barrier()
         start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        for _ in range(times):
+            run()
+        found.append((time.perf_counter() - start) / times)
+    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/seconds")))
+
+
+def _waited_seconds(run: Callable) -> float:
+    """Return the seconds of a collective that begins at any moment: the mean of a round's calls.
+
+    Horovod looks for what is to be sent at intervals: what follows the last at once would wait for
+    all of one, and the least of many for none. Ranks pause for as long as each other, differently
+    before every call.
+    """
+    pauses, found = np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS), []
+    run()
+    for _ in range(_LINK_ROUNDS):
+        job.barrier()
+        seconds = 0.0
+        for pause in pauses:
+            time.sleep(pause)
+            start = time.perf_counter()
+            run()
+            seconds += time.perf_counter() - start
+        found.append(seconds / _CALLS)
+    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/waited")))

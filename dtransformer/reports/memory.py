@@ -231,6 +231,7 @@ def _of_block(block, shape, lengths, item, config):
     if isinstance(moe := getattr(block, "feed_forward", None), MoE):
         experts["expert_rows"] = kept_rows(moe, shape)
         experts["experts_chosen"] = moe.config.num_experts_chosen
+        experts["shared_experts"] = moe.config.shared_experts
     n = options["num_heads"]
     return kept_bytes(
         length=s,

@@ -47,7 +47,8 @@ class FitLoop(keras.Model):
         if self._engine.compiles_itself:
             self.train_function = self._each_step(self.train_step)
         step, steps = self.train_function, self.steps_per_execution
-        peak = grads.reduce_sum({"peak": tf.constant(measured_peak(), "float32")}, "peak")["peak"]
+        peak = tf.constant(measured_peak(self.network.compute_dtype), "float32")
+        peak = grads.reduce_sum({"peak": peak}, "peak")["peak"]
         self._throughput = Throughput(float(peak))
         compiled = False
 

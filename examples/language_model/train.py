@@ -180,5 +180,5 @@ def save(network, tokenizer, folder):
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, NotImplementedError) as error:
+    except InputError as error:
         sys.exit(f"train.py: {error}")

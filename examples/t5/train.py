@@ -129,5 +129,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, NotImplementedError) as error:
+    except InputError as error:
         sys.exit(f"train.py: {error}")

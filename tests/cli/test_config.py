@@ -2,9 +2,11 @@
 
 import pytest
 
+from dtransformer.cli import needs
+from dtransformer.cli.automatic import shape_of_run
 from dtransformer.cli.config import load_config, save_config
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerRecomputeConfig
+from dtransformer.parallel.config import MoEConfig, TransformerRecomputeConfig
 
 
 def write(tmp_path, text):
@@ -86,3 +88,34 @@ def test_recompute_is_given_as_a_mapping(tmp_path):
     parallel = load_config(path).parallel
     assert parallel.recompute == TransformerRecomputeConfig(select=("attention",))
     assert parallel.optimizer_shard == 2
+
+
+def test_experts_are_given_as_a_mapping(tmp_path):
+    text = "model:\n  moe_config: {expert_num: 8, num_experts_chosen: 2}\n  moe_every: 2\n"
+    config = load_config(write(tmp_path, text))
+    assert config.model.moe_config == MoEConfig(expert_num=8, num_experts_chosen=2)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+    model = shape_of_run(config, 32)
+    assert (model.num_experts, model.experts_every) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ("{expert_nu: 8}", ["model.moe_config", "'expert_nu'", "expert_num"]),
+        ("{expert_num: 0}", ["model.moe_config", "expert_num must be at least 1"]),
+        ("8", ["model.moe_config", "keys and values", "8"]),
+    ],
+)
+def test_wrong_experts(value, words):
+    with pytest.raises(InputError) as caught:
+        load_config(None, [f"model.moe_config={value}"])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_experts_that_no_machine_holds_are_refused():
+    config = load_config(None, ["model.moe_config={expert_num: 1000000}", "model.moe_every=2"])
+    with pytest.raises(InputError, match="4 and 4 layers, 1000000 experts"):
+        needs.check_model(config, 8000)

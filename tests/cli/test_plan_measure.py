@@ -11,6 +11,7 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
     assert main(["plan", "--measure", path]) == 0
     device = device_of(path)
     assert 1e-3 < device.tflops_32_bit < 100 and device.memory_gb_per_second > 0.1
+    assert device.constants.memory_share > 0 and device.sharing == 1
     assert device.constants.pass_overhead_us > 0 and "measured" in capsys.readouterr().out
     ask = ["plan", "--model", "gpt2-small", "--device", path, "--devices", "1"]
     assert main([*ask, "--global-batch", "4", "--precision", "float32", "--json"]) == 0

@@ -9,18 +9,32 @@ import numpy as np
 import pytest
 import yaml
 
-from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer import models
+from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
+from dtransformer.models import CausalLM, TranslationTransformer
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.validators import check_supported
-from dtransformer.planner import Cluster, Job, ModelShape, cost, device_named, named, plan, report
+from dtransformer.planner import (
+    Cluster,
+    Job,
+    ModelShape,
+    cost,
+    device_named,
+    from_network,
+    named,
+    plan,
+    report,
+)
+from dtransformer.planner.clusters import Link
 from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.models import from_architecture
+from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.search import SIMPLER_SHARE
+from dtransformer.planner.stages import stage_kinds
 
 SMALL = "gpt2_small"
 
@@ -148,14 +162,65 @@ def test_placement_matters():
     assert times[1] > 2 * times[0]
 
 
-def test_experts_are_counted():
-    sizes = dict(
-        hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
-    )
-    dense, sparse = ModelShape("dense", **sizes), ModelShape("sparse", num_experts=8, **sizes)
-    more = 7 * 4 * 2 * 1024 * 4096
-    assert sparse.parameters() - dense.parameters() == pytest.approx(more, rel=0.01)
-    assert sparse.flops_per_sequence() == dense.flops_per_sequence()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_published_models_have_as_many_parameters_as_their_networks(name):
+    """Each network counts its weights, by their shapes; `plan --check` has the papers' numbers."""
+    architecture = ARCHITECTURES[name]
+    network = getattr(models, architecture.network)(**architecture.arguments)
+    assert named(name).parameters() == network.num_parameters()
+
+
+# Arguments of a network whose blocks have experts, and of which kind each block is.
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2}
+WITH_EXPERTS = [
+    ({"moe_config": EXPERTS}, (0, 0, 0, 0, 0)),
+    ({"moe_config": EXPERTS, "moe_every": 2}, (0, 1, 0, 1, 0)),
+    ({"moe_config": EXPERTS, "moe_every": 5, "gated": True, "use_bias": False}, (0, 0, 0, 0, 1)),
+    ({"moe_config": EXPERTS | {"shared_experts": 2}, "moe_every": 3}, (0, 0, 1, 0, 0)),
+    ({"moe_config": EXPERTS | {"router_type": "sigmoid"}, "moe_every": 2}, (0, 1, 0, 1, 0)),
+    ({"moe_config": EXPERTS | {"dropless": True}}, (0, 0, 0, 0, 0)),
+    ({"moe_config": {"expert_num": 1}}, (0, 0, 0, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("arguments, order", WITH_EXPERTS)
+def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
+    network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=5, max_length=16, **arguments)
+    model = from_network(network)
+    assert model.order == order
+    assert model.parameters() == network.num_parameters()
+    flops = network.flops_per_step(np.ones((1, 16), "int32"))
+    assert model.flops_per_sequence() == pytest.approx(float(flops), rel=1e-6)
+
+
+def test_experts_of_an_encoder_and_a_decoder():
+    """Every second block of each has them, counted from its first."""
+    sizes = dict(hidden_size=32, num_heads=4, encoder_layers=3, decoder_layers=4)
+    network = TranslationTransformer(100, **sizes, moe_config=EXPERTS, moe_every=2)
+    model = from_network(network)
+    assert model.order == (0, 1, 0, 2, 3, 2, 3)
+    assert [kind.has_experts for kind in model.kinds] == [False, True, False, True]
+    assert model.parameters() == network.num_parameters()
+
+
+def test_stages_with_experts_are_the_fullest():
+    """Four blocks on four stages, the second and the fourth with experts."""
+    sizes = dict(hidden_size=64, num_heads=4, num_layers=4, vocab_size=100, sequence_length=64)
+    model = ModelShape("sparse", num_experts=8, experts_every=2, **sizes)
+    assert [stage.blocks for stage in stage_kinds(model, 4)] == [(1, 0), (0, 1), (1, 0), (0, 1)]
+    layouts = Layouts.of(stage=4, micro_batches=8)
+    memory, _ = evaluate(model, cluster(4), Job(8, "float32"), layouts)
+    assert memory.weights[0] == 4 * model.block_parameters(model.kinds[1])
+
+
+def test_a_plan_with_experts_in_some_blocks(capsys, tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("base: gpt-7.5b\nnum_experts: 8\nexperts_chosen: 2\nexperts_every: 4\n")
+    ask = ["plan", "--model", str(path), "--devices", "64", "--global-batch", "512", "--json"]
+    assert main([*ask, "--fix", "expert_parallel=8"]) == 0
+    first = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert first["config"]["expert_parallel"] == 8
+    assert first["seconds_by_kind"]["expert_parallel"] > 0
 
 
 def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
@@ -180,13 +245,9 @@ def test_experts_that_are_sharded():
     assert seconds.expert_parallel[0] == 0 < seconds.expert_parallel[1]
 
 
-def test_experts_of_a_network_are_read():
-    arguments = {**ARCHITECTURES["gpt2_small"].arguments}
-    arguments["moe_config"] = {"expert_num": 4, "num_experts_chosen": 2}
-    model = from_architecture("sparse", Architecture("CausalLM", arguments, ""))
-    assert (model.num_experts, model.experts_chosen) == (4, 2)
-    with pytest.raises(InputError, match="experts in every 2 blocks"):
-        from_architecture("s", Architecture("CausalLM", {**arguments, "moe_every": 2}, ""))
+def ask(batch, **fixed):
+    """Ask for a plan of a small model on eight devices with fixed fields."""
+    return plan(named(SMALL), cluster(8), Job(batch, fixed=fixed))
 
 
 WRONG = [
@@ -194,6 +255,8 @@ WRONG = [
     (lambda: device_named("b300"), "no device 'b300', expected one of v100-16"),
     (lambda: named(SMALL, num_layers=0), "zero layers"),
     (lambda: named(SMALL, hidden_size=-1), "hidden_size must be an integer of at least 1"),
+    (lambda: named(SMALL, experts_every=0), "experts_every must be an integer of at least 1"),
+    (lambda: named(SMALL, experts_chosen=2), "experts_chosen=2 is more than num_experts=1"),
     (lambda: named(SMALL, num_heads=7), "num_heads=7 does not divide hidden_size=768"),
     (lambda: Cluster(device_named("a100"), 12), "not a multiple of devices_per_node=8"),
     (lambda: Job(0), "global_batch must be an integer of at least 1"),
@@ -212,9 +275,25 @@ WRONG = [
         lambda: plan(named(SMALL), cluster(16), Job(16, fixed={"pipeline_stage": 16})),
         "pipeline_stage=16 is more than the 12 blocks",
     ),
+    (lambda: ask(7, data_parallel=8), "global_batch=7 is not divisible by data_parallel=8: give a"),
+    (lambda: ask(8, micro_batch_num=3), "global_batch=8 is not divisible by micro_batch_num=3"),
+    (lambda: ask(8, expert_parallel=2), "expert_parallel=2 does not divide num_experts=1"),
     (
-        lambda: plan(named(SMALL), cluster(8), Job(7, fixed={"data_parallel": 8})),
-        "no layout of 8 devices divides global_batch=7",
+        lambda: ask(8, pipeline_stage=4, micro_batch_num=2),
+        "has all of pipeline_stage=4, micro_batch_num=2: there are some without pipeline_stage, or "
+        "without micro_batch_num",
+    ),
+    (
+        lambda: ask(8, optimizer_shard=2, data_parallel=1, context_parallel=1),
+        "there are some without optimizer_shard, or without data_parallel",
+    ),
+    (
+        lambda: ask(8, pipeline_schedule="zb_h1", model_parallel=2, pipeline_stage=2),
+        "no layout is trained so: ",
+    ),
+    (
+        lambda: plan(named(SMALL, sequence_length=1001), cluster(16), Job(1)),
+        "divides global_batch=1: give a batch",
     ),
     (
         lambda: plan(named(SMALL), cluster(8), Job(8, fixed={"recompute": 3})),
@@ -313,3 +392,41 @@ def test_check_prints_every_table(capsys):
     assert "the layouts held out, together" in told and told.count("## ") == 13
     assert main(["plan", "--check", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held_out_error"] < 0.12
+
+
+# What is measured of ranks that share cores, and of Horovod's calls.
+
+
+def of_cpus(model, ranks, fields, **config):
+    """Return the cost of a small job on CPUs that a device's fields describe."""
+    device = dataclasses.replace(cpu_device(ranks, 16, ranks), **fields)
+    job = Job(16, "float32", "adam")
+    return cost(model, Cluster(device, ranks, ranks), job, TransformerOpParallelConfig(**config))
+
+
+def test_ranks_that_share_a_core_compute_while_others_wait():
+    """Four stages of four micro-batches on two cores: no core has to wait, though stages do."""
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    alone, shared = (
+        of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
+        for sharing in (1.0, 2.0)
+    )
+    assert alone.seconds_by_kind["bubble"] > 0 == shared.seconds_by_kind["bubble"]
+    assert cpu_device(2, 16, 4).sharing == 2 and cpu_device(4, 16, 2).sharing == 1
+
+
+def test_each_collective_that_waits_takes_a_call():
+    """With sharded states sizes, norms and new weights besides: three calls of 5 ms more."""
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    links = {"data": Link(1.0, 0.0, 5000.0)}
+    none, one = (of_cpus(model, 2, {"links": links}, optimizer_shard=level) for level in (0, 1))
+    more = one.seconds_by_kind["reduction"] - none.seconds_by_kind["reduction"]
+    assert more == pytest.approx(3 * 0.005)
+
+
+def test_a_pass_that_python_begins_takes_longer():
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    fields = ({"pass_call_us": 0.0}, {"pass_call_us": 1000.0})
+    quick, slow = (of_cpus(model, 2, some, pipeline_stage=2, micro_batch_num=8) for some in fields)
+    more = slow.seconds_by_kind["sends"] - quick.seconds_by_kind["sends"]
+    assert more == pytest.approx(8 * 0.001)

@@ -1,0 +1,255 @@
+"""The shape of a Transformer, as numbers: what its parameters and its products are counted from."""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from dtransformer.errors import InputError, shown
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockKind:
+    """Blocks of a stack that are alike.
+
+    Args:
+        number: how many.
+        length: positions of their stream.
+        attended: what each attention of a block attends to, in positions.
+        is_causal: whether the first attention sees what was before only.
+        has_experts: whether experts take the place of the feed-forward layer.
+    """
+
+    number: int
+    length: int
+    attended: tuple[int, ...]
+    is_causal: bool = True
+    has_experts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A Transformer as the planner sees it.
+
+    A network has one stack of `num_layers` blocks, or an encoder and a decoder.
+
+    Args:
+        name: what it is called in tables.
+        hidden_size: features h of the residual stream.
+        num_heads: number n of attention heads.
+        ffn_hidden_size: inner size f of the feed-forward layers; 4·h by default.
+        vocab_size: number V of pieces.
+        sequence_length: positions s of a sequence in training; of a target with an encoder.
+        num_layers: blocks of the one stack.
+        encoder_layers, decoder_layers: blocks of an encoder and a decoder.
+        source_length: positions of a source; `sequence_length` by default.
+        num_kv_heads: number m of heads of keys and values; n by default.
+        head_dim: features d of a head; h / n by default.
+        gated: whether feed-forward layers have a gate, and so three products.
+        use_bias: whether products have biases.
+        rms_norm: whether norms have a scale only.
+        tied_head: whether the head's kernel is the embeddings' table.
+        learned_positions: entries of tables of positions, of all of them together.
+        final_norms: norms after stacks of blocks; blocks that normalize last have none.
+        other_parameters: what else there is: poolers, norms of embeddings, token types.
+        is_causal: whether the one stack sees what was before only.
+        num_experts: experts that take the place of a feed-forward layer.
+        experts_chosen: experts that each token is sent to.
+        experts_every: which blocks of a stack have experts: every so many, the last of them.
+        shared_experts: experts that every token is sent to besides.
+        biased_choice: whether the choice of experts has biases.
+        capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
+
+    Raises:
+        InputError: a size is not a positive integer, or one does not divide another that it has to.
+    """
+
+    name: str
+    hidden_size: int
+    num_heads: int
+    vocab_size: int
+    sequence_length: int
+    ffn_hidden_size: int | None = None
+    num_layers: int = 0
+    encoder_layers: int = 0
+    decoder_layers: int = 0
+    source_length: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    gated: bool = False
+    use_bias: bool = True
+    rms_norm: bool = False
+    tied_head: bool = True
+    learned_positions: int = 0
+    final_norms: int = 1
+    other_parameters: int = 0
+    is_causal: bool = True
+    num_experts: int = 1
+    experts_chosen: int = 1
+    experts_every: int = 1
+    shared_experts: int = 0
+    biased_choice: bool = False
+    capacity_factor: float = 1.0
+
+    def __post_init__(self):
+        defaults = {
+            "ffn_hidden_size": lambda: 4 * self.hidden_size,
+            "num_kv_heads": lambda: self.num_heads,
+            "source_length": lambda: self.sequence_length,
+        }
+        for name in ("hidden_size", "num_heads", "vocab_size", "sequence_length"):
+            self._check(name, 1)
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default())
+            self._check(name, 1)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_heads:
+                raise InputError(
+                    f"{self.name}: num_heads={self.num_heads} does not divide "
+                    f"hidden_size={self.hidden_size}: change one, or set head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        for name in ("num_layers", "encoder_layers", "decoder_layers", "learned_positions"):
+            self._check(name, 0)
+        for name in ("head_dim", "num_experts", "experts_chosen", "experts_every"):
+            self._check(name, 1)
+        self._check("shared_experts", 0)
+        if self.experts_chosen > self.num_experts:
+            raise InputError(
+                f"{self.name}: experts_chosen={self.experts_chosen} is more than "
+                f"num_experts={self.num_experts}"
+            )
+        if self.num_blocks == 0:
+            raise InputError(
+                f"{self.name}: has zero layers: set num_layers, or encoder_layers and decoder_layers"
+            )
+        if self.num_layers and self.encoder_layers + self.decoder_layers:
+            raise InputError(
+                f"{self.name}: has num_layers={self.num_layers} and an encoder or a decoder: give "
+                "num_layers, or encoder_layers and decoder_layers"
+            )
+
+    def _check(self, name, least):
+        value = getattr(self, name)
+        if type(value) is not int or value < least:
+            raise InputError(
+                f"{self.name}: {name} must be an integer of at least {least}, got {shown(value)}"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of all blocks."""
+        return self.num_layers + self.encoder_layers + self.decoder_layers
+
+    @functools.cached_property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """The unlike blocks, in the order of the first of each."""
+        return tuple(
+            dataclasses.replace(kind, number=number)
+            for kind, number in collections.Counter(self._blocks()).items()
+        )
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Of every block of the network, in order, the position of its kind in `kinds`."""
+        blocks = self._blocks()
+        places = {kind: place for place, kind in enumerate(dict.fromkeys(blocks))}
+        return tuple(places[kind] for kind in blocks)
+
+    def _blocks(self):
+        """Return the kind of every block, by itself."""
+        s, t = self.sequence_length, self.source_length
+        stacks = (
+            (self.num_layers, BlockKind(1, s, (s,), self.is_causal)),
+            (self.encoder_layers, BlockKind(1, t, (t,), is_causal=False)),
+            (self.decoder_layers, BlockKind(1, s, (s, t) if self.encoder_layers else (s,))),
+        )
+        every = self.experts_every if self.num_experts > 1 else math.inf
+        return [
+            dataclasses.replace(kind, has_experts=number % every == 0)
+            for num_blocks, kind in stacks
+            for number in range(1, num_blocks + 1)
+        ]
+
+    def attention_parameters(self) -> int:
+        """Return the parameters of the products of an attention."""
+        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 2 * self.hidden_size * (heads + shared)
+
+    def expert_parameters(self) -> int:
+        """Return the parameters of the products of a feed-forward layer, of one expert."""
+        return (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+
+    def experts_parameters(self, kind: BlockKind) -> int:
+        """Return the parameters of the products of a block's experts that can be sharded."""
+        return self.num_experts * self.expert_parameters() if kind.has_experts else 0
+
+    def routed_rows(self, is_on_mesh):
+        """Return how many rows experts compute for a token of a block that has them.
+
+        On one device none is padded: one for each choice, at most. On a mesh those of the buffers.
+
+        Args:
+            is_on_mesh: whether experts or their features are sharded; or an array of that.
+        """
+        buffers = self.experts_chosen * self.capacity_factor or self.num_experts
+        return np.where(is_on_mesh, buffers, self.experts_chosen)
+
+    def block_parameters(self, kind: BlockKind) -> int:
+        """Return the parameters of a block."""
+        h, f, number = self.hidden_size, self.ffn_hidden_size, len(kind.attended)
+        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        each = self.expert_parameters() + self.use_bias * ((2 if self.gated else 1) * f + h)
+        biases = number * (heads + 2 * shared + h)
+        found = number * self.attention_parameters() + self.use_bias * biases
+        found += (number + 1) * self._norm()
+        if not kind.has_experts:
+            return found + each
+        # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.
+        common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
+        router = h + self.biased_choice
+        return found + self.num_experts * (each + router) + common
+
+    def _norm(self):
+        return self.hidden_size * (1 if self.rms_norm else 2)
+
+    def embedding_parameters(self) -> int:
+        """Return the parameters of the tables of pieces and positions."""
+        return self.hidden_size * (self.vocab_size + self.learned_positions)
+
+    def head_parameters(self) -> int:
+        """Return the parameters of a head of its own, and of the norms after stacks."""
+        return self.final_norms * self._norm() + (
+            0 if self.tied_head else self.hidden_size * self.vocab_size
+        )
+
+    def parameters(self) -> int:
+        """Return the number of parameters.
+
+        Example:
+
+        >>> from dtransformer.planner.models import named
+        >>> f"{named('gpt_175b').parameters() / 1e9:.1f} billion"
+        '174.6 billion'
+        """
+        blocks = sum(kind.number * self.block_parameters(kind) for kind in self.kinds)
+        own = self.embedding_parameters() + self.head_parameters() + self.other_parameters
+        return blocks + own
+
+    def flops_per_sequence(self) -> float:
+        """Return the floating-point operations of a training step without recompute, a sequence.
+
+        Six for each position and weight in a product, and those of the attention cores.
+        """
+        heads, flops = self.num_heads * self.head_dim, 0.0
+        active = self.experts_chosen + self.shared_experts
+        for kind in self.kinds:
+            weights = len(kind.attended) * self.attention_parameters()
+            weights += (active if kind.has_experts else 1) * self.expert_parameters()
+            weights += kind.has_experts * self.num_experts * self.hidden_size
+            scores = 2 * heads * sum(kind.attended)
+            flops += 6.0 * kind.number * kind.length * (weights + scores)
+        return flops + 6.0 * self.sequence_length * self.hidden_size * self.vocab_size
