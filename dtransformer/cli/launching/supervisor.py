@@ -16,10 +16,12 @@ from dtransformer.cli.install_horovod import COMMAND
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import PREEMPTED, REFUSED, Outcome
 from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered
+from dtransformer.cli.launching.replan import fields_of_layout, replanned
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.launch import FITS_LAYOUT
+from dtransformer.planner.automatic import told
 
 _SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
 _MAX_FILE = 2**20  # bytes
@@ -155,8 +157,12 @@ class Supervisor:
 
     def _start(self, ranks):
         """Start horovodrun and wait; return its exit code and the `Outcome`."""
-        outcome = Outcome()
+        outcome, layout = Outcome(), "1"
         self._ranks = ranks
+        found = replanned(self._options.command, ranks)
+        if found is not None:
+            layout = fields_of_layout(found)
+            _say(told(found))
         self._running = subprocess.Popen(
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
@@ -167,7 +173,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: "1"},
+            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: layout},
             start_new_session=True,  # signals reach the ranks by us only
         )
         ending = None
