@@ -24,7 +24,7 @@ import paths  # noqa: F401
 
 from harness.drill_faults import FAULTS, Disk
 from harness.drill_run import ENDED, Failed, Run
-from harness.drill_table import table
+from harness.drill_table import ASKED, table
 from harness.two_hosts import TwoHosts
 
 STEPS_BETWEEN = 4  # a start and the next fault
@@ -131,7 +131,7 @@ def one_fault(run, name, last, disk, args):
         record |= {
             "seconds_to_name": round(seen_at - fault.at, 1),
             "steps_to_name": max(steps_before) - last,
-            "told": found[1],
+            "rank_told": found[1],
         }
         *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
         return record, last
@@ -147,7 +147,7 @@ def one_fault(run, name, last, disk, args):
 
 def asked_to_end(number, frame):
     """End with what has been seen."""
-    raise Failed("was asked to end")
+    raise Failed(ASKED)
 
 
 if __name__ == "__main__":

@@ -128,23 +128,34 @@ class FreezeWhileCompiling(WhileCompiling):
 
 
 class DiskFull(Fault):
-    """Nothing more can be written where checkpoints are."""
+    """Nothing more can be written where checkpoints are, though old ones are removed."""
 
     def begin(self):
-        self.disk.fill()
+        self._is_over = threading.Event()
+
+        def fill():
+            while not self._is_over.wait(0.02):
+                self.disk.fill()
+
+        self._thread = threading.Thread(target=fill, daemon=True)
+        self._thread.start()
 
     def mend(self):
+        self._is_over.set()
+        self._thread.join()
         self.disk.free()
 
 
 class Slow(Fault):
     """The last rank gets half of the time that it would have: stopped for every second moment."""
 
-    seen, restarts = SLOW, False
+    restarts = False
     _MOMENT = 0.02
 
     def begin(self):
-        self._is_over, pid = threading.Event(), self.run.pid(self.run.num_ranks - 1)
+        rank = self.run.num_ranks - 1
+        self.seen = SLOW.replace("RANK", str(rank))
+        self._is_over, pid = threading.Event(), self.run.pid(rank)
 
         def stop_and_go():
             with contextlib.suppress(ProcessLookupError):
@@ -283,7 +294,7 @@ class Disk:
 
     def fill(self):
         """Leave no byte."""
-        with contextlib.suppress(OSError), open(self._folder / "filler", "wb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(self._folder / "filler", "ab", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
 

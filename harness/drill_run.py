@@ -15,7 +15,7 @@ STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
 ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
 RESTART = re.compile("dtransformer launch: .*: restart ")
 LAST_WORDS = re.compile(r"dtransformer: the job ends: ([^;]*)")
-SLOW = re.compile(r"dtransformer: all wait for (rank (\d+) on host [^;]*)")
+SLOW = r"dtransformer: all wait for (rank RANK on host .*)"
 _RANKS = re.compile(r"dtransformer launch: starting (\d+) ranks")
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -38,11 +38,13 @@ class Run:
 
     def __init__(self, args, folder, steps, pause, min_ranks=None, hosts=None):
         self.args, self.folder, self.hosts = args, pathlib.Path(folder), hosts
-        self.num_ranks = layout_of(args.layout).ranks  # of the start that runs
+        layout = layout_of(args.layout)
+        self.num_ranks = layout.ranks  # of the start that runs
         self.hosts_file = self.folder / "hosts.txt"
         (self.folder / "orders").mkdir(parents=True, exist_ok=True)
         worker = [sys.executable, "-m", "harness.drill_rank", folder, args.layout, steps]
         worker += ["--pause", pause, "--dropout", args.dropout, "--hidden", args.hidden]
+        worker += ["--blocks", layout.stages]
         launch = [sys.executable, "-m", "dtransformer.cli", "launch", "--restarts", 99]
         launch += ["--cool-down", 5, "-np", self.num_ranks, "--hosts", self.hosts_file]
         if min_ranks:

@@ -4,16 +4,22 @@ import collections
 import json
 import pathlib
 
+ASKED = "was asked to end"  # where a drill is stopped by us
 ENDS, NEXT, LOST = "seconds_to_end", "seconds_to_next_step", "steps_lost"
 
 
 def table(files):
     """Return tables of the faults by kind, of the ranks that were slow, and by layout."""
     runs = [json.loads(pathlib.Path(file).read_text()) for file in files]
-    whole = [run for run in runs if not run["failed"]]
-    parts = [_by_kind(whole), _slow(whole), _by_layout(whole)]
-    number = sum(len(run["faults"]) for run in whole)
-    last = f"{number} faults in {len(whole)} jobs; {len(runs) - len(whole)} jobs have failed."
+    failed = [run for run in runs if run["failed"] and not run["failed"].endswith(ASKED)]
+    counted = [run for run in runs if run not in failed]
+    short = sum(bool(run["failed"]) for run in counted)
+    number = sum(len(run["faults"]) for run in runs)
+    parts = [_by_kind(runs), _slow(runs), _by_layout(runs)]
+    last = (
+        f"{number} faults in {len(runs)} jobs, of which {short} were stopped by us before their end, "
+        f"and {len(failed)} did not do what a drill waits for."
+    )
     return "\n\n".join([*filter(None, parts), last])
 
 
@@ -46,7 +52,7 @@ def _slow(runs):
         [f"`{run['layout']}`", run["hosts"], one["steps_to_name"], one["seconds_to_name"]]
         for run in runs
         for one in run["faults"]
-        if "steps_to_name" in one
+        if "rank_told" in one
     ]
     heads = ["a slow rank, layout", "hosts", "named after (steps)", "named after (s)"]
     return _rows(heads, rows) if rows else ""
@@ -62,12 +68,15 @@ def _by_layout(runs):
         on = collections.Counter()
         for run in some:
             on[run["hosts"]] += len(run["faults"])
-        equal = sum(run["weights_equal"] for run in some)
-        worst = max(run["losses_differ_by"] for run in some)
-        end = f"losses within {worst:.0e}" if is_refitted else f"equal in {equal} of {len(some)}"
+        ended = [run for run in some if not run["failed"]]
+        equal = sum(run["weights_equal"] for run in ended)
+        end = f"equal in {equal} of {len(ended)} jobs" if ended else "not compared"
+        if is_refitted and ended:
+            worst = max(run["losses_differ_by"] for run in ended)
+            end = f"losses within {worst:.0e} in {len(ended)}"
         also = ", and with fewer" if is_refitted else ""
-        rows.append([f"`{layout}`{also}", on[1] or "", on[2] or "", len(some), end])
-    return _rows(["layout", "faults on one host", "on two", "jobs", "weights"], rows)
+        rows.append([f"`{layout}`{also}", on[1] or "", on[2] or "", end])
+    return _rows(["layout", "faults on one host", "on two", "weights in the end"], rows)
 
 
 def _rows(heads, rows):
