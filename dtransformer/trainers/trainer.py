@@ -166,14 +166,13 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         ready = moment_of(data)
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
         numbers = self._program.numbers(inputs, labels, sample_weight)
-        begin = moment_of(numbers.counts)  # all ranks have their batches
         gradients, outputs, sums = self._program.forward_backward(
             inputs, labels, sample_weight, numbers
         )
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
         logs = self._program.finish(gradients, sums, numbers.counts, *seen)
-        return {**logs, "ready": ready, "own": moment_of(gradients) - begin}
+        return {**logs, "ready": ready, "computed": moment_of(gradients)}
 
     def test_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
