@@ -14,7 +14,7 @@ def table(files):
     failed = [run for run in runs if run["failed"] and not run["failed"].endswith(ASKED)]
     counted = [run for run in runs if run not in failed]
     short = sum(bool(run["failed"]) for run in counted)
-    number = sum(len(run["faults"]) for run in runs)
+    number = sum(ENDS in one or "rank_told" in one for run in runs for one in run["faults"])
     parts = [_by_kind(runs), _slow(runs), _by_layout(runs)]
     last = (
         f"{number} faults in {len(runs)} jobs, of which {short} were stopped by us before their end, "
