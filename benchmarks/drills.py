@@ -13,27 +13,22 @@ layout is the same; with fewer ranks in between, the losses. See harness/two_hos
 import argparse
 import contextlib
 import json
+import os
 import pathlib
-import queue
-import re
-import subprocess
+import signal
 import sys
 import tempfile
-import threading
 import time
 
 import paths  # noqa: F401
 
 from harness.drill_faults import FAULTS, Disk
-from harness.layouts import layout_of
-from harness.two_hosts import INTERFACE, TwoHosts
+from harness.drill_run import ENDED, Failed, Run
+from harness.drill_table import ASKED, table
+from harness.two_hosts import TwoHosts
 
-STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
-ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
-LAST_WORDS = re.compile(r"dtransformer: the job ends: [^;]*")
 STEPS_BETWEEN = 4  # a start and the next fault
 SECONDS_OF_A_STEP = 0.2
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def parse_arguments():
@@ -45,176 +40,114 @@ def parse_arguments():
     parser.add_argument("--min-ranks", type=int)
     parser.add_argument("--seconds", type=float, default=50.0, help="stall_seconds")
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--steps", type=int, default=100, help="of the whole job")
+    parser.add_argument("--hidden", type=int, default=32, help="features; slow ranks need more")
     parser.add_argument("--timeout", type=float, default=240.0, help="of a fault, in seconds")
+    parser.add_argument("--undisturbed", metavar="FILE", help="keeps that run between drills")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds; no fault after them")
+    parser.add_argument("--log", help="a file for what the job prints")
     return parser.parse_args()
 
 
-class Run:
-    """A job under `dtransformer launch`, whose output is read by a thread.
-
-    Args:
-        args: the options.
-        folder: where it saves, and ranks tell their numbers.
-        steps: number of steps.
-        pause: seconds that a step takes besides.
-        hosts: the `TwoHosts` that it runs on; None for this one.
-    """
-
-    def __init__(self, args, folder, steps, pause, hosts=None):
-        self.args, self.folder, self.layout = args, pathlib.Path(folder), layout_of(args.layout)
-        (self.folder / "pids").mkdir(parents=True, exist_ok=True)
-        worker = [sys.executable, "-m", "harness.drill_rank", str(folder), args.layout]
-        worker += [str(steps), str(pause), str(args.dropout)]
-        launch = [sys.executable, "-m", "dtransformer.cli", "launch", "--restarts", "99"]
-        launch += ["--cool-down", "5", "-np", str(self.layout.ranks)]
-        if args.min_ranks:
-            launch += ["--min-ranks", str(args.min_ranks)]
-        settings = {"PYTHONPATH": str(ROOT), "DTRANSFORMER_STALL_SECONDS": str(args.seconds)}
-        self.hosts = hosts
-        if hosts is not None:
-            file, slots = self.folder / "hosts.txt", self.layout.ranks // 2
-            file.write_text("".join(f"{one} slots={slots}\n" for one in hosts.addresses))
-            launch += ["--hosts", str(file), "--network-interface", INTERFACE]
-            launch = hosts.command(*launch, "--ssh-identity-file", hosts.key)
-            settings["DTRANSFORMER_BIND_CORES"] = "0"  # both hosts have the same ones
-        command = ["env", *(f"{name}={value}" for name, value in settings.items())]
-        self.process = subprocess.Popen(
-            [*command, *launch, "--", *worker],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        self.lines, self.seen = queue.Queue(), []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            self.lines.put((time.time(), line))
-        self.lines.put((time.time(), None))
-
-    def wait_for(self, pattern, timeout):
-        """Return when a line with a pattern came, and its match."""
-        end = time.time() + timeout
-        while True:
-            try:
-                at, line = self.lines.get(timeout=max(end - time.time(), 0.01))
-            except queue.Empty:
-                raise SystemExit(self._failed(f"no {pattern!r} within {timeout:.0f} s")) from None
-            if line is None:
-                raise SystemExit(self._failed(f"ended before {pattern!r}"))
-            self.seen.append(line)
-            if found := re.search(pattern, line):
-                return at, found
-
-    def _failed(self, told):
-        self.process.terminate()
-        return f"{self.args.layout}: {told}:\n{''.join(self.seen)[-6000:]}"
-
-    def steps_until(self, number, timeout):
-        """Wait for some steps; return the moment of the first, its number, and the last's."""
-        first = None
-        while True:
-            at, found = self.wait_for(STEP.pattern, timeout)
-            last = int(found[1])
-            first = first or (at, last)
-            if last >= first[1] + number - 1:
-                return *first, last
-
-    def pid(self, rank):
-        """Return the number of a rank's process."""
-        return int((self.folder / "pids" / str(rank)).read_text())
-
-
 def drill(args):
-    """Return the records of the faults, and whether the weights are the undisturbed run's."""
-    faults = args.faults.split(",")
-    steps = (STEPS_BETWEEN + 2) * (len(faults) + 1) + 4
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = argparse.Namespace(**{**vars(args), "min_ranks": None})
-        whole = Run(quiet, f"{folder}/whole", steps, 0.0)
-        _, expected = whole.wait_for(ENDED.pattern, 300)
-        whole.process.wait(60)
-        records = []
-        two = TwoHosts(folder) if args.two_hosts else contextlib.nullcontext()
-        with Disk(f"{folder}/run", "disk-full" in faults) as disk, two as hosts:
-            run = Run(args, f"{folder}/run", steps, SECONDS_OF_A_STEP, hosts)
-            *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
-            for name in faults:
-                record, last = one_fault(run, name, last, disk, args)
-                records.append(record)
-                print(json.dumps(record), file=sys.stderr, flush=True)
-            _, ended = run.wait_for(ENDED.pattern, args.timeout)
-            run.process.wait(60)
-    equal = ended[2] == expected[2] and int(ended[1]) == steps
-    losses, expected_losses = losses_in(run.seen), losses_in(whole.seen)
-    differences = [abs(losses[step] / loss - 1) for step, loss in expected_losses.items()]
-    return {
+    """Return what is seen: the records of the faults, and how the run has ended."""
+    names, begin = args.faults.split(","), time.monotonic()
+    seen = {
         "layout": args.layout,
         "hosts": 2 if args.two_hosts else 1,
         "stall_seconds": args.seconds,
-        "faults": records,
-        "steps": steps,
-        "weights_equal": equal,
-        "losses_differ_by": max(differences),
-        "exit_code": run.process.returncode,
+        "min_ranks": args.min_ranks,
+        "steps": args.steps,
+        "faults": [],
+        "failed": None,
     }
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        disk = stack.enter_context(Disk(f"{folder}/run", "disk-full" in names))
+        two = TwoHosts(folder, f"dt{os.getpid()}") if args.two_hosts else contextlib.nullcontext()
+        hosts = stack.enter_context(two)
+        run = Run(args, f"{folder}/run", args.steps, SECONDS_OF_A_STEP, args.min_ranks, hosts)
+        stack.callback(run.end)
+        at = "the start"
+        try:
+            *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
+            for at in names:
+                if time.monotonic() - begin > args.limit:
+                    break
+                record, last = one_fault(run, at, last, disk, args)
+                seen["faults"].append(record)
+                print(json.dumps(record), file=sys.stderr, flush=True)
+            at = "the end"
+            run.hurry()
+            _, ended = run.wait_for(ENDED, args.timeout)
+            run.process.wait(60)
+            at = "the undisturbed run"
+            expected = undisturbed(args, f"{folder}/whole")
+        except Failed as error:
+            seen["failed"] = f"{at}: {error}"
+        else:
+            losses = run.losses()
+            seen |= {
+                "weights_equal": [int(ended[1]), ended[2]] == [args.steps, expected["weights"]],
+                "losses_differ_by": max(
+                    abs(losses[int(step)] / loss - 1) for step, loss in expected["losses"].items()
+                ),
+                "exit_code": run.process.returncode,
+            }
+        if args.log:
+            with open(args.log, "w") as file:
+                file.writelines(run.seen)
+    return seen
+
+
+def undisturbed(args, folder):
+    """Return the weights' checksum and the losses of a run to which nothing happens."""
+    file = args.undisturbed and pathlib.Path(args.undisturbed)
+    what = {name: getattr(args, name) for name in ("layout", "steps", "dropout", "hidden")}
+    if file and file.exists():
+        found = json.loads(file.read_text())
+        if found["what"] != what:
+            raise Failed(f"{file} is of {found['what']}, and not of {what}")
+        return found
+    run = Run(args, folder, args.steps, 0.0)
+    try:
+        _, ended = run.wait_for(ENDED, args.timeout)
+        run.process.wait(60)
+    finally:
+        run.end()
+    found = {"what": what, "weights": ended[2], "losses": run.losses()}
+    if file:
+        file.write_text(json.dumps(found))
+    return found
 
 
 def one_fault(run, name, last, disk, args):
     """Let something fail; return what is seen, and the last step after it."""
     mark, fault = len(run.seen), FAULTS[name](run, disk)
-    ended_at, _ = run.wait_for("dtransformer launch: .*: restart ", args.timeout)
+    seen_at, found = run.wait_for(fault.seen, args.timeout)
     fault.mend()
-    steps_before = [last, *steps_in(run.seen[mark:])]
+    steps_before = [last, *run.steps_since(mark)]
+    record = {"fault": name}
+    if not fault.restarts:
+        record |= {
+            "seconds_to_name": round(seen_at - fault.at, 1),
+            "steps_to_name": max(steps_before) - last,
+            "rank_told": found[1],
+        }
+        *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
+        return record, last
     next_at, first, last = run.steps_until(STEPS_BETWEEN, args.timeout)
-    words = [found[0] for line in run.seen[mark:] if (found := LAST_WORDS.search(line))]
-    return {
-        "layout": args.layout,
-        "fault": name,
-        "seconds_to_end": round(ended_at - fault.at, 1),
+    return record | {
+        "ranks": run.num_ranks,
+        "seconds_to_end": round(seen_at - fault.at, 1),
         "seconds_to_next_step": round(next_at - fault.at, 1),
         "steps_lost": max(steps_before) - (first - 1),
-        "told": words[0].removeprefix("dtransformer: the job ends: ") if words else None,
+        "told": run.last_words_since(mark),
     }, last
 
 
-def losses_in(lines):
-    """Return {step: loss} that lines tell; of a step that was repeated the last one."""
-    found = [STEP.search(line) for line in lines]
-    return {int(one[1]): float(one[2]) for one in found if one}
-
-
-def steps_in(lines):
-    """Return the numbers of the steps that lines tell."""
-    return [int(found[1]) for line in lines if (found := STEP.search(line))]
-
-
-def table(files):
-    """Return the records of files as rows: what failed, how long it took, what was lost."""
-    rows = [
-        "| layout | hosts | faults | ended after (s) | next step after (s) | steps lost | weights |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    number = 0
-    for file in files:
-        run = json.loads(pathlib.Path(file).read_text())
-        faults = run["faults"]
-        number += len(faults)
-        names = ", ".join(one["fault"] for one in faults)
-        weights = "equal" if run["weights_equal"] else f"losses {run['losses_differ_by']:.0e}"
-        spans = [_span([one[key] for one in faults])
-                 for key in ("seconds_to_end", "seconds_to_next_step", "steps_lost")]  # fmt: skip
-        cells = [f"`{run['layout']}`", run["hosts"], names, *spans, weights]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*rows, "", f"{number} faults."])
-
-
-def _span(numbers):
-    return f"{min(numbers):.0f}" if min(numbers) == max(numbers) else (
-        f"{min(numbers):.0f}–{max(numbers):.0f}"
-    )  # fmt: skip
+def asked_to_end(number, frame):
+    """End with what has been seen."""
+    raise Failed(ASKED)
 
 
 if __name__ == "__main__":
@@ -222,4 +155,7 @@ if __name__ == "__main__":
     if arguments.table:
         print(table(arguments.table))
     else:
-        print(json.dumps(drill(arguments), indent=2))
+        signal.signal(signal.SIGTERM, asked_to_end)
+        result = drill(arguments)
+        print(json.dumps(result, indent=2))
+        sys.exit(result["failed"])

@@ -5,21 +5,29 @@ import os
 import pathlib
 import signal
 import subprocess
+import threading
 import time
 
+from harness.drill_run import RESTART, SLOW, STEP
+
 SECONDS_TO_SEE = 60
+_SECONDS_TO_START = 180
 
 
 class Fault:
     """Something that goes wrong.
 
     Args:
-        run: the `Run` of benchmarks/drills.py.
+        run: the `Run` of harness/drill_run.py.
         disk: the `Disk` that it saves to.
 
     Attributes:
         at: the moment.
+        seen: the pattern of a line by which it is seen.
+        restarts: whether the job is started again.
     """
+
+    seen, restarts = RESTART, True
 
     def __init__(self, run, disk):
         self.run, self.disk, self.at = run, disk, None
@@ -33,20 +41,34 @@ class Fault:
     def mend(self):
         """Put in order what does not come right by itself."""
 
+    def signal(self, number, *ranks, name="pids"):
+        """Send a signal to ranks, of which -1 is the last."""
+        self.at = self.at or time.time()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.run.pid(rank % self.run.num_ranks, name), number)
+
 
 def _signal(name, number, *ranks):
-    """Return a fault: a signal to some ranks, of which -1 is the last."""
+    """Return a fault: a signal to some ranks; to all by default."""
 
     class Sent(Fault):
         def begin(self):
-            num_ranks = self.run.layout.ranks
-            self.at = time.time()
-            for rank in ranks or range(num_ranks):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.run.pid(rank % num_ranks), number)
+            self.signal(number, *(ranks or range(self.run.num_ranks)))
 
     Sent.__name__ = name
     return Sent
+
+
+def _order(name, text):
+    """Return a fault: what the last rank is ordered to do in its next step."""
+
+    class Ordered(Fault):
+        def begin(self):
+            self.run.order(self.run.num_ranks - 1, text)
+
+    Ordered.__name__ = name
+    return Ordered
 
 
 class KillWhileSaving(Fault):
@@ -56,31 +78,98 @@ class KillWhileSaving(Fault):
         folder, end = self.run.folder / "checkpoints", time.time() + SECONDS_TO_SEE
         while not any(folder.glob("step-*.unfinished")) and time.time() < end:
             time.sleep(0.0005)
-        self.at = time.time()
-        os.kill(self.run.pid(self.run.layout.ranks - 1), signal.SIGKILL)
+        self.signal(signal.SIGKILL, -1)
 
 
-class KillWhileStarting(Fault):
-    """A rank is killed, and again as soon as it has begun anew."""
+class TwiceInARow(Fault):
+    """The last rank is killed, and killed again after the first step that follows."""
 
     def begin(self):
-        rank = self.run.layout.ranks - 1
-        pid, self.at = self.run.pid(rank), time.time()
-        os.kill(pid, signal.SIGKILL)
-        end = time.time() + 3 * SECONDS_TO_SEE
-        while self.run.pid(rank) == pid and time.time() < end:
+        self.signal(signal.SIGKILL, -1)
+        self.run.wait_for(RESTART, SECONDS_TO_SEE)
+        self.run.wait_for(STEP, _SECONDS_TO_START)
+        self.at = None
+        self.signal(signal.SIGKILL, -1)
+
+
+class WhileStarting(Fault):
+    """The last rank is killed, and fails again as soon as it has begun anew."""
+
+    where, number = "begun", signal.SIGKILL
+
+    def begin(self):
+        rank = self.run.num_ranks - 1
+        pid = self.run.pid(rank, self.where)
+        self.signal(signal.SIGKILL, rank)
+        self.run.wait_for(RESTART, SECONDS_TO_SEE)
+        end = time.time() + _SECONDS_TO_START
+        while self.run.pid(rank, self.where) == pid and time.time() < end:
             time.sleep(0.01)
-        os.kill(self.run.pid(rank), signal.SIGKILL)
+        self.at = None
+        self.signal(self.number, rank, name=self.where)
+
+
+class WhileCompiling(WhileStarting):
+    """The same, as soon as it begins to train, and compiles."""
+
+    where = "pids"
+
+
+class FreezeWhileStarting(WhileStarting):
+    """The last rank is killed, and frozen as soon as it has begun anew: before it has joined."""
+
+    number = signal.SIGSTOP
+
+
+class FreezeWhileCompiling(WhileCompiling):
+    """The same, as soon as it begins to train, and compiles."""
+
+    number = signal.SIGSTOP
 
 
 class DiskFull(Fault):
-    """Nothing more can be written where checkpoints are."""
+    """Nothing more can be written where checkpoints are, though old ones are removed."""
 
     def begin(self):
-        self.disk.fill()
+        self._is_over = threading.Event()
+
+        def fill():
+            while not self._is_over.wait(0.02):
+                self.disk.fill()
+
+        self._thread = threading.Thread(target=fill, daemon=True)
+        self._thread.start()
 
     def mend(self):
+        self._is_over.set()
+        self._thread.join()
         self.disk.free()
+
+
+class Slow(Fault):
+    """The last rank gets half of the time that it would have: stopped for every second moment."""
+
+    restarts = False
+    _MOMENT = 0.02
+
+    def begin(self):
+        rank = self.run.num_ranks - 1
+        self.seen = SLOW.replace("RANK", str(rank))
+        self._is_over, pid = threading.Event(), self.run.pid(rank)
+
+        def stop_and_go():
+            with contextlib.suppress(ProcessLookupError):
+                while not self._is_over.is_set():
+                    for number in (signal.SIGSTOP, signal.SIGCONT):
+                        os.kill(pid, number)
+                        time.sleep(self._MOMENT)
+
+        self._thread = threading.Thread(target=stop_and_go, daemon=True)
+        self._thread.start()
+
+    def mend(self):
+        self._is_over.set()
+        self._thread.join()
 
 
 class Cut(Fault):
@@ -119,8 +208,8 @@ class HostGone(Fault):
     """All ranks of the second host are killed and it does not answer; it stays away."""
 
     def begin(self):
-        ranks = self.run.layout.ranks
-        pids = [self.run.pid(rank) for rank in range(ranks // 2, ranks)]
+        half = self.run.num_ranks // 2
+        pids = [self.run.pid(rank) for rank in range(half, self.run.num_ranks)]
         self.run.hosts.set_link(False)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -132,8 +221,23 @@ class HostBack(Fault):
     def begin(self):
         self.run.hosts.set_link(True)
         time.sleep(10)  # longer than hosts are left out for
-        self.at = time.time()
-        os.kill(self.run.pid(0), signal.SIGKILL)
+        self.signal(signal.SIGKILL, 0)
+
+
+class Fewer(Fault):
+    """A rank is killed, and half of the ranks can be started from then on."""
+
+    def begin(self):
+        self.run.give_slots(self.run.num_ranks // 2)
+        self.signal(signal.SIGKILL, -1)
+
+
+class More(Fault):
+    """A rank is killed, and twice as many ranks can be started from then on."""
+
+    def begin(self):
+        self.run.give_slots(self.run.num_ranks * 2)
+        self.signal(signal.SIGKILL, -1)
 
 
 FAULTS = {
@@ -143,16 +247,25 @@ FAULTS = {
     "freeze": _signal("Freeze", signal.SIGSTOP, -1),
     "freeze-chief": _signal("FreezeChief", signal.SIGSTOP, 0),
     "crash": _signal("Crash", signal.SIGSEGV, -1),
+    "raise": _order("Raise", "raise"),
+    "unequal": _order("Unequal", "unequal"),
     "preempt": _signal("Preempt", signal.SIGUSR1, -1),
     "terminate": _signal("Terminate", signal.SIGTERM, 0),
     "kill-saving": KillWhileSaving,
-    "kill-starting": KillWhileStarting,
+    "kill-starting": WhileStarting,
+    "kill-compiling": WhileCompiling,
+    "freeze-starting": FreezeWhileStarting,
+    "freeze-compiling": FreezeWhileCompiling,
+    "twice": TwiceInARow,
     "disk-full": DiskFull,
+    "slow": Slow,
     "cut": Cut,
     "one-way": OneWay,
     "other-way": OtherWay,
     "host-gone": HostGone,
     "host-back": HostBack,
+    "fewer": Fewer,
+    "more": More,
 }
 
 
@@ -181,7 +294,7 @@ class Disk:
 
     def fill(self):
         """Leave no byte."""
-        with contextlib.suppress(OSError), open(self._folder / "filler", "wb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(self._folder / "filler", "ab", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
 

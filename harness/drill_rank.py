@@ -1,12 +1,13 @@
 """A rank of a job that is let to fail: the program that benchmarks/drills.py launches.
 
-dtransformer launch -np 2 -- python -m harness.drill_rank FOLDER LAYOUT STEPS PAUSE DROPOUT
+dtransformer launch -np 2 -- python -m harness.drill_rank FOLDER dp2@2x1 STEPS
 """
 
+import argparse
+import contextlib
 import hashlib
 import os
 import pathlib
-import sys
 import time
 
 import keras
@@ -16,30 +17,49 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
+from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.layouts import layout_of
 
 STEPS_OF_AN_EPOCH = 7
 
 
+def tell_process(folder, name):
+    """Write which process this rank is, to a file of a name."""
+    rank = os.environ.get("HOROVOD_RANK", "0")
+    path = pathlib.Path(folder) / name / rank
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(str(os.getpid()))
+    os.replace(fresh, path)
+
+
 class Tell(keras.callbacks.Callback):
-    """Tells which process each rank is, and each step."""
+    """Tells which process each rank is, and each step; does what is ordered in a file."""
 
     def __init__(self, folder, pause):
         super().__init__()
         self.folder, self.pause = folder, pause
+        self.order = folder / "orders" / os.environ.get("HOROVOD_RANK", "0")
 
     def on_train_begin(self, logs=None):
-        path = self.folder / "pids" / str(dtransformer.rank())
-        fresh = path.with_suffix(".new")
-        fresh.write_text(str(os.getpid()))
-        os.replace(fresh, path)
+        tell_process(self.folder, "pids")
+
+    def on_train_batch_begin(self, batch, logs=None):
+        with contextlib.suppress(FileNotFoundError):
+            order = self.order.read_text()
+            self.order.unlink()
+            if order == "raise":
+                raise RuntimeError("this rank has had enough")
+            if order == "unequal":
+                job.barrier()
 
     def on_train_batch_end(self, batch, logs=None):
         if dtransformer.is_chief():
             loss = float(logs["step_loss"])
             print(f"step {int(self.model.optimizer.iterations)} loss {loss!r}", flush=True)
-        time.sleep(self.pause)
+        if not (self.folder / "hurry").exists():
+            time.sleep(self.pause)
 
 
 class EndAt(keras.callbacks.Callback):
@@ -54,9 +74,8 @@ class EndAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def digest_of(trainer):
+def digest_of(trainer, folder):
     """Return a checksum of all weights; on rank 0."""
-    folder = pathlib.Path(sys.argv[1])
     path = folder / "last.weights.h5"
     trainer.save_weights(path)
     if not dtransformer.is_chief():
@@ -73,27 +92,53 @@ def digest_of(trainer):
     return content.hexdigest()
 
 
-def main(folder, layout, steps, pause, dropout):
-    folder, steps = pathlib.Path(folder), int(steps)
-    layout_of(layout).start()
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("layout")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--predict", type=int, default=0, help="batches, after training")
+    return parser.parse_args()
+
+
+def main(args):
+    tell_process(args.folder, "begun")
+    layout_of(args.layout).start()
     ids = np.random.default_rng(0).integers(4, 100, (16 * STEPS_OF_AN_EPOCH, 9)).astype("int32")
     data = tf.data.Dataset.from_tensor_slices((ids[:, :-1], ids[:, 1:])).batch(16)
-    model = CausalLM(100, hidden_size=32, num_heads=2, num_layers=4, dropout_rate=float(dropout))
+    model = CausalLM(
+        100,
+        hidden_size=args.hidden,
+        num_heads=2,
+        num_layers=args.blocks,
+        dropout_rate=args.dropout,
+    )
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
-    saving = ModelCheckpoint(folder / "checkpoints", every_steps=2, keep=3)
     trainer.fit(
         data,
-        epochs=-(-steps // STEPS_OF_AN_EPOCH),
+        epochs=-(-args.steps // STEPS_OF_AN_EPOCH),
         verbose=0,
-        callbacks=[Tell(folder, float(pause)), EndAt(steps), saving],
+        callbacks=[
+            Tell(args.folder, args.pause),
+            EndAt(args.steps),
+            ModelCheckpoint(args.folder / "checkpoints", every_steps=2, keep=3),
+        ],
         resume=True,
     )
-    content, done = digest_of(trainer), int(trainer.optimizer.iterations)
+    if args.predict:
+        begin = time.perf_counter()
+        trainer.predict(data.map(lambda ids, _: ids).repeat(), steps=args.predict, verbose=0)
+        print(f"predicted for {time.perf_counter() - begin:.1f} s", flush=True)
+    content, done = digest_of(trainer, args.folder), int(trainer.optimizer.iterations)
     if dtransformer.is_chief():
         print(f"ended at {done} with {content}", flush=True)
     dtransformer.shutdown()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(parse_arguments())

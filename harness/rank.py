@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import resource
+import signal
 import sys
 import traceback
 
@@ -63,8 +64,10 @@ def main():
     parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
     arguments = parser.parse_args()
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
+    # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     for run in arguments.runs:
-        faulthandler.dump_traceback_later(arguments.seconds, exit=True)
+        signal.alarm(arguments.seconds)
         begin = cpu_seconds()
         try:
             results = do(run, **options)
@@ -74,6 +77,7 @@ def main():
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
         keras.backend.clear_session()
+    signal.alarm(arguments.seconds)
     dtransformer.shutdown()  # waits for ranks that are still reading
 
 

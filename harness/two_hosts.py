@@ -33,17 +33,17 @@ class TwoHosts:
 
     Args:
         folder: for keys and the numbers of the servers.
+        name: how the names of the namespaces begin; two of different names can be there at once.
 
     Attributes:
         addresses: of the two.
         key: the file with the key that opens both.
     """
 
-    names = ("dt-one", "dt-two")
     addresses = ("10.78.0.1", "10.78.0.2")
 
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder)
+    def __init__(self, folder, name="dt"):
+        self.folder, self.names = pathlib.Path(folder), (f"{name}-one", f"{name}-two")
         self.key = self.folder / "id"
 
     def __enter__(self):

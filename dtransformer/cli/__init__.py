@@ -15,6 +15,7 @@ from dtransformer.cli.launching.options import add_launch, run_launch
 from dtransformer.cli.options import Parser, option_of
 from dtransformer.cli.plan import add_plan, run_plan
 from dtransformer.cli.prepare import add_options, prepare
+from dtransformer.cli.train_options import add_train
 from dtransformer.errors import InputError, one_line
 from dtransformer.version import __version__
 
@@ -30,19 +31,7 @@ def _parser():
 
     add_options(commands.add_parser("prepare", help="write the files that training reads"))
 
-    train = commands.add_parser("train", help="train a translation model")
-    train.add_argument("--config", required=True, help="a YAML file")
-    train.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="replace values of the config, such as training.epochs=3",
-    )  # fmt: skip
-    train.add_argument("--run", help="the run folder; runs/NAME-OF-THE-CONFIG by default")
-    again = train.add_mutually_exclusive_group()
-    again.add_argument("--overwrite", action="store_true", help="replace a run that is there")
-    again.add_argument(
-        "--resume", action="store_true", help="go on from the run's newest checkpoint, if any"
-    )
-
+    add_train(commands)
     add_launch(commands)
 
     translate = commands.add_parser("translate", help="translate standard input, line by line")

@@ -1,9 +1,12 @@
 """`parallel: auto`: the layout of a run is the planner's."""
 
+from collections.abc import Mapping
+
 from dtransformer.architectures import Architecture
 from dtransformer.cli.config import RunConfig
 from dtransformer.planner.automatic import automatic_plan
-from dtransformer.planner.machine import num_ranks
+from dtransformer.planner.clusters import Cluster
+from dtransformer.planner.machine import this_cluster
 from dtransformer.planner.models import from_architecture
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
@@ -13,27 +16,33 @@ from dtransformer.planner.shape import ModelShape
 _USUAL_SHARE = 4
 
 
-def plan_of_run(config: RunConfig) -> Plan:
-    """Return the plan of a run; its `parallel` fields that are not the defaults are kept.
+def plan_of_run(
+    config: RunConfig, cluster: Cluster | None = None, fixed: Mapping | None = None
+) -> Plan:
+    """Return the plan of a run.
 
     Args:
         config: the run's config.
+        cluster: what it runs on; this job's ranks by default.
+        fixed: dict of fields of `parallel` that are kept; those that are not the defaults by
+            default.
 
     Raises:
         InputError: nothing fits, or no layout has what is given.
     """
     training, data = config.training, config.data
-    devices = num_ranks() * training.local_devices
+    cluster = cluster or this_cluster(local_devices=training.local_devices)
+    devices = cluster.num_devices
     length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
     rows = data.batch_size or max(data.batch_tokens // length, 1)
     rows = 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
     return automatic_plan(
         shape_of_run(config, length),
         rows,
-        local_devices=training.local_devices,
+        cluster=cluster,
         precision=training.precision,
         optimizer=training.optimizer,
-        fixed=fields_of(config.parallel),
+        fixed=fields_of(config.parallel) if fixed is None else fixed,
     )
 
 

@@ -5,13 +5,14 @@ Horovod is started, where there are several ranks, which compare what they were 
 
 import atexit
 import dataclasses
+import json
 import os
 import sys
 import time
 import types
 
 from dtransformer.errors import InputError, one_line, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.json_exchange import exchange_json
@@ -28,7 +29,8 @@ _SET_BY_OTHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
-FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"  # set by `dtransformer launch`: fewer ranks may be left
+# Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
+FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -84,8 +86,19 @@ def _check_alone():
 
 
 def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
-    """Return the config to use: under `dtransformer launch` one that fits the devices."""
-    return refit(config, num_devices) if os.environ.get(FITS_LAYOUT) else config
+    """Return the config to use: under `dtransformer launch` one that fits the devices.
+
+    That is the one which the launcher has planned, where it has, or the plain rule's.
+    """
+    text = os.environ.get(FITS_LAYOUT)
+    if not text:
+        return config
+    planned = json.loads(text)
+    if isinstance(planned, dict):
+        if isinstance(planned["recompute"], dict):
+            planned["recompute"] = TransformerRecomputeConfig(**planned["recompute"])
+        return dataclasses.replace(config, **planned)
+    return refit(config, num_devices)
 
 
 def stop_horovod(hvd) -> None:

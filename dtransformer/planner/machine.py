@@ -49,8 +49,11 @@ def ranks_per_host() -> int:
     return int(text) if text.isdecimal() and int(text) else 1
 
 
-def this_device() -> Device:
+def this_device(ranks: int | None = None) -> Device:
     """Return the device of a rank: a GPU of this host, or its share of the host's cores.
+
+    Args:
+        ranks: how many ranks are on this host; those of this job by default.
 
     Raises:
         InputError: the host has GPUs that no table has.
@@ -59,7 +62,7 @@ def this_device() -> Device:
     if found:
         return device_of_gpu(pathlib.Path(found[0]).read_text("utf-8"))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return cpu_device(len(os.sched_getaffinity(0)), pages / 1e9, ranks_per_host())
+    return cpu_device(len(os.sched_getaffinity(0)), pages / 1e9, ranks or ranks_per_host())
 
 
 def device_of_gpu(information: str) -> Device:

@@ -81,11 +81,10 @@ def test_a_link_that_fails_ends_both_ranks_within_a_minute(axis, hosts, tmp_path
 def test_a_checkpoint_of_both_is_read_by_one(hosts, tmp_path):
     """Ranks of two hosts write it; one process, on another layout, goes on."""
     process = start(
-        hosts, tmp_path / "log", "-m", "harness.drill_rank", tmp_path, "dp2@2x1+shard2", 6, 0, 0.0
+        hosts, tmp_path / "log", "-m", "harness.drill_rank", tmp_path, "dp2@2x1+shard2", 6
     )  # fmt: skip
-    (tmp_path / "pids").mkdir()
     assert process.wait(300) == 0, (tmp_path / "log").read_text()[-8000:]
-    command = ["-m", "harness.drill_rank", tmp_path, "alone@1x1", 9, 0, 0.0]
+    command = ["-m", "harness.drill_rank", tmp_path, "alone@1x1", 9]
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         env=ENVIRONMENT,

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dtransformer.cli.install_horovod import COMMAND
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import PREEMPTED, REFUSED, Outcome
-from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered
+from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered, is_here
+from dtransformer.cli.launching.replan import fields_of_layout, replanned
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.parallel.launch import FITS_LAYOUT
+from dtransformer.planner.automatic import told
 
 _SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
 _MAX_FILE = 2**20  # bytes
@@ -70,12 +72,17 @@ class Options:
         options = [] if self.ssh_identity_file is None else ["-i", self.ssh_identity_file]
         return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
 
-    def horovodrun_options(self) -> list[str]:
-        """Return the same for horovodrun."""
+    def horovodrun_options(self, hosts: Iterable[str]) -> list[str]:
+        """Return the same for horovodrun.
+
+        Args:
+            hosts: those of the ranks. Where this one is alone, only the loopback serves.
+        """
+        is_alone = all(map(is_here, hosts))
         given = {
             "--ssh-identity-file": self.ssh_identity_file,
             "--ssh-port": self.ssh_port,
-            "--network-interface": self.network_interface,
+            "--network-interface": None if is_alone else self.network_interface,
         }
         return [text for name, value in given.items() if value is not None
                 for text in (name, str(value))]  # fmt: skip
@@ -155,19 +162,23 @@ class Supervisor:
 
     def _start(self, ranks):
         """Start horovodrun and wait; return its exit code and the `Outcome`."""
-        outcome = Outcome()
+        outcome, layout = Outcome(), "1"
         self._ranks = ranks
+        found = replanned(self._options.command, ranks)
+        if found is not None:
+            layout = fields_of_layout(found)
+            _say(told(found))
         self._running = subprocess.Popen(
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
                 *("-H", ",".join(f"{host}:{number}" for host, number in ranks.items())),
-                *(*self._options.horovodrun_options(), *self._options.command),
+                *(*self._options.horovodrun_options(ranks), *self._options.command),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: "1"},
+            env={**os.environ, LAUNCH: self._hosts.launch, FITS_LAYOUT: layout},
             start_new_session=True,  # signals reach the ranks by us only
         )
         ending = None

@@ -112,7 +112,7 @@ class Watchdog:
             return
         if self.rank == 0:
             self._tell_straggler()
-        beat = {"beat": activity.as_json() if self.rank else None}
+        beat = {"beat": activity.as_json()}
         for rank in range(1, len(self.hosts)) if self.rank == 0 else [0]:
             self._link.send(rank, beat)
 
@@ -134,7 +134,7 @@ class Watchdog:
             self._beat(time.monotonic())
             return
         self._watch.heard(rank, time.monotonic())
-        if "beat" in said and said["beat"] is not None:
+        if "beat" in said:
             self._watch.heard(rank, time.monotonic(), Activity.from_json(said["beat"]))
         if "left" in said:
             self._watch.left(rank, said["error"])

@@ -4,8 +4,10 @@ import pytest
 
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import Outcome
+from dtransformer.cli.launching.replan import fields_of_layout, replanned
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.launch import FITS_LAYOUT, fitting
 from dtransformer.parallel.refit import refit
 from dtransformer.parallel.topology import Topology
 
@@ -123,3 +125,40 @@ def test_experts_are_sharded_over_data_shards_that_are_left(level, left, experts
     found = refit(config, left)
     assert (found.data_parallel, found.expert_parallel) == (left, experts)
     Topology.from_config(found, left)
+
+
+def train(tmp_path, *settings):
+    """Return the command of ranks that train, on a layout of four ranks."""
+    path = tmp_path / "config.yaml"
+    path.write_text("parallel: {data_parallel: 2, model_parallel: 2, gradient_dtype: float16}")
+    given = ["--set", *settings] if settings else []
+    return ["python", "-m", "dtransformer.cli", "train", "--config", str(path), "--resume", *given]
+
+
+def test_where_ranks_are_left_over_the_planner_has_their_layout(tmp_path, monkeypatch):
+    """For the run's model and batch; what is no degree stays. `init` takes it."""
+    found = replanned(train(tmp_path), {"localhost": 3})
+    best = found.best.config
+    assert found.cluster.num_devices == 3 and best.gradient_dtype == "float16"
+    best.resolve(3)
+    given = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, gradient_dtype="float16")
+    monkeypatch.setenv(FITS_LAYOUT, fields_of_layout(found))
+    assert fitting(given, 3) == best
+    monkeypatch.setenv(FITS_LAYOUT, "1")
+    assert fitting(given, 3) == refit(given, 3)
+
+
+@pytest.mark.parametrize(
+    "why", ["all are there", "auto", "another host", "another program", "none"]
+)
+def test_where_the_planner_is_not_asked(why, tmp_path):
+    commands = {
+        "auto": train(tmp_path, "training.layout=auto"),
+        "another program": ["python", "train", "--config", str(tmp_path / "config.yaml")],
+        "none": train(tmp_path, "training.optimizer=nonsense"),
+    }
+    ranks = {
+        "all are there": {"localhost": 4},
+        "another host": {"203.0.113.1": 3},
+    }
+    assert replanned(commands.get(why, train(tmp_path)), ranks.get(why, {"localhost": 3})) is None

@@ -51,9 +51,11 @@ class Job:
         return Watchdog(rank, HOSTS, link, stall_seconds, doing, gates, end)
 
     def wait_until_known(self):
-        """Wait until rank 0 has heard all."""
-        known = self.watchdogs[0]._watch._ranks.values()
+        """Wait until rank 0 has heard all, and all have heard rank 0."""
+        known = [one for dog in self.watchdogs for one in dog._watch._ranks.values()]
+        end = time.monotonic() + 30
         while any(one.activity.step != 4 for one in known):
+            assert time.monotonic() < end
             time.sleep(0.01)
 
     def last_words(self, number):
@@ -86,6 +88,7 @@ def test_a_rank_that_is_killed_ends_all_others_with_its_name(job):
     for rank in (0, 1):
         assert "rank 2 on host two: ended in" in told[rank], told
         assert f"rank {rank} on host one was in step 4" in told[rank]
+    assert "rank 0 on host one: ended in step 4" in told[2]
     _, _, stacks = told[0].rpartition(": ")
     with open(stacks) as file:
         text = file.read()
