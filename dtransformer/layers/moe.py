@@ -6,13 +6,11 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
-from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.feed_forward import FeedForward, get_activation
+from dtransformer.layers.base import register
+from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
 from dtransformer.layers.router import Router
-from dtransformer.layers.settings import as_config
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
@@ -26,7 +24,7 @@ from dtransformer.parallel.told import tell
 
 
 @register
-class MoE(Layer):
+class MoE(BaseFeedForward):
     """Several feed-forward layers, the experts, of which each token is computed by a few.
 
     A router chooses k of E experts for each token; the result is the sum of their outputs, times
@@ -82,20 +80,20 @@ class MoE(Layer):
         use_bias: bool = True,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
-        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            dropout_rate,
+            hidden_act,
+            kernel_initializer,
+            gated,
+            use_bias,
+            **kwargs,
+        )
         self.config = as_moe_config(moe_config)
-        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
-        self.kernel_initializer = kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
-        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         policy = self.dtype_policy
         self.router = Router(self.config, kernel_initializer, dtype=policy, name="router")
         check_layout(self.config)
-        self.dropout = Dropout(dropout_rate, dtype=policy, name="dropout")
         self.shared_experts = None
         if self.config.shared_experts:
             self.shared_experts = FeedForward(
@@ -233,18 +231,5 @@ class MoE(Layer):
         ys = products.row_parallel(xs, self.projection_kernel)
         return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
 
-    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
-        return input_shape
-
     def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "moe_config": moe_as_dict(self.config),
-            "dropout_rate": self.dropout_rate,
-            **as_config({"hidden_act": self.hidden_act}),
-            "kernel_initializer": self.kernel_initializer,
-            "gated": self.gated,
-            "use_bias": self.use_bias,
-        }
+        return {**super().get_config(), "moe_config": moe_as_dict(self.config)}
