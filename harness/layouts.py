@@ -183,37 +183,67 @@ _CONTEXT_WITH = (
     (2, {"stages": 2, "micro_batches": 2}),
     *((2, {"data": 2, "level": level}) for level in (1, 2, 3)),
 )
-CONTEXT = tuple(
+_MODES = "ulysses", "all_gather", "ring"
+CONTEXT = (
+    *(
+        Layout(
+            ranks=ranks,
+            devices=context * others.get("model", 1),
+            context=context,
+            mode=mode,
+            **others,
+        )
+        for context in (2, 4)
+        for mode in _MODES
+        for ranks, others in _CONTEXT_WITH
+    ),
+    # Of a device each.
+    *(Layout(ranks=context, context=context, mode=mode) for context in (2, 4) for mode in _MODES),
+    *(Layout(ranks=4, context=2, mode=mode, stages=2, micro_batches=2) for mode in _MODES),
+)
+
+# Shards of the experts, with the others: of levels 1 and 2 there are two replicas.
+_EXPERTS_GRID = tuple(
     Layout(
-        ranks=ranks,
-        devices=context * others.get("model", 1),
-        context=context,
-        mode=mode,
-        **others,
+        data=max(experts, 2) if not level else 2 * experts,
+        model=model,
+        experts=experts,
+        ranks=stages * (2 if level else 1),
+        devices=(experts if level else max(experts, 2)) * model,
+        stages=stages,
+        micro_batches=stages,
+        level=level,
     )
-    for context in (2, 4)
-    for mode in ("ulysses", "all_gather", "ring")
-    for ranks, others in _CONTEXT_WITH
+    for stages in (1, 2)
+    for experts in (1, 2, 4)
+    for model in (1, 2)
+    for level in (0, 1, 2)
+    if not (stages == 2 and level and experts == 4)  # more micro-batches than rows
 )
-
-# data, model, experts, ranks, devices of each rank, and what else there is
+# Over ranks, at level 3, and by rows and sequences: data, model, experts, ranks, devices of each
+# rank, and what else there is.
 _EXPERTS = (
-    *[(2, 1, 2, 1, 2, {}), (2, 2, 2, 1, 4, {"sequence": True}), (4, 2, 4, 1, 8, {})],
-    *[(2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True}), (2, 1, 2, 2, 1, {"level": 3})],
+    *[(2, 2, 2, 1, 4, {"sequence": True}), (2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True})],
+    *[(2, 1, 2, 2, 1, {"level": 3}), (2, 2, 2, 2, 2, {"level": 3})],
     *[(4, 1, 2, 4, 1, {"level": level}) for level in (0, 1, 2)],
-    *[(4, 1, 4, 4, 1, {}), (2, 2, 2, 4, 1, {}), (2, 2, 2, 2, 2, {"level": 3})],
-    (2, 1, 2, 4, 1, {"stages": 2, "micro_batches": 2}),
-    (2, 2, 2, 4, 2, {"stages": 2, "micro_batches": 2}),
+    *[(4, 1, 4, 4, 1, {}), (2, 2, 2, 4, 1, {}), (2, 1, 2, 4, 1, {"stages": 2, "micro_batches": 2})],
 )
-EXPERTS = tuple(
-    Layout(data, model, ranks, devices, experts=experts, **others)
-    for data, model, experts, ranks, devices, others in _EXPERTS
+EXPERTS = (
+    *_EXPERTS_GRID,
+    *(
+        Layout(data, model, ranks, devices, experts=experts, **others)
+        for data, model, experts, ranks, devices, others in _EXPERTS
+    ),
 )
 
-# Experts and sequences together: of 16 devices, too.
+# Experts and sequences together; of 16 devices, too.
 TOGETHER = (
     Layout(data=2, context=2, experts=2, devices=4),
+    Layout(data=2, context=2, model=2, experts=2, devices=8),
+    Layout(data=4, context=2, model=2, experts=2, devices=16),
     Layout(data=4, context=2, model=2, experts=4, devices=16),
+    Layout(data=2, context=4, model=2, experts=2, devices=16),
+    Layout(data=4, context=4, experts=4, devices=16),
     Layout(data=2, context=2, experts=2, ranks=2, devices=4, stages=2, micro_batches=2),
 )
 

@@ -10,7 +10,7 @@ from dtransformer.layers.base import register
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
-from dtransformer.layers.router import Router
+from dtransformer.layers.router import Router, Routing
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
@@ -167,24 +167,27 @@ class MoE(BaseFeedForward):
         if is_flat:
             mask = None if mask is None else mask[None]
         # [batch, length, embed]
-        x = constrain(inputs[None] if is_flat else inputs, ("batch", None, None))
+        x = inputs[None] if is_flat else inputs
+        groups = TokenGroups(x, self.config)
+        x = groups.of_sequences(x)
         if mask is None:
-            is_token = constrain(tf.ones(static_or_dynamic_shape(x)[:2], "int32"), ("batch", None))
+            is_token = tf.ones(static_or_dynamic_shape(x)[:2], "int32")
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), "int32")
-        y = self._routed(x, is_token, training, drops)
+        is_token = groups.of_sequences(is_token)
+        y = self._routed(groups, x, is_token, training, drops)
         if self.shared_experts is not None:
-            y += constrain(self.shared_experts(x, training=training), ("batch", None, None))
+            y += groups.of_sequences(self.shared_experts(x, training=training))
         y = self.dropout(constrain(y, ("batch", "length", None)), training=training)
         return y[0] if is_flat else y
 
-    def _routed(self, x, is_token, training, drops):
+    def _routed(self, groups, x, is_token, training, drops):
         """Return what the experts make of tokens, and add to the loss what the router costs."""
-        routing, groups = self.router(x, training=training), TokenGroups(x, self.config)
+        routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
         choices, gates = groups.split(routing.choices), groups.split(routing.gates)
         is_token = groups.split(is_token)
         # [groups, tokens of a group, experts]
-        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=2)
+        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=-2)
         chosen *= is_token[..., None]
         totals = groups.totals(chosen, is_token, self.path)
         if training:
@@ -199,7 +202,8 @@ class MoE(BaseFeedForward):
         """Return what logs tell of the experts, [E + 3]; see `reports.expert_load`."""
         logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
         entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
-        taken = tf.reduce_sum(tf.cast(taken.taken, "float32"), axis=[0, 1])
+        taken = tf.cast(taken.taken, "float32")
+        taken = tf.reduce_sum(taken, axis=[*range(len(taken.shape) - 1)])
         others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
         return tf.concat([taken, tf.stack(others)], 0)
 
