@@ -240,9 +240,9 @@ EXPERTS = (
 TOGETHER = (
     Layout(data=2, context=2, experts=2, devices=4),
     Layout(data=2, context=2, model=2, experts=2, devices=8),
-    Layout(data=4, context=2, model=2, experts=2, devices=16),
     Layout(data=4, context=2, model=2, experts=4, devices=16),
     Layout(data=2, context=4, model=2, experts=2, devices=16),
+    Layout(data=2, context=2, model=4, experts=2, devices=16),
     Layout(data=4, context=4, experts=4, devices=16),
     Layout(data=2, context=2, experts=2, ranks=2, devices=4, stages=2, micro_batches=2),
 )
