@@ -100,7 +100,7 @@ def main():
         default=[layout.name for layout in DIVIDED],
         help="names, or patterns of them; '*+shard?' and '*+whole?' are those of a sharded "
         "optimizer, '*pp*' those of a pipeline, '*cp*' those of sharded sequences, '*ep*' those of "
-        "experts, '*+recompute' and '*16' those of recompute and of 16 bits",
+        "experts, '*+recompute', '*+bf16' and '*+fp16' those of recompute and of 16 bits",
     )
     parser.add_argument(
         "--networks",
