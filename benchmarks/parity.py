@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 
+import keras
 import paths  # noqa: F401
 
 from harness.compare import differences
-from harness.layouts import LAYOUTS
+from harness.layouts import DIVIDED, LAYOUTS
 from harness.networks import EPSILON, NETWORKS
 from harness.runs import Run, launch_runs
-from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
+from harness.tolerances import PARITY_LOSS, PARITY_LOSS_16_BITS, PARITY_WEIGHTS
 from harness.training import STEPS, train
 
 COMPARED = ("loss", "weights")
@@ -38,12 +39,25 @@ def measure(run, folder, expected):
     for results in reversed(run.read(folder)):  # ranks of a pipeline have different weights
         found.update(results)
     found = differences(found, expected, run.task)
-    passes = found["loss"] <= PARITY_LOSS and found["weights"] <= PARITY_WEIGHTS
+    if layout.policy in PARITY_LOSS_16_BITS:
+        found["weights"] = None
+        passes = found["loss"] <= PARITY_LOSS_16_BITS[layout.policy]
+    else:
+        passes = found["loss"] <= PARITY_LOSS and found["weights"] <= PARITY_WEIGHTS
     return {**entry, **found, "passes": passes}
+
+
+def of_one_process(run, arguments):
+    """Return what one process gives, in the same number format."""
+    keras.config.set_dtype_policy(run.layout.policy)
+    return train(run.task, arguments.steps, arguments.epsilon, run.layout.num_blocks)[1]
 
 
 def networks_of(layout):
     """Return the names of the networks that hold a layout's promises."""
+    if layout.recompute or layout.policy != "float32":
+        others = "deep_moe" if layout.experts > 1 else "deep_causal"
+        return ["deep_long_causal" if layout.context > 1 else others]
     if layout.context > 1:
         long = ["deep_long", "deep_long_causal"]
         return ["deep_long_moe"] if layout.experts > 1 else long
@@ -83,11 +97,10 @@ def main():
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=[
-            n for n, layout in LAYOUTS.items() if layout.level + layout.stages == layout.context
-        ],
+        default=[layout.name for layout in DIVIDED],
         help="names, or patterns of them; '*+shard?' and '*+whole?' are those of a sharded "
-        "optimizer, '*pp*' those of a pipeline, '*cp*' those of sharded sequences",
+        "optimizer, '*pp*' those of a pipeline, '*cp*' those of sharded sequences, '*ep*' those of "
+        "experts, '*+recompute', '*+bf16' and '*+fp16' those of recompute and of 16 bits",
     )
     parser.add_argument(
         "--networks",
@@ -121,11 +134,12 @@ def main():
             launch_runs(num_ranks, together, folder, options)
             seconds = time.perf_counter() - start
             print(f"{num_ranks} ranks: {len(together)} runs in {seconds:.0f} s", file=sys.stderr)
+        alike = lambda run: (run.task, run.layout.num_blocks, run.layout.policy)
         expected = {
-            (network, blocks): train(network, arguments.steps, arguments.epsilon, blocks)[1]
-            for network, blocks in sorted({(run.task, run.layout.num_blocks) for run in runs})
+            key: of_one_process(run, arguments)
+            for key, run in {alike(run): run for run in runs}.items()
         }
-        entries = [measure(run, folder, expected[run.task, run.layout.num_blocks]) for run in runs]
+        entries = [measure(run, folder, expected[alike(run)]) for run in runs]
     print(json.dumps(entries, indent=2) if arguments.json else table(entries, networks))
     sys.exit(not all(entry["passes"] for entry in entries))
 

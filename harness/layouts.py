@@ -17,6 +17,8 @@ class Layout:
         sequence: whether the residual stream is sharded too (`sequence_parallel=True`).
         level, partition: of optimizer sharding; weights of 1 KB and more are sharded.
         experts: over how many of the data shards experts are sharded.
+        recompute: whether the backward pass computes blocks again.
+        policy: Keras' dtype policy.
         stages, micro_batches, schedule, chunks: of a pipeline, or of one stage of several chunks;
             without both, the number of micro-batches of a step.
     """
@@ -36,6 +38,8 @@ class Layout:
     context: int = 1
     mode: str = "auto"
     experts: int = 1
+    recompute: bool = False
+    policy: str = "float32"
 
     @property
     def name(self):
@@ -50,6 +54,7 @@ class Layout:
         options = "+rows" * self.rows + "+sp" * self.sequence
         options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
+        options += "+recompute" * self.recompute + _POLICIES[self.policy]
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
 
     @property
@@ -66,8 +71,11 @@ class Layout:
 
     def start(self):
         """Join the job under this layout."""
-        import dtransformer  # the tables are read without it
+        import keras  # the tables are read without it
 
+        import dtransformer
+
+        keras.config.set_dtype_policy(self.policy)
         config = dtransformer.TransformerOpParallelConfig(
             data_parallel=self.data,
             model_parallel=self.model,
@@ -83,11 +91,13 @@ class Layout:
             micro_batch_num=self.micro_batches,
             pipeline_schedule=self.schedule,
             pipeline_chunks=self.chunks,
+            recompute=self.recompute,
         )
         dtransformer.init(config, local_devices=self.devices)
 
 
 _PARTITIONS = {"flat": "shard", "whole": "whole"}
+_POLICIES = {"float32": "", "mixed_bfloat16": "+bf16", "mixed_float16": "+fp16"}
 ALONE = Layout()
 _NAME = re.compile(
     r"(?:alone)?(?:dp(?P<data>\d+))?(?:cp(?P<context>\d+))?(?:mp(?P<model>\d+))?"
@@ -95,6 +105,7 @@ _NAME = re.compile(
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
+    r"(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?"
 )
 
 
@@ -107,7 +118,8 @@ def layout_of(name):
     return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 
 
-_WORDS = {"+rows": True, "+sp": True, "shard": "flat"}
+_WORDS = {"+rows": True, "+sp": True, "+recompute": True, "shard": "flat"}
+_WORDS |= {word: policy for policy, word in _POLICIES.items()}
 
 # data, model, ranks, devices of each rank
 _GRIDS = (
@@ -171,42 +183,90 @@ _CONTEXT_WITH = (
     (2, {"stages": 2, "micro_batches": 2}),
     *((2, {"data": 2, "level": level}) for level in (1, 2, 3)),
 )
-CONTEXT = tuple(
+_MODES = "ulysses", "all_gather", "ring"
+CONTEXT = (
+    *(
+        Layout(
+            ranks=ranks,
+            devices=context * others.get("model", 1),
+            context=context,
+            mode=mode,
+            **others,
+        )
+        for context in (2, 4)
+        for mode in _MODES
+        for ranks, others in _CONTEXT_WITH
+    ),
+    # Of a device each.
+    *(Layout(ranks=context, context=context, mode=mode) for context in (2, 4) for mode in _MODES),
+    *(Layout(ranks=4, context=2, mode=mode, stages=2, micro_batches=2) for mode in _MODES),
+)
+
+# Shards of the experts, with the others: of levels 1 and 2 there are two replicas.
+_EXPERTS_GRID = tuple(
     Layout(
-        ranks=ranks,
-        devices=context * others.get("model", 1),
-        context=context,
-        mode=mode,
-        **others,
+        data=max(experts, 2) if not level else 2 * experts,
+        model=model,
+        experts=experts,
+        ranks=stages * (2 if level else 1),
+        devices=(experts if level else max(experts, 2)) * model,
+        stages=stages,
+        micro_batches=stages,
+        level=level,
     )
-    for context in (2, 4)
-    for mode in ("ulysses", "all_gather", "ring")
-    for ranks, others in _CONTEXT_WITH
+    for stages in (1, 2)
+    for experts in (1, 2, 4)
+    for model in (1, 2)
+    for level in (0, 1, 2)
+    if not (stages == 2 and level and experts == 4)  # more micro-batches than rows
 )
-
-# data, model, experts, ranks, devices of each rank, and what else there is
+# Over ranks, at level 3, and by rows and sequences: data, model, experts, ranks, devices of each
+# rank, and what else there is.
 _EXPERTS = (
-    *[(2, 1, 2, 1, 2, {}), (2, 2, 2, 1, 4, {"sequence": True}), (4, 2, 4, 1, 8, {})],
-    *[(2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True}), (2, 1, 2, 2, 1, {"level": 3})],
+    *[(2, 2, 2, 1, 4, {"sequence": True}), (2, 1, 2, 2, 1, {}), (2, 2, 2, 2, 2, {"rows": True})],
+    *[(2, 1, 2, 2, 1, {"level": 3}), (2, 2, 2, 2, 2, {"level": 3})],
     *[(4, 1, 2, 4, 1, {"level": level}) for level in (0, 1, 2)],
-    *[(4, 1, 4, 4, 1, {}), (2, 2, 2, 4, 1, {}), (2, 2, 2, 2, 2, {"level": 3})],
-    (2, 1, 2, 4, 1, {"stages": 2, "micro_batches": 2}),
-    (2, 2, 2, 4, 2, {"stages": 2, "micro_batches": 2}),
+    *[(4, 1, 4, 4, 1, {}), (2, 2, 2, 4, 1, {}), (2, 1, 2, 4, 1, {"stages": 2, "micro_batches": 2})],
 )
-EXPERTS = tuple(
-    Layout(data, model, ranks, devices, experts=experts, **others)
-    for data, model, experts, ranks, devices, others in _EXPERTS
+EXPERTS = (
+    *_EXPERTS_GRID,
+    *(
+        Layout(data, model, ranks, devices, experts=experts, **others)
+        for data, model, experts, ranks, devices, others in _EXPERTS
+    ),
 )
 
-# Experts and sequences together: of 16 devices, too.
+# Experts and sequences together; of 16 devices, too.
 TOGETHER = (
     Layout(data=2, context=2, experts=2, devices=4),
+    Layout(data=2, context=2, model=2, experts=2, devices=8),
     Layout(data=4, context=2, model=2, experts=4, devices=16),
+    Layout(data=2, context=4, model=2, experts=2, devices=16),
+    Layout(data=2, context=2, model=4, experts=2, devices=16),
+    Layout(data=4, context=4, experts=4, devices=16),
     Layout(data=2, context=2, experts=2, ranks=2, devices=4, stages=2, micro_batches=2),
+)
+
+# Blocks that are computed again, and 16 bits: for each of the axes that divide.
+_AXES_ALONE = (
+    {"data": 2, "ranks": 2},
+    {"data": 2, "ranks": 2, "level": 2},
+    {"model": 2, "sequence": True, "devices": 2},
+    {"context": 2, "mode": "ring", "devices": 2},
+    {"data": 2, "experts": 2, "devices": 2},
+    {"stages": 2, "micro_batches": 2, "ranks": 2},
+)
+RECOMPUTED = tuple(Layout(**axes, recompute=True) for axes in _AXES_ALONE)
+IN_16_BITS = tuple(
+    Layout(**axes, policy=policy)
+    for policy in ("mixed_bfloat16", "mixed_float16")
+    for axes in _AXES_ALONE
 )
 
 # What benchmarks/parity.py tries. Tests name what they need: any layout has a name.
 LAYOUTS = {
     layout.name: layout
-    for layout in (*DIVIDED, *SHARDED, *PIPELINES, *EXPERTS, *CONTEXT, *TOGETHER)
+    for layout in itertools.chain(
+        *(DIVIDED, SHARDED, PIPELINES, EXPERTS, CONTEXT, TOGETHER, RECOMPUTED, IN_16_BITS)
+    )
 }

@@ -43,7 +43,6 @@ def do(run, **options):
     """
     task = task_of(run.task)
     dtransformer.set_seed(0)
-    keras.config.set_dtype_policy("float32")
     run.layout.start()
     taken = inspect.signature(task).parameters
     options["layout"] = run.layout

@@ -131,10 +131,12 @@ def weights_file(folder, network, layout):
 def _data(network, num_batches, model, seed):
     """The networks for pipelines have batches that can be divided into micro-batches."""
     of_all = batches(num_batches, model.vocab_size, seed, same_rows=network in DEEP_NETWORKS)
-    data = replica_share(of_all)
-    if network in _DATA:
-        data = data.map(_DATA[network])
-    return data
+    return as_taken(network, replica_share(of_all))
+
+
+def as_taken(network, data):
+    """Return a dataset of `batches` as a network takes them."""
+    return data.map(_DATA[network]) if network in _DATA else data
 
 
 def _halves(ids):

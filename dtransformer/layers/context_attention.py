@@ -102,8 +102,8 @@ def _forward(blocks, q, k, v, tensors):
 def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
     """Return the gradients of q, k, v and the tensors."""
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
-    of_q, of_tensors, done = [None] * len(blocks.rows), [], log_sums
-    of_memory = []
+    of_q, of_tensors, of_memory = [None] * len(blocks.rows), [], []
+    done = means  # not with the forward pass: gathered keys and values would be kept since then
     for number, part in enumerate(blocks.plan.round_parts):
         round_k, round_v = blocks.exchange.gather(_after(k, done), v, part)
         of_k, of_v = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))

@@ -54,8 +54,49 @@ def get_activation(identifier: str | dict | Callable) -> Callable:
     return keras.activations.get(identifier)
 
 
+class BaseFeedForward(Layer):
+    """What `FeedForward` and `MoE` have in common: the arguments of two dense layers, checked."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        dropout_rate: float,
+        hidden_act: str | Callable,
+        kernel_initializer: str | keras.initializers.Initializer,
+        gated: bool,
+        use_bias: bool,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        self.kernel_initializer = kernel_initializer
+        self.gated, self.use_bias = gated, use_bias
+        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
+
+    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
+        return input_shape
+
+    def get_config(self) -> dict:
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "dropout_rate": self.dropout_rate,
+            **as_config({"hidden_act": self.hidden_act}),
+            "kernel_initializer": self.kernel_initializer,
+            "gated": self.gated,
+            "use_bias": self.use_bias,
+        }
+
+
 @register
-class FeedForward(Layer):
+class FeedForward(BaseFeedForward):
     """Two dense layers with an activation between them.
 
     The mapping is column parallel and the projection row parallel; the
@@ -100,22 +141,21 @@ class FeedForward(Layer):
         use_bias: bool = True,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
-        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
-        self.hidden_act = hidden_act
-        self.activation = get_activation(hidden_act)
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            dropout_rate,
+            hidden_act,
+            kernel_initializer,
+            gated,
+            use_bias,
+            **kwargs,
+        )
         if check_size("expert_num", expert_num) != 1:
             raise ValueError(
                 f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
             )
         self.expert_num = expert_num
-        self.kernel_initializer = kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
-        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
     def build(self, input_shape: tuple) -> None:
         h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
@@ -158,18 +198,5 @@ class FeedForward(Layer):
             x = add_bias(x, self.projection_bias)
         return self.dropout(x, training=training)
 
-    def compute_output_shape(self, input_shape: tuple) -> tuple:
-        return input_shape
-
     def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "dropout_rate": self.dropout_rate,
-            **as_config({"hidden_act": self.hidden_act}),
-            "expert_num": self.expert_num,
-            "kernel_initializer": self.kernel_initializer,
-            "gated": self.gated,
-            "use_bias": self.use_bias,
-        }
+        return {**super().get_config(), "expert_num": self.expert_num}

@@ -6,13 +6,11 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
-from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.feed_forward import FeedForward, get_activation
+from dtransformer.layers.base import register
+from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
-from dtransformer.layers.router import Router
-from dtransformer.layers.settings import as_config
+from dtransformer.layers.router import Router, Routing
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
@@ -26,7 +24,7 @@ from dtransformer.parallel.told import tell
 
 
 @register
-class MoE(Layer):
+class MoE(BaseFeedForward):
     """Several feed-forward layers, the experts, of which each token is computed by a few.
 
     A router chooses k of E experts for each token; the result is the sum of their outputs, times
@@ -82,20 +80,20 @@ class MoE(Layer):
         use_bias: bool = True,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
-        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            dropout_rate,
+            hidden_act,
+            kernel_initializer,
+            gated,
+            use_bias,
+            **kwargs,
+        )
         self.config = as_moe_config(moe_config)
-        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
-        self.kernel_initializer = kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
-        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         policy = self.dtype_policy
         self.router = Router(self.config, kernel_initializer, dtype=policy, name="router")
         check_layout(self.config)
-        self.dropout = Dropout(dropout_rate, dtype=policy, name="dropout")
         self.shared_experts = None
         if self.config.shared_experts:
             self.shared_experts = FeedForward(
@@ -169,24 +167,27 @@ class MoE(Layer):
         if is_flat:
             mask = None if mask is None else mask[None]
         # [batch, length, embed]
-        x = constrain(inputs[None] if is_flat else inputs, ("batch", None, None))
+        x = inputs[None] if is_flat else inputs
+        groups = TokenGroups(x, self.config)
+        x = groups.of_sequences(x)
         if mask is None:
-            is_token = constrain(tf.ones(static_or_dynamic_shape(x)[:2], "int32"), ("batch", None))
+            is_token = tf.ones(static_or_dynamic_shape(x)[:2], "int32")
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), "int32")
-        y = self._routed(x, is_token, training, drops)
+        is_token = groups.of_sequences(is_token)
+        y = self._routed(groups, x, is_token, training, drops)
         if self.shared_experts is not None:
-            y += constrain(self.shared_experts(x, training=training), ("batch", None, None))
+            y += groups.of_sequences(self.shared_experts(x, training=training))
         y = self.dropout(constrain(y, ("batch", "length", None)), training=training)
         return y[0] if is_flat else y
 
-    def _routed(self, x, is_token, training, drops):
+    def _routed(self, groups, x, is_token, training, drops):
         """Return what the experts make of tokens, and add to the loss what the router costs."""
-        routing, groups = self.router(x, training=training), TokenGroups(x, self.config)
+        routing = Routing(*map(groups.of_sequences, self.router(x, training=training)))
         choices, gates = groups.split(routing.choices), groups.split(routing.gates)
         is_token = groups.split(is_token)
         # [groups, tokens of a group, experts]
-        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=2)
+        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=-2)
         chosen *= is_token[..., None]
         totals = groups.totals(chosen, is_token, self.path)
         if training:
@@ -201,7 +202,8 @@ class MoE(Layer):
         """Return what logs tell of the experts, [E + 3]; see `reports.expert_load`."""
         logs = tf.math.log(tf.maximum(groups.split(probabilities), 1e-30))
         entropy = -tf.reduce_sum(tf.exp(logs) * logs, axis=-1) * tf.cast(is_token, "float32")
-        taken = tf.reduce_sum(tf.cast(taken.taken, "float32"), axis=[0, 1])
+        taken = tf.cast(taken.taken, "float32")
+        taken = tf.reduce_sum(taken, axis=[*range(len(taken.shape) - 1)])
         others = [tf.reduce_sum(tf.cast(x, "float32")) for x in (chosen, is_token, entropy)]
         return tf.concat([taken, tf.stack(others)], 0)
 
@@ -233,18 +235,5 @@ class MoE(Layer):
         ys = products.row_parallel(xs, self.projection_kernel)
         return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
 
-    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
-        return input_shape
-
     def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "moe_config": moe_as_dict(self.config),
-            "dropout_rate": self.dropout_rate,
-            **as_config({"hidden_act": self.hidden_act}),
-            "kernel_initializer": self.kernel_initializer,
-            "gated": self.gated,
-            "use_bias": self.use_bias,
-        }
+        return {**super().get_config(), "moe_config": moe_as_dict(self.config)}

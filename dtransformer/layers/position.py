@@ -115,10 +115,19 @@ class PositionEmbedding(Layer):
 
 
 def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
-    """Return where the segment of each position begins: [b, s] -> int32 [b, s]."""
-    positions = tf.range(static_or_dynamic_shape(segments)[1])
-    same = segments[:, :, None] == segments[:, None, :]
-    return tf.reduce_min(tf.where(same, positions, positions.dtype.max), axis=-1)
+    """Return where the segment of each position begins: [b, s] -> int32 [b, s].
+
+    A segment ends where another number follows.
+    """
+    length = static_or_dynamic_shape(segments)[1]
+    begins = tf.pad(segments[:, 1:] != segments[:, :-1], [[0, 0], [1, 0]])
+    first = tf.where(begins, tf.range(length), 0)
+    # The highest so far, over 2, 4, 8, … positions: DTensor has no cumulative maximum.
+    known = length if isinstance(length, int) else 2**30
+    for step in (2**power for power in range((known - 1).bit_length())):
+        earlier = tf.pad(first, [[0, 0], [tf.minimum(step, length), 0]])[:, :length]
+        first = tf.maximum(first, earlier)
+    return first
 
 
 def sinusoidal_positions(

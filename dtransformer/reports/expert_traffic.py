@@ -12,10 +12,11 @@ from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.dtensor.layouts import axis_size
 from dtransformer.parallel.expert_parallel.places import capacity
+from dtransformer.parallel.expert_parallel.token_groups import axis_of_groups
 
 
 def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
-    """Return the elements of the buffers [g, E, c, h] of a data shard's groups of tokens.
+    """Return the elements of the buffers [g, E, c, h] of a device's groups of tokens.
 
     Args:
         layer: the `MoE`.
@@ -28,7 +29,8 @@ def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:
         most = capacity(batch * length, config)
     else:
         size = min(config.expert_group_size, length)
-        groups = batch // shards * math.ceil(length / size)
+        in_sequence = math.ceil(length / size) // axis_size(axis_of_groups(length, size))
+        groups = batch // shards * in_sequence
         most = capacity(size, config)
     places = size if most is None else min(most, size)
     return groups * config.expert_num * places * features
@@ -43,7 +45,8 @@ def summed_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> tuple[int
     elements = buffer_elements(layer, stream_shape)
     shared = 0
     if layer.shared_experts is not None:
-        shared = math.prod(stream_shape) // axis_size(mesh_axis("batch"))
+        shards = axis_size(mesh_axis("batch")) * axis_size(mesh_axis("length_shards"))
+        shared = math.prod(stream_shape) // shards
     return elements + shared, elements + shared
 
 
@@ -59,12 +62,12 @@ def all_to_all_bytes(layer: MoE, stream_shape: tuple[int, int, int], recomputes:
 
 
 def kept_rows(layer: MoE, stream_shape: tuple[int, int, int]) -> float:
-    """Return how many rows of features experts are given for a sequence.
+    """Return how many rows of features experts are given for a sequence, on all its shards.
 
     On a mesh those of the buffers; on one device, where none is padded, at most k for each token.
     """
     batch, length, features = stream_shape
     if job.mesh() is None:
         return length * layer.config.num_experts_chosen
-    shards = axis_size(mesh_axis("batch"))
-    return buffer_elements(layer, stream_shape) / (features * batch / shards)
+    on_shards = buffer_elements(layer, stream_shape) * axis_size(mesh_axis("length_shards"))
+    return on_shards / (features * batch / axis_size(mesh_axis("batch")))

@@ -11,7 +11,7 @@ from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
 from harness.training import STEPS, USED, weights_file
 from tests.shared_runs import each
 
-# More layouts: python benchmarks/parity.py, with --layouts '*+shard?' and '*pp*'
+# More layouts: python benchmarks/parity.py, with --layouts '*+shard?', '*pp*', '*cp*' and '*ep*'
 QUICK = """
     untied/dp2mp2@1x4+rows+sp
     tied.used/mp2@2x1+rows+sp       sgd/mp4@2x2+rows
@@ -78,7 +78,8 @@ LONG = """
     deep_long_causal/cp2pp2m2-1f1b@4x1+ulysses  deep_long_causal/dp2cp2@2x2+all_gather+shard3
     deep_long_causal/cp2mp2pp2m2-1f1b@2x4+ring
     deep_causal.used/mp2@2x1+sp  deep_causal.used/pp2m2-interleaved2@2x1
-    deep_long_moe/cp2@1x2  deep_long_moe/dp2cp2ep2@1x4
+    deep_long_moe/cp2@1x2  deep_long_moe/dp2cp2ep2@1x4  deep_moe/dp2ep2@1x2+recompute
+    deep_long_causal/cp2@1x2+ring+recompute
     deep_causal.used/mp2-interleaved4@1x2  deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
     deep_llama.used/dp2mp2-interleaved4@2x2+shard2  deep_t5.used/mp2-interleaved4@1x2
     deep_tied.used/pp2m4-zb_v2@2x1  deep/dp2pp2m4-zb_h1@4x1+shard2

@@ -12,6 +12,7 @@ from dtransformer.layers import (
     VocabEmbedding,
     VocabHead,
 )
+from dtransformer.layers.position import first_of_segment
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import assign, compare, dtype_policy, each_policy
@@ -233,3 +234,16 @@ def test_sinusoidal_positions(policy, hidden, kind):
         [x],
         call=lambda layer, x: layer(x),
     )
+
+
+def test_positions_begin_anew_in_each_segment_and_take_linear_memory():
+    rng = np.random.default_rng(8)
+    numbers = np.cumsum(rng.integers(0, 2, (3, 37)), axis=1, dtype="int32")
+    expected = [[np.flatnonzero(row == number)[0] for number in row] for row in numbers]
+    anyhow = tf.function(first_of_segment, input_signature=[tf.TensorSpec([None, None], "int32")])
+    for found in (first_of_segment(tf.constant(numbers)), anyhow(numbers), anyhow(numbers[:, :1])):
+        np.testing.assert_array_equal(found, np.array(expected)[:, : found.shape[1]])
+
+    graph = tf.function(first_of_segment).get_concrete_function(tf.TensorSpec([2, 512], "int32"))
+    sizes = [out.shape.num_elements() for op in graph.graph.get_operations() for out in op.outputs]
+    assert max(sizes) <= 2 * 2 * 512

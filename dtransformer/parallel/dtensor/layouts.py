@@ -19,7 +19,11 @@ def make_layout(specs: Sequence[str | None]) -> dtensor.Layout:
 
 
 def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
-    """Change a tensor's layout on the mesh to a mesh axis, or None, for every dimension."""
+    """Change a tensor's layout on the mesh to a mesh axis, or None, for every dimension.
+
+    Where an axis moves from one dimension to another, one of them has to be the first one if there
+    are four or more: DTensor's all-to-all gives wrong numbers between the others.
+    """
     return dtensor.relayout(x, make_layout(specs))
 
 

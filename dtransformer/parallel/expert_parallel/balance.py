@@ -22,7 +22,7 @@ def load_balancing(probabilities: tf.Tensor, totals: Totals) -> tf.Tensor:
         totals: the groups' `Totals`.
     """
     share = tf.math.divide_no_nan(totals.load, tf.reduce_sum(totals.load, axis=-1, keepdims=True))
-    mean = tf.math.divide_no_nan(tf.reduce_sum(probabilities, axis=1), totals.tokens[:, None])
+    mean = tf.math.divide_no_nan(tf.reduce_sum(probabilities, axis=-2), totals.tokens[..., None])
     num_experts = probabilities.shape[-1]
     each = tf.reduce_sum(tf.stop_gradient(share) * mean, axis=-1)
     return num_experts * tf.reduce_mean(each) * totals.parts
@@ -37,7 +37,7 @@ def z_loss(logits: tf.Tensor, is_token: tf.Tensor, totals: Totals) -> tf.Tensor:
         totals: the groups' `Totals`.
     """
     square = tf.square(tf.reduce_logsumexp(logits, axis=-1)) * tf.cast(is_token, "float32")
-    each = tf.math.divide_no_nan(tf.reduce_sum(square, axis=1), totals.tokens)
+    each = tf.math.divide_no_nan(tf.reduce_sum(square, axis=-1), totals.tokens)
     return tf.reduce_mean(each) * totals.parts
 
 
@@ -54,7 +54,7 @@ def excess_load(bias: tf.Tensor, totals: Totals) -> tf.Tensor:
     """
     all_choices = tf.reduce_sum(totals.load, axis=-1, keepdims=True)
     excess = tf.math.divide_no_nan(totals.load, all_choices) - 1 / bias.shape[0]
-    excess = tf.reduce_mean(excess, axis=0)
+    excess = tf.reduce_mean(excess, axis=[*range(len(excess.shape) - 1)])
 
     @custom_gradient
     def nothing(bias):

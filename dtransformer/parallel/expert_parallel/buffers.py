@@ -6,7 +6,7 @@ sends each expert's to the devices that hold it, and another one takes the outpu
 numbers, and so are their gradients: nothing is scattered, which DTensor has no rule for.
 
 Shapes: g groups of n tokens of h features; k choices of each; E experts; c places of an expert
-for tokens of a group; f features inside of experts.
+for tokens of a group; f features inside of experts. g may be two dimensions: see `TokenGroups`.
 """
 
 import tensorflow as tf
@@ -31,30 +31,34 @@ class Buffers:
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
         self._groups, self._of_groups = groups, groups.relayout
-        num_groups, size, self._num_choices = choices.shape
+        *of_groups, size, self._num_choices = choices.shape
         num_experts = taken.taken.shape[-1]
         places = size if most is None else min(most, size)
-        self._shape = [num_groups, num_experts, places]
+        self._shape = [*of_groups, num_experts, places]
         self._experts, self._model = mesh_axis("expert"), mesh_axis("mlp")
         # Of one mesh axis: the buffers are sharded by groups, and those of experts by experts.
-        self._of_experts = (None if self._experts else groups.axis, self._experts, None, None)
+        # It moves from the first dimension: DTensor's all-to-all between others gives wrong numbers.
+        axis, *context = groups.axes
+        self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
         all_places, all_choices = num_experts * places, size * self._num_choices
         place = places * tf.range(num_experts) + taken.position
         place = tf.where(taken.taken > 0, place, all_places)  # of those that are dropped: the last
         is_choice = tf.one_hot(choices, num_experts, dtype="int32")  # [g, n, k, E]
         # Place of each choice [g, n·k], and the other way around: choice of each place [g, E·c].
-        place = tf.reduce_sum(is_choice * place[:, :, None, :], axis=-1)
-        self._places = self._of_groups(tf.reshape(place, [num_groups, all_choices]))
+        place = tf.reduce_sum(is_choice * place[..., None, :], axis=-1)
+        self._places = self._of_groups(tf.reshape(place, [*of_groups, all_choices]))
         # The first tokens have the greatest numbers, and what is not taken has 0.
-        which = tf.reduce_sum(is_choice * tf.range(self._num_choices)[:, None], axis=2)  # [g, n, E]
+        which = tf.reduce_sum(
+            is_choice * tf.range(self._num_choices)[:, None], axis=-2
+        )  # [g, n, E]
         number = all_choices - (tf.range(size)[:, None] * self._num_choices + which)
-        number = self._of_groups(tf.transpose(number * taken.taken, [0, 2, 1]))
-        number = tf.reshape(tf.math.top_k(number, places).values, [num_groups, all_places])
+        number = self._of_groups(tf.linalg.matrix_transpose(number * taken.taken))
+        number = tf.reshape(tf.math.top_k(number, places).values, [*of_groups, all_places])
         self._choices = self._of_groups(all_choices - number)
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return the buffers of all experts, from the tokens [g, n, h], as a list of one tensor."""
-        size = x.shape[1]
+        size = x.shape[-2]
 
         @custom_gradient
         def send(x):
@@ -62,10 +66,9 @@ class Buffers:
             sent = self._look_up(x, tokens)
 
             def gradient(dy):
-                dy = relayout(dy, (self._groups.axis, None, None, None))
-                back = self._look_up(self._flat(dy), self._places)
-                back = tf.reshape(back, [*back.shape[:1], size, self._num_choices, dy.shape[-1]])
-                return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=2))
+                back = self._look_up(self._flat(self._of_groups(dy)), self._places)
+                back = tf.reshape(back, [*back.shape[:-2], size, self._num_choices, dy.shape[-1]])
+                return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=-2))
 
             sent = self._of_groups(tf.reshape(sent, [*self._shape, x.shape[-1]]))
             return relayout(sent, self._of_experts), gradient
@@ -82,11 +85,11 @@ class Buffers:
 
         @custom_gradient
         def of_choices(y):
-            y = relayout(y, (self._groups.axis, None, None, None))
+            y = self._of_groups(y)
 
             def gradient(dy):
                 dy = self._of_groups(dy)
-                dy = self._of_groups(tf.reshape(dy, [dy.shape[0], -1, dy.shape[-1]]))
+                dy = self._of_groups(tf.reshape(dy, [*dy.shape[:-3], -1, dy.shape[-1]]))
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
                 return relayout(self._of_groups(dy), self._of_experts)
 
@@ -96,21 +99,21 @@ class Buffers:
 
         y = of_choices(outputs[0])
         gates = self._of_groups(tf.cast(gates, y.dtype))
-        return self._of_groups(tf.reduce_sum(gates[..., None] * y, axis=2))
+        return self._of_groups(tf.reduce_sum(gates[..., None] * y, axis=-2))
 
     def _flat(self, buffers):
         """[g, E, c, h] -> [g, E·c, h]"""
-        shape = [buffers.shape[0], -1, buffers.shape[-1]]
-        return self._of_groups(tf.reshape(buffers, shape))
+        return self._of_groups(tf.reshape(buffers, [*buffers.shape[:-3], -1, buffers.shape[-1]]))
 
     def _look_up(self, rows, numbers):
         """Return rows [g, r, h] by their numbers [g, m]; 0 for that of r: [g, m, h]."""
-        rows = self._of_groups(tf.pad(rows, [[0, 0], [0, 1], [0, 0]]))
-        return self._of_groups(tf.gather(rows, numbers, axis=1, batch_dims=1))
+        rank = len(self._groups.axes)
+        rows = self._of_groups(tf.pad(rows, [*[[0, 0]] * rank, [0, 1], [0, 0]]))
+        return self._of_groups(tf.gather(rows, numbers, axis=rank, batch_dims=rank))
 
     def column_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
         """Multiply buffers [g, E, c, h] with kernels [E, h, f], sharded along f."""
-        inner = (*self._of_experts[:3], self._model)
+        inner = (*self._of_experts[:-1], self._model)
         return [self._product(xs[0], kernel, inner, (self._experts, None, self._model))]
 
     def row_parallel(self, xs: list, kernel: tf.Tensor) -> list[tf.Tensor]:
@@ -120,7 +123,8 @@ class Buffers:
         return [keep_for_recompute(product)]
 
     def _product(self, x, kernel, of_result, of_kernel):
-        of_inputs = (*self._of_experts[:3], of_kernel[1])
+        of_inputs = (*self._of_experts[:-1], of_kernel[1])
+        g = "gs"[: len(self._groups.axes)]
 
         @custom_gradient
         def product(x, kernel):
@@ -128,14 +132,14 @@ class Buffers:
 
             def gradient(dy):
                 dy = relayout(dy, of_result)
-                dx = tf.einsum("gecf,ehf->gech", dy, kernel)
-                dk = tf.einsum("gech,gecf->ehf", x, dy)
+                dx = tf.einsum(f"{g}ecf,ehf->{g}ech", dy, kernel)
+                dk = tf.einsum(f"{g}ech,{g}ecf->ehf", x, dy)
                 return relayout(dx, of_inputs), relayout(dk, of_kernel)
 
-            return relayout(tf.einsum("gech,ehf->gecf", x, kernel), of_result), gradient
+            return relayout(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
 
         return product(x, tf.cast(kernel, x.dtype))
 
     def add_bias(self, xs: list, bias: tf.Tensor) -> list[tf.Tensor]:
         """Add the bias of each expert, of all [E, f]."""
-        return [xs[0] + tf.cast(bias, xs[0].dtype)[None, :, None, :]]
+        return [xs[0] + tf.cast(bias, xs[0].dtype)[:, None, :]]

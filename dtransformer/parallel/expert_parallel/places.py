@@ -67,8 +67,8 @@ def places(
     >>> places(sent_to_one_expert, most=2).taken.numpy().ravel().tolist()
     [1, 1, 0]
     """
-    position = tf.cumsum(chosen, axis=1, exclusive=True)
+    position = tf.cumsum(chosen, axis=-2, exclusive=True)
     if most is None:
         return Places(chosen, position)
-    in_group = position if before is None else position + before[:, None, :]
+    in_group = position if before is None else position + before[..., None, :]
     return Places(chosen * tf.cast(in_group < most, "int32"), position)

@@ -4,7 +4,8 @@ A group is a few tokens of one sequence, which no layout divides. Or it is all t
 global batch: then devices of a mesh, or ranks, tell each other how many tokens each sends to
 which expert.
 
-Shapes: b sequences of s tokens; g groups, or parts of one, of n tokens; E experts.
+Shapes: b sequences of s tokens; g groups, or parts of one, of n tokens; E experts. Where sequences
+are sharded and shards have full groups, g is two dimensions: b, and the groups of a sequence.
 """
 
 import dataclasses
@@ -12,10 +13,11 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.parallel import job, trace
-from dtransformer.parallel.axis_rules import activation_specs
+from dtransformer.parallel.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.impure import never_constant
 from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
 from dtransformer.parallel.expert_parallel.checks import needs_the_batch
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -40,6 +42,21 @@ class Totals:
     parts: float | tf.Tensor = 1.0
 
 
+def axis_of_groups(length: int, size: int | None) -> str | None:
+    """Return the mesh axis that shards the groups of a sequence.
+
+    None where sequences are not sharded, or groups have tokens of several shards: then every shard
+    computes the experts of all tokens of its sequences.
+
+    Args:
+        length: the number of positions of a sequence.
+        size: of a group at most; None where one group has all tokens.
+    """
+    axis = mesh_axis("inner_length")
+    fits = axis and size and length % (min(size, length) * axis_size(axis)) == 0
+    return axis if fits else None
+
+
 class TokenGroups:
     """How the tokens of activations [b, s, ...] lie in groups [g, n, ...].
 
@@ -52,43 +69,56 @@ class TokenGroups:
         size = moe_config.expert_group_size
         self._asks_others = needs_the_batch(moe_config)
         self._shape = static_or_dynamic_shape(x)[:2]
-        self._axis = None
+        axis = context = None
         if trace.is_on_mesh():
-            self._axis = activation_specs(("batch",), x.shape[:1])[0]
+            axis = activation_specs(("batch",), x.shape[:1])[0]
+            context = axis_of_groups(self._shape[1], size)
         batch, length = self._shape
         self._is_global, self._padding = size is None, 0
         if self._is_global:
-            self._num_groups, self.size = axis_size(self._axis), None
+            self._groups, self.size = [axis_size(axis)], None
         else:
             is_longer = isinstance(length, int) and length <= size
             self.size = length if is_longer else size
             in_sequence = -(-length // self.size)
-            self._num_groups = batch * in_sequence
+            self._groups = [batch, in_sequence] if context else [batch * in_sequence]
             self._padding = in_sequence * self.size - length
+        # The mesh axes of g, and those of [b, s].
+        self.axes = (axis, context)[: len(self._groups)]
+        self._of_sequences = axis, context
 
     def split(self, x: tf.Tensor) -> tf.Tensor:
-        """[b, s, ...] -> [g, n, ...]; zeros follow a sequence that groups do not divide"""
+        """[b, s, ...] as `of_sequences` -> [g, n, ...], with zeros after what groups do not divide"""
         if not (isinstance(self._padding, int) and self._padding == 0):
-            x = tf.pad(x, [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)])
-        x = tf.reshape(x, [self._num_groups, self.size or -1, *x.shape[2:]])
-        return self.relayout(x)
+            x = self._padded(x)
+        return self.relayout(tf.reshape(x, [*self._groups, self.size or -1, *x.shape[2:]]))
 
     def join(self, x: tf.Tensor) -> tf.Tensor:
         """[g, n, ...] -> [b, s, ...]"""
         batch, length = self._shape
-        x = tf.reshape(x, [batch, length + self._padding, *x.shape[2:]])
-        return self.relayout(x[:, :length])
+        x = self.relayout(x)
+        x = tf.reshape(x, [batch, length + self._padding, *x.shape[len(self.axes) + 1 :]])
+        return self.of_sequences(self.of_sequences(x)[:, :length])
+
+    def _padded(self, x):
+        @custom_gradient  # DTensor would shard the gradient as what came before was
+        def padded(x):
+            more = [[0, 0], [0, self._padding], *[[0, 0]] * (len(x.shape) - 2)]
+
+            def gradient(dy):
+                return self.of_sequences(self.of_sequences(dy)[:, : self._shape[1]])
+
+            return self.of_sequences(tf.pad(self.of_sequences(x), more)), gradient
+
+        return padded(x)
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor of all groups [g, ...], or sequences, out as these are."""
-        if not trace.is_on_mesh():
-            return x
-        return relayout(x, (self._axis, *[None] * (len(x.shape) - 1)))
+        """Lay a tensor of all groups [g, ...] out as these are."""
+        return _laid_out(x, self.axes)
 
-    @property
-    def axis(self) -> str | None:
-        """The mesh axis that shards the groups, or None."""
-        return self._axis
+    def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
+        """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
+        return _laid_out(x, self._of_sequences)
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.
@@ -98,9 +128,9 @@ class TokenGroups:
             is_token: int32 [g, n], 0 where there is padding.
             name: of the layer.
         """
-        load = tf.reduce_sum(chosen, axis=1)
-        tokens = tf.reduce_sum(is_token, axis=1)
-        size = static_or_dynamic_shape(chosen)[1]
+        load = tf.reduce_sum(chosen, axis=-2)
+        tokens = tf.reduce_sum(is_token, axis=-1)
+        size = static_or_dynamic_shape(chosen)[-2]
         if not self._asks_others:
             return Totals(tf.cast(load, "float32"), tf.cast(tokens, "float32"), size)
         if trace.is_on_mesh():
@@ -114,7 +144,7 @@ class TokenGroups:
         before = self.relayout(tf.cumsum(load, axis=0, exclusive=True))
         load = tf.reduce_sum(load, axis=0, keepdims=True)
         tokens = tf.reduce_sum(tokens, axis=0, keepdims=True)
-        parts = self._num_groups
+        (parts,) = self._groups
         return Totals(
             *(tf.cast(x, "float32") for x in (load, tokens)), size * parts, before, float(parts)
         )
@@ -134,3 +164,8 @@ class TokenGroups:
             before,
             tf.cast(tf.reduce_sum(all_rows), "float32") / tf.cast(rows, "float32"),
         )
+
+
+def _laid_out(x, axes):
+    """Shard the first dimensions of a tensor over mesh axes; None is replicated."""
+    return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x

@@ -149,7 +149,8 @@ class PipelineStep:
             )
         sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
         if has_backward:
-            self._tapes[chunk, k] = tape, sent, loss, received_trained, deferred
+            told = [x for x in sums.values() if x.shape.rank and x.dtype.is_floating]
+            self._tapes[chunk, k] = tape, sent, loss, told, received_trained, deferred
         if chunk != self._last_chunk:
             self._handed[_activations(k, chunk)] = sent
         for name, x in sums.items():
@@ -163,11 +164,11 @@ class PipelineStep:
         upstream = []
         if chunk != self._last_chunk:
             upstream = self._take(chunk, _gradients(k, chunk))
-        tape, sent, loss, received, deferred = self._tapes.pop((chunk, k))
+        tape, sent, loss, told, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
-        found = tape.gradient(
-            [*sent, loss], [*weights, *received], [*upstream, self._devices.put_one()]
-        )
+        # What is told has no gradient, but the tape would make zeros of it that are not on the mesh.
+        upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, told)]
+        found = tape.gradient([*sent, loss, *told], [*weights, *received], upstream)
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         function = self._engine.function(chunk, self.dataflow)

@@ -13,7 +13,7 @@ from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.batches import EVEN, batches, replica_share
 from harness.networks import make
-from harness.training import Record
+from harness.training import Record, as_taken
 
 NETWORK, STEPS_BEFORE, STEPS_AFTER = "deep_tied", 4, 10
 # Each layout saves, and is restored by the next two; the last two by one process.
@@ -66,23 +66,23 @@ def new_trainer(network=NETWORK, seed=SEED):
     return trainer
 
 
-def losses(trainer, begin, number):
+def losses(trainer, begin, number, network=NETWORK):
     """Train on some batches, all of one shape; return the losses of the steps."""
     of_all = batches(2 * (begin + number), trainer.network.vocab_size, seed=0)[2 * begin :: 2]
-    data = replica_share(of_all, EVEN[0])
+    data = as_taken(network, replica_share(of_all, EVEN[0]))
     data = data.apply(tf.data.experimental.assert_cardinality(number))
     record = Record()
     trainer.fit(data, callbacks=[record], verbose=0, shard=False)
     return record["step_loss"]
 
 
-def restore(trainer, folder, saved, name):
+def restore(trainer, folder, saved, name, network=NETWORK):
     """Restore a checkpoint, save it again, and train on; return the losses."""
     dtransformer.set_seed(OTHER_SEED)
     restored = trainer.restore(checkpoint_of(folder, saved))
     assert restored.step == STEPS_BEFORE and job.seed() == SEED
     trainer.save(checkpoint_of(folder, saved, name))
-    return losses(trainer, STEPS_BEFORE, STEPS_AFTER)
+    return losses(trainer, STEPS_BEFORE, STEPS_AFTER, network)
 
 
 def save_and_restore(folder, layout):

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from dtransformer import MoEConfig
@@ -56,9 +57,39 @@ def computed(fields, arguments):
     return [local_value(part) for part in function(*put_sharded((x, mask)))]
 
 
+# Of sequences that are sharded: groups inside of a shard, of half a shard, and across shards.
+LONG_CASES = [
+    (
+        {"capacity_factor": 0.8, "expert_group_size": 4, "shared_experts": 1, **BY_SIGMOID},
+        {"gated": True},
+        {"data_parallel": 2, "context_parallel": 2, "model_parallel": 2, "expert_parallel": 2},
+    ),
+    (
+        {"capacity_factor": 0.8, "expert_group_size": 2},
+        {},
+        {"context_parallel": 2, "model_parallel": 1},
+    ),
+    (
+        {"capacity_factor": 0.8, "expert_group_size": 3},
+        {},
+        {"data_parallel": 2, "context_parallel": 2, "model_parallel": 1, "expert_parallel": 2},
+    ),
+]
+
+
 @on_mesh
 def test_outputs_and_gradients_are_those_of_one_device():
-    for fields, arguments, layout in CASES:
+    check(CASES)
+
+
+@pytest.mark.long
+@on_mesh
+def test_those_of_sharded_sequences():
+    check(LONG_CASES)
+
+
+def check(cases):
+    for fields, arguments, layout in cases:
         alone = computed(fields, arguments)
         start(**layout)
         for part, wanted in zip(computed(fields, arguments), alone, strict=True):
@@ -81,9 +112,9 @@ def make(experts):
     return MoE(HIDDEN, 8, MoEConfig(expert_num=experts))
 
 
-@on_mesh
-def test_all_to_alls_and_sums_are_those_of_the_theory():
-    start(data_parallel=2, model_parallel=2, expert_parallel=2, recompute=True)
+def sent_between_experts(**fields):
+    """Check the sums of a block, and return its bytes of all-to-alls: the theory's, and those sent."""
+    start(data_parallel=2, model_parallel=2, expert_parallel=2, recompute=True, **fields)
     moe = MoEConfig(**TWO, expert_group_size=4, capacity_factor=1.0)
     model = CausalLM(
         50,
@@ -99,12 +130,24 @@ def test_all_to_alls_and_sums_are_those_of_the_theory():
     ids = np.random.default_rng(0).integers(4, 50, (BATCH, LENGTH)).astype("int32")
     trainer.train_on_batch(ids, ids)
     report = trainer.communication_report()
-    (sent,) = report.exchanged.values()
+    assert report.summed_elements("blocks/block_0") == report.formula["blocks/block_0"]
+    assert all(w.specs[0] == "data" for w in model.weights if "expert" in w.logical_axes)
+    assert "all-to-alls between experts" in str(report)
+    (theory,) = report.exchanged.values()
+    stop()
+    return theory, report.exchanged_bytes("blocks/block_0")
+
+
+@on_mesh
+def test_all_to_alls_and_sums_are_those_of_the_theory():
     # Of a device: 2 rows of 2 groups, 4 experts, 2 places, 8 features of 4 bytes; half is sent,
     # forward, once more as it is recomputed, and backward, each way.
-    assert sent == 2 * 2 * 4 * 2 * 8 * 4 // 2 * 6
-    assert report.exchanged_bytes("blocks/block_0") == sent
-    assert report.summed_elements("blocks/block_0") == report.formula["blocks/block_0"]
-    experts = [w for w in model.weights if "expert" in w.logical_axes]
-    assert all(w.specs[0] == "data" for w in experts)
-    assert "all-to-alls between experts" in str(report)
+    expected = 2 * 2 * 4 * 2 * 8 * 4 // 2 * 6
+    assert sent_between_experts() == (expected, expected)
+
+
+@pytest.mark.long
+@on_mesh
+def test_shards_of_a_sequence_send_their_own_groups():
+    expected = 2 * 1 * 4 * 2 * 8 * 4 // 2 * 6
+    assert sent_between_experts(context_parallel=2) == (expected, expected)

@@ -1,0 +1,44 @@
+"""Promise: a checkpoint of experts or long sequences fits other numbers of shards, states and all."""
+
+import numpy as np
+import pytest
+
+from harness.tolerances import PARITY_LOSS
+from tests.distributed.tasks import other_shards
+from tests.distributed.tasks.checkpoints import ALONE, checkpoint_of
+from tests.distributed.tasks.other_shards import RESTORING, SAVING
+from tests.distributed.test_checkpoints import state_of
+from tests.shared_runs import needs_horovod
+
+pytestmark = [needs_horovod, pytest.mark.long]
+
+
+def run(task, layout):
+    return f"tests.distributed.tasks.other_shards:{task}/{layout}"
+
+
+def case(network, restoring):
+    runs = [run("save", name) for name in SAVING[network]]
+    runs += [run("restore_all", restoring)] * (restoring != ALONE)
+    return pytest.param(network, restoring, marks=pytest.mark.runs(*runs))
+
+
+@pytest.mark.parametrize(
+    ["network", "restoring"],
+    [case(network, name) for network in SAVING for name in (*RESTORING[network], ALONE)],
+)
+def test_states_are_the_saved_ones_and_training_goes_on(network, restoring, ranks_of):
+    after = {saved: ranks_of(run("save", saved))[0]["after"] for saved in SAVING[network]}
+    if restoring == ALONE:
+        found = other_shards.restored(ranks_of.folder, ALONE, network)
+    else:
+        found = ranks_of(run("restore_all", restoring))[0]["restored"]
+    assert set(found) == set(SAVING[network])
+    for saved, expected in after.items():
+        np.testing.assert_allclose(found[saved], expected, rtol=PARITY_LOSS, err_msg=saved)
+        states = state_of(checkpoint_of(ranks_of.folder, saved))
+        again = state_of(checkpoint_of(ranks_of.folder, saved, restoring))
+        assert again.keys() == states.keys()
+        assert any(name.startswith("optimizer/velocities/") for name in states)
+        for name, value in states.items():
+            np.testing.assert_array_equal(again[name], value, err_msg=name)
