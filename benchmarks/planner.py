@@ -46,7 +46,7 @@ def parse_arguments():
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of each round, the first two apart")
-    parser.add_argument("--network", default="causal", choices=("causal", "translation"))
+    parser.add_argument("--kind", default="causal", choices=("causal", "translation"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--vocab_size", type=int, default=2000)
@@ -68,7 +68,7 @@ def ranks_of(name):
 def network(args):
     from dtransformer.models import CausalLM, EncoderDecoderLM
 
-    if args.network == "translation":
+    if args.kind == "translation":
         return EncoderDecoderLM(
             args.vocab_size,
             hidden_size=args.hidden_size,
@@ -117,7 +117,7 @@ def train(args):
     index, count = dtransformer.data_shard()
     own = ids.astype("int32")[index::count]
     inputs = own[:, :-1]
-    if args.network == "translation":
+    if args.kind == "translation":
         inputs = {"source": inputs, "target": inputs}
     times = []
     for _ in range(args.steps):
