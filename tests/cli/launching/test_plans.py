@@ -5,6 +5,7 @@ import pytest
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import Outcome
 from dtransformer.cli.launching.replan import fields_of_layout, replanned
+from dtransformer.cli.launching.supervisor import Options
 from dtransformer.errors import InputError
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.launch import FITS_LAYOUT, fitting
@@ -162,3 +163,10 @@ def test_where_the_planner_is_not_asked(why, tmp_path):
         "another host": {"203.0.113.1": 3},
     }
     assert replanned(commands.get(why, train(tmp_path)), ranks.get(why, {"localhost": 3})) is None
+
+
+@pytest.mark.parametrize("hosts, given", [(["localhost"], False), (["localhost", "a"], True)])
+def test_horovodrun_gets_no_interface_where_this_host_is_alone(hosts, given):
+    """It refuses to start then: it looks for the loopback on that interface."""
+    options = Options(["x"], network_interface="eth7").horovodrun_options(hosts)
+    assert ("--network-interface" in options) is given
