@@ -52,6 +52,9 @@ def start_horovod() -> types.ModuleType | None:
             f"sets ({', '.join(_SET_BY_HOROVODRUN)}): start with horovodrun, or unset HOROVOD_SIZE"
         )
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
+    # order in which a ring adds up depends on where a tensor lies in what is sent.
+    os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if device_type() == "CPU":
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
     try:

@@ -35,6 +35,15 @@ def moment_of(batch):
         return tf.timestamp()
 
 
+def after(moment, batch):
+    """Return a batch that nothing looks at before a moment, from `moment_of`, has been taken."""
+    if tf.executing_eagerly():
+        return batch
+    keep = lambda x: tf.identity(x) if tf.is_tensor(x) else x
+    with tf.control_dependencies([moment]):
+        return tf.nest.map_structure(keep, batch, expand_composites=True)
+
+
 class Throughput:
     """Counts tokens and FLOP of an epoch against the clock.
 

@@ -62,7 +62,7 @@ class FitLoop(keras.Model):
                 logs = step(iterator)
             ready = float(logs.pop("ready"))  # of the last step of a call
             waited = max(ready - called, 0.0) if steps == 1 else 0.0
-            own = float(logs.pop("computed")) - ready
+            own = float(logs.pop("own"))
             tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
             if compiled:
                 seconds = time.perf_counter() - start

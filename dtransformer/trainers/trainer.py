@@ -14,7 +14,7 @@ from dtransformer.parallel import job, validators
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
-from dtransformer.reports.throughput import moment_of
+from dtransformer.reports.throughput import after, moment_of
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
@@ -166,13 +166,15 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         ready = moment_of(data)
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
         numbers = self._program.numbers(inputs, labels, sample_weight)
+        begin = moment_of(numbers.counts)  # all ranks have their batches
+        inputs = after(begin, inputs) if job.data_parallel_group().size > 1 else inputs
         gradients, outputs, sums = self._program.forward_backward(
             inputs, labels, sample_weight, numbers
         )
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
         logs = self._program.finish(gradients, sums, numbers.counts, *seen)
-        return {**logs, "ready": ready, "computed": moment_of(gradients)}
+        return {**logs, "ready": ready, "own": moment_of(gradients) - begin}
 
     def test_step(self, data: tuple) -> dict:
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
