@@ -187,7 +187,7 @@ class ModelShape:
         """Return the parameters of the products of a block's experts that can be sharded."""
         return self.num_experts * self.expert_parameters() if kind.has_experts else 0
 
-    def routed_rows(self, is_on_mesh):
+    def routed_rows(self, is_on_mesh: bool | np.ndarray) -> np.ndarray:
         """Return how many rows experts compute for a token of a block that has them.
 
         On one device none is padded: one for each choice, at most. On a mesh those of the buffers.
