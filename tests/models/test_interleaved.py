@@ -27,7 +27,10 @@ def losses(network, rows=24, batch_size=8):
     return [*history.history["step_loss"], *history.history["loss"]], outputs
 
 
-@pytest.mark.parametrize(["number", "rows", "batch_size"], [(2, 24, 8), (2, 19, 5)])
+@pytest.mark.parametrize(
+    ["number", "rows", "batch_size"],
+    [pytest.param(2, 24, 8, marks=pytest.mark.long), (2, 19, 5)],
+)
 def test_numbers_are_those_of_the_network(number, rows, batch_size):
     expected, logits = losses(language_model(), rows, batch_size)
     found, outputs = losses(MicroBatchInterleaved(language_model(), number), rows, batch_size)

@@ -47,7 +47,7 @@ def whole():
         (4, {"metrics": [METRIC]}),
         pytest.param(6, {}, marks=pytest.mark.long),
         (3, {"run_eagerly": True}),
-        (2, {"jit_compile": True}),
+        pytest.param(2, {"jit_compile": True}, marks=pytest.mark.long),
     ],
 )
 def test_steps_are_those_of_whole_batches(micro_batches, options, whole):
