@@ -30,8 +30,8 @@ def _by_kind(runs):
     for run in runs:
         for one in run["faults"]:
             if ENDS in one:
-                kinds[one["fault"]].append({**one, **{k: run[k] for k in ("hosts", "layout")},
-                                            "stall_seconds": run["stall_seconds"]})  # fmt: skip
+                of_run = {name: run[name] for name in ("hosts", "stall_seconds")}
+                kinds[one["fault"]].append(one | of_run)
     heads = ["fault", "on one host", "on two"]
     heads += [f"ended after (s), {one:.0f}" for one in settings]
     rows = []

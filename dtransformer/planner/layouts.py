@@ -76,6 +76,11 @@ class Layouts:
         return self.model * self.stage * self.context * self.data
 
     @property
+    def shards_experts(self):
+        """Whether experts or their features are sharded, so that they have buffers."""
+        return (self.model > 1) | (self.expert > 1)
+
+    @property
     def techniques(self):
         """How many techniques each uses: of two that are as fast, fewer are simpler."""
         used = [self.model > 1, self.stage > 1, self.context > 1, self.expert > 1, self.chunks > 1]

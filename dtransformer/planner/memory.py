@@ -59,7 +59,7 @@ def activations_of_block(
         "is_sequence_sharded": layouts.sequence > 0,
     }
     if kind.has_experts:
-        rows = length * model.routed_rows((layouts.model > 1) | (layouts.expert > 1))
+        rows = length * model.routed_rows(layouts.shards_experts)
         sizes |= {"expert_rows": rows, "experts_chosen": model.experts_chosen}
         sizes["shared_experts"] = model.shared_experts
 

@@ -100,8 +100,8 @@ def _feed_forward_rows(model, kind, layouts):
     if not kind.has_experts:
         return [(rows, model.ffn_hidden_size, 1.0)]
     own = model.num_experts / layouts.expert
-    on_mesh = (layouts.model > 1) | (layouts.expert > 1)
-    found = [(rows * model.routed_rows(on_mesh) / own, model.ffn_hidden_size, own)]
+    routed = rows * model.routed_rows(layouts.shards_experts)
+    found = [(routed / own, model.ffn_hidden_size, own)]
     if model.shared_experts:
         found.append((rows, model.shared_experts * model.ffn_hidden_size, 1.0))
     return found

@@ -225,14 +225,14 @@ def _seconds(run: Callable) -> float:
     run()
     once = max(time.perf_counter() - start, 1e-6)
     times = max(all_gather_json(max(int(_ROUND_SECONDS / once), 1), "measure/times"))
-    found = []
-    for _ in range(_ROUNDS):
-        job.barrier()
+
+    def one_round():
         start = time.perf_counter()
         for _ in range(times):
             run()
-        found.append((time.perf_counter() - start) / times)
-    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/seconds")))
+        return (time.perf_counter() - start) / times
+
+    return _least_of_rounds(one_round, _ROUNDS)
 
 
 def _waited_seconds(run: Callable) -> float:
@@ -242,15 +242,25 @@ def _waited_seconds(run: Callable) -> float:
     all of one, and the least of many for none. Ranks pause for as long as each other, differently
     before every call.
     """
-    pauses, found = np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS), []
+    pauses = np.random.default_rng(0).uniform(0, _PAUSE_SECONDS, _CALLS)
     run()
-    for _ in range(_LINK_ROUNDS):
-        job.barrier()
+
+    def one_round():
         seconds = 0.0
         for pause in pauses:
             time.sleep(pause)
             start = time.perf_counter()
             run()
             seconds += time.perf_counter() - start
-        found.append(seconds / _CALLS)
-    return min(max(round_) for round_ in zip(*all_gather_json(found, "measure/waited")))
+        return seconds / _CALLS
+
+    return _least_of_rounds(one_round, _LINK_ROUNDS)
+
+
+def _least_of_rounds(one_round, number):
+    """Return the least seconds of rounds that all ranks begin together, by the slowest rank each."""
+    found = []
+    for _ in range(number):
+        job.barrier()
+        found.append(one_round())
+    return min(max(of_ranks) for of_ranks in zip(*all_gather_json(found, "measure/rounds")))
