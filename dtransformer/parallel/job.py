@@ -27,6 +27,7 @@ from dtransformer.parallel.launch import (
     stop_horovod,
 )
 from dtransformer.parallel.pipeline.placement import Placement
+from dtransformer.parallel.pipeline.stage_links import StageLinks, connect_stages
 from dtransformer.parallel.process_groups import Group, ProcessGroups
 from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.gates import Gates
@@ -52,6 +53,7 @@ class _Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
+    stage_links: StageLinks | None = None
     gates: Gates = dataclasses.field(default_factory=Gates)
     watchdog: Watchdog | None = None
 
@@ -111,6 +113,7 @@ def init(
     validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     _leave_mesh()
+    _close_stage_links()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     config = fitting(config, size * local_devices)
@@ -149,10 +152,25 @@ def init(
         data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
     )
-    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
-        for pair in config.placement.stage_pairs:  # which send to each other
-            agreed_group(sorted(ranks[stage] for stage in pair))
+    pairs = [
+        tuple(sorted(ranks[stage] for stage in pair))  # which send to each other
+        for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone)
+        for pair in config.placement.stage_pairs
+    ]
+    for pair in pairs:
+        agreed_group(pair)
+    if pairs and device_type() == "CPU":
+        _job = dataclasses.replace(_job, stage_links=connect_stages(hvd, pairs))
     return topology
+
+
+def _close_stage_links():
+    """Close the connections between stages, once every rank is done with them."""
+    global _job
+    if _job.stage_links is not None:
+        barrier()
+        _job.stage_links.close()
+        _job = dataclasses.replace(_job, stage_links=None)
 
 
 def _leave_mesh():
@@ -171,6 +189,7 @@ def shutdown() -> None:
         for wait in _before_leaving:
             wait()
     _leave_mesh()
+    _close_stage_links()
     barrier()
     if _job.watchdog is not None:
         _job.watchdog.leave()
@@ -246,6 +265,11 @@ def pipeline_group() -> Group:
 def stage() -> tuple[int, int]:
     """Return (index, number): this rank's pipeline stage, and how many there are."""
     return _job.topology.stage_of(_job.rank), _job.topology.stage
+
+
+def stage_links() -> StageLinks | None:
+    """Return this rank's connections to other stages; None where there are none, as on GPUs."""
+    return _job.stage_links
 
 
 def placement() -> Placement:

@@ -15,9 +15,9 @@ from dtransformer.parallel.collectives.packing import by_dtype
 class PeerToPeer:
     """Sends and receives lists of tensors.
 
-    Horovod has no send and receive: a broadcast between two ranks serves, which pairs them by its
-    name. Each waits in a thread of its own, so that no order of sends and receives can stop
-    the job; nor can one keep a rank that fails from ending.
+    Ranks on CPUs have connections for it, see `stage_links`. On GPUs a broadcast of Horovod's
+    between two ranks serves, which pairs them by its name; each waits in a thread of its own. So no
+    order of sends and receives can stop the job; nor can one keep a rank that fails from ending.
 
     Attributes:
         ended: dict of the name of a send or a receive and when it was done, in seconds.
@@ -35,6 +35,9 @@ class PeerToPeer:
             peer: number of the stage that receives them.
             name: str, the same there, and no other send's that is under way.
         """
+        links = job.stage_links()
+        if links is not None:
+            return self._timed(links.send(tensors, _rank_of(peer), name), name)
         return self._start(tensors, peer, True, name)
 
     def receive(self, specs: list[tuple], peer: int, name: str) -> concurrent.futures.Future:
@@ -45,7 +48,14 @@ class PeerToPeer:
             peer: number of the stage that sends them.
             name: as `send`'s.
         """
+        links = job.stage_links()
+        if links is not None:
+            return self._timed(links.receive(_rank_of(peer), name), name)
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
+
+    def _timed(self, future, name):
+        future.add_done_callback(lambda _: self.ended.__setitem__(name, time.time()))
+        return future
 
     def _start(self, tensors, peer, sends, name):
         # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
@@ -72,10 +82,14 @@ class PeerToPeer:
         future.set_result(None if sends else results)
 
 
+def _rank_of(stage):
+    """Return the rank of another stage of this pipeline."""
+    return job.pipeline_group().ranks[stage]
+
+
 def _broadcast(tensors, peer, sends, name):
     """Broadcast the tensors of each type as one."""
-    ranks = job.pipeline_group().ranks
-    pair = job.known_group(sorted((job.rank(), ranks[peer])))
+    pair = job.known_group(sorted((job.rank(), _rank_of(peer))))
     root = pair.index if sends else 1 - pair.index
 
     def as_one(tensors, dtype):

@@ -10,7 +10,6 @@ from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.deferred_gradients import deferring, kernel_gradients
-from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.dtensor.batch import num_rows
 from dtransformer.parallel.object_collectives import all_gather_json
@@ -58,7 +57,6 @@ class PipelineEngine:
         self._instructions = schedules.instructions(
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
-        self.waits_for_sends = len(own_chunks()) == 1 and device_type() == "CPU"
         self.devices, self.peers = stage_devices(), PeerToPeer()
         self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train", True)
         self._predict = ForwardPass(

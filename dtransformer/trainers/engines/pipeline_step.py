@@ -1,6 +1,5 @@
 """One training step of a pipeline stage: its instructions are carried out here."""
 
-import concurrent.futures
 import dataclasses
 import time
 
@@ -11,11 +10,6 @@ from dtransformer.parallel.pipeline.instruction import COMPUTATIONS
 from dtransformer.parallel.pipeline.timeline import Event
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.engines.accumulation import seed_of
-
-# Most that a stage on CPUs waits until what it sends has left. The threads that send it share the
-# cores with its next computation, beside which they need three times as long. With one chunk a
-# stage the receiver waits for it; with more it has other work, and so has this one.
-_SECONDS_TO_LEAVE = 0.01
 
 
 class PipelineStep:
@@ -115,8 +109,6 @@ class PipelineStep:
         shards = self._devices.shards(crossing, self._handed.pop(name))
         self.sent[name] = time.time()
         self._leaving.append(self._engine.peers.send(shards, one.peer, name))
-        if self._engine.waits_for_sends:
-            concurrent.futures.wait(self._leaving[-1:], _SECONDS_TO_LEAVE)
 
     def _take(self, border, name):
         """Return the tensors that pass a border, in the order of `dataflow.sent_after(border)`."""
