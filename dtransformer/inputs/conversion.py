@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import mmap
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +21,6 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Bits of the exponent, all set in what is not finite: NumPy knows no bfloat16.
 _EXPONENTS = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
 _ALIGNMENT = 64
-_PAGES = 2**18  # bytes from which on an array has pages of its own
 # Elements that are converted and looked at together, so that they stay in a core's cache.
 _TOGETHER = 2**16
 # Of a matrix that is stored transposed a tile is converted at once; and the elements between two
@@ -91,14 +89,11 @@ def _filled_by_tiles(result, matrix):
 def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
     """Return an array without values, which begins where TensorFlow can take it without a copy.
 
-    Of a large one the pages are asked for at once: to be given each when it is first written takes
-    about as long as to convert what is written.
+    It is NumPy's memory, which asks for huge pages where an array is large: to be given each page
+    of 4 KiB when it is first written takes about as long as to convert what is written.
     """
     kind = np.dtype(kind)
     size = math.prod(shape) * kind.itemsize
-    if size >= _PAGES:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-        return np.frombuffer(mmap.mmap(-1, size, flags=flags), "u1").view(kind).reshape(shape)
     raw = np.empty(size + _ALIGNMENT, "u1")
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(kind).reshape(shape)
