@@ -63,3 +63,23 @@ def test_a_t5_that_translates(tmp_path, monkeypatch):
     assert float(re.search(r"BLEU = ([\d.]+)", printed)[1]) > 5
     assert pathlib.Path("runs/t5/losses.png").stat().st_size > 1000
     assert from_pretrained("runs/t5/model").arguments["positions"] == "relative"
+
+
+@pytest.mark.long
+def test_adapters_learn_and_are_saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(EXAMPLES / "fine_tuning" / "train.py", "--epochs", 3)
+    lines = pathlib.Path("runs/fine_tuning/metrics.jsonl").read_text().splitlines()
+    losses = [x["val_loss"] for x in map(json.loads, lines) if x["kind"] == "epoch"]
+    assert losses[-1] < losses[0]
+    assert pathlib.Path("runs/fine_tuning/losses.png").stat().st_size > 1000
+    assert pathlib.Path("runs/fine_tuning/adapters/adapter_model.safetensors").exists()
+
+
+@pytest.mark.long
+def test_long_sequences(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run(EXAMPLES / "long_context" / "train.py", "--length", 256, "--steps", 3)
+    assert "activations" in printed
+    assert len(pathlib.Path("runs/long_context/metrics.jsonl").read_text().splitlines()) >= 3
+    assert pathlib.Path("runs/long_context/losses.png").stat().st_size > 1000

@@ -1,28 +1,44 @@
 """Fine-tune a language model of a folder with low-rank adapters, and save these apart.
 
     python examples/fine_tuning/train.py
-    python examples/fine_tuning/train.py --model models/llama-3.2-1b --dtype bfloat16 --ids ids.npy
-    horovodrun -np 2 python examples/fine_tuning/train.py --model-parallel 2
+    python examples/fine_tuning/train.py --config mine.yaml --run runs/mine
+    horovodrun -np 2 python examples/fine_tuning/train.py --model_parallel 2
 
-Without `--model` the script makes a small random Llama, in the folder runs/fine_tuning. It learns
-the bytes of this file, where there is no file of ids: an int array of NumPy's, [rows, positions],
-made with the model's own tokenizer.
+The config names a folder and a file of ids: an int array of NumPy's, made with the model's own
+tokenizer. As it stands, the script makes a small random Llama, which learns the bytes of this file.
+Every eighth row is held out. The run's folder gets metrics.jsonl, a picture of the losses where
+matplotlib is there, and the adapters.
 
 On whatever number of ranks, it prints the same losses.
 """
 
 import argparse
 import pathlib
+import sys
 
 import keras
 import numpy as np
 import tensorflow as tf
+import yaml
 
 import dtransformer
+from dtransformer.errors import InputError
 from dtransformer.models import CausalLM, add_lora, from_pretrained, save_lora, save_pretrained
+from dtransformer.reports import draw_losses
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 
-RUNS = pathlib.Path("runs/fine_tuning")
+HERE = pathlib.Path(__file__).parent
 LENGTH = 64
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=HERE / "lora.yaml", type=pathlib.Path)
+    parser.add_argument("--run", default="runs/fine_tuning", type=pathlib.Path)
+    parser.add_argument("--epochs", type=int, help="instead of the config's")
+    parser.add_argument("--model_parallel", type=int, default=1, help="shards of each operation")
+    return parser.parse_args()
 
 
 def small_llama(folder):
@@ -57,48 +73,59 @@ def rows_of_bytes(path):
     return data[: number * (LENGTH + 1)].reshape(number, LENGTH + 1)
 
 
-class PrintLosses(keras.callbacks.Callback):
-    """Prints the mean loss of each epoch."""
-
-    def on_epoch_end(self, epoch, logs=None):
-        if dtransformer.is_chief():
-            print(f"epoch {epoch + 1}   loss {logs['loss']:.4f}", flush=True)
+def datasets_of(ids, batch_size):
+    """Return the batches to train with, and those of every eighth row, which are held out."""
+    is_held_out = np.arange(len(ids)) % 8 == 7
+    train, dev = (
+        tf.data.Dataset.from_tensor_slices((rows[:, :-1], rows[:, 1:]))
+        for rows in (ids[~is_held_out], ids[is_held_out])
+    )
+    train = train.shuffle(len(ids), seed=0).batch(batch_size, drop_remainder=True)
+    return train, dev.batch(batch_size)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=pathlib.Path, help="folder, as transformers saves it")
-    parser.add_argument("--ids", type=pathlib.Path, help="ids of texts, a .npy file")
-    parser.add_argument("--out", type=pathlib.Path, default=RUNS / "adapters")
-    parser.add_argument("--dtype", default="float32", help="bfloat16 stores the base in 16 bits")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
-    parser.add_argument("--targets", default="*attention/(query|value)_kernel")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--model-parallel", type=int, default=1)
-    arguments = parser.parse_args()
-
-    config = dtransformer.TransformerOpParallelConfig(model_parallel=arguments.model_parallel)
-    dtransformer.init(config)  # data parallel over the ranks that are left
-    folder = arguments.model or RUNS / "small_llama"
-    if arguments.model is None and not folder.exists():
+    args = parse_arguments()
+    config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
+    data, adapters, training = config["data"], config["adapters"], config["training"]
+    # Data parallel over the ranks that are left.
+    parallel = dtransformer.TransformerOpParallelConfig(model_parallel=args.model_parallel)
+    dtransformer.init(parallel, seed=training["seed"])
+    folder = config["model"] or args.run / "small_llama"
+    if config["model"] is None and not folder.exists():
         small_llama(folder)
-    network = from_pretrained(folder, dtype=arguments.dtype)
-    kernels = add_lora(network, arguments.rank, alpha=2 * arguments.rank, targets=arguments.targets)
+    network = from_pretrained(folder, dtype=config["dtype"])
+    kernels = add_lora(network, **adapters)
     trainable = sum(np.prod(weight.shape) for weight in network.trainable_variables)
-
-    ids = rows_of_bytes(pathlib.Path(__file__)) if arguments.ids is None else np.load(arguments.ids)
-    data = tf.data.Dataset.from_tensor_slices((ids[:, :-1], ids[:, 1:]))
-    data = data.shuffle(len(ids), seed=0).batch(arguments.batch_size, drop_remainder=True)
-    trainer = dtransformer.Trainer(network)
-    trainer.compile(keras.optimizers.AdamW(arguments.learning_rate, weight_decay=0.0))
     if dtransformer.is_chief():
         print(f"{len(kernels)} kernels have adapters: {trainable:,} numbers are trained")
-    trainer.fit(data, epochs=arguments.epochs, callbacks=[PrintLosses()], verbose=0)
-    save_lora(network, arguments.out, family="llama" if arguments.model is None else None)
+
+    ids = rows_of_bytes(pathlib.Path(__file__)) if data["ids"] is None else np.load(data["ids"])
+    batches, dev_batches = datasets_of(ids, data["batch_size"])
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.AdamW(training["learning_rate"], weight_decay=0.0))
+    callbacks = [StepTimer()]
+    if dtransformer.is_chief():
+        callbacks.append(MetricsFile(args.run / "metrics.jsonl"))
+    trainer.fit(
+        batches,
+        epochs=args.epochs or training["epochs"],
+        validation_data=dev_batches,
+        callbacks=callbacks,
+        verbose=2,
+    )
+    family = "llama" if config["model"] is None else None
+    save_lora(network, args.run / "adapters", family=family)
+    if dtransformer.is_chief():
+        try:
+            draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")
+        except ImportError as error:
+            print(error)
     dtransformer.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"train.py: {error}")
