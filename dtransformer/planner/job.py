@@ -32,7 +32,9 @@ class System:
             each.
         waits: by level the collectives of a step of replicas that nothing is computed beside, and
             that wait for each other, but for the reduction of gradients itself.
-        stage_waits: those of a pipeline's step.
+        stage_waits, mesh_waits: those of a step of a pipeline, and of a mesh.
+        loss_sums: sums of a number a token, over the model axis, that a sharded vocabulary takes:
+            the largest logit, the exponentials and the label's logit of cross entropy.
         copies_weights: whether, without a mesh, a rank computes with a 16-bit copy of the weights at
             levels 1 and 2, and shards float32 ones with the states.
     """
@@ -49,6 +51,8 @@ class System:
     gathers_a_block: int = 1
     waits: tuple[int, int, int, int] = (0, 0, 0, 0)
     stage_waits: int = 0
+    mesh_waits: int = 0
+    loss_sums: int = 3
     copies_weights: bool = False
 
     def bytes_a_parameter(self, level, is_on_mesh):
@@ -137,6 +141,9 @@ class Job:
             # Rows of tables: how many, then which. Then with sharded states the sizes of what is
             # exchanged, norms, and new weights.
             waits=(1, 4, 4, 1),
-            stage_waits=2,  # norms, and what logs tell
+            # Batches are compared; norms; and of a pipeline what logs tell.
+            stage_waits=3,
+            mesh_waits=2,
+            loss_sums=5,  # two for the accuracy
             copies_weights=self.is_mixed,
         )

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from dtransformer.planner.clusters import Cluster
-from dtransformer.planner.formulas import bubble_passes, sums_over_model
+from dtransformer.planner.formulas import bubble_passes, shared_bubble_passes, sums_over_model
 from dtransformer.planner.job import System
 from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.links import Group, call_seconds, collective_seconds, send_seconds
@@ -85,6 +85,7 @@ def time_of(
     """
     columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
     own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
+    begun = cluster.device.begun_block_us * 1e-6
     keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
     for key in np.unique(keys):
         chosen = np.flatnonzero(keys == key)
@@ -94,21 +95,21 @@ def time_of(
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            found = own.of_stage(stage, chosen)
+            found = own.of_stage(stage, chosen, begun * (p > 1))
             total = sum(found.values())
             larger = total > worst
             worst = np.where(larger, total, worst)
             for kind, value in found.items():
                 inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
         for number, kind in enumerate(model.kinds):
-            mean += kind.number / p * own.blocks[number][chosen]
-        sends = (own.sends[chosen] + cluster.device.pass_call_us * 1e-6) * v * (p > 1)
+            mean += kind.number / p * (own.blocks[number][chosen] + begun * (p > 1))
+        sends = own.sends[chosen] * v * (p > 1)
         for kind, value in inner.items():
             columns[kind][chosen] = some.micro_batches * value
         columns["sends"][chosen] = some.micro_batches * sends
-        # Ranks that share a core compute while others wait.
-        sharing, passes = cluster.device.sharing, bubble_passes(schedule, p, v)
-        waits = np.maximum(passes - (sharing - 1) * some.micro_batches, 0) / sharing
+        # Ranks of a stage follow each other, and so do those of a core.
+        sharing = np.maximum(cluster.device.sharing * p / some.devices, 1)
+        waits = shared_bubble_passes(bubble_passes(schedule, p, v), p, sharing)
         columns["bubble"][chosen] = waits * (mean + sends)
     columns["reduction"] = _reduction(model, cluster, layouts, system, columns)
     states = memory.weights + memory.gradients + memory.states
@@ -118,10 +119,13 @@ def time_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Seconds of a block of each kind, by use, and of the head, for a micro-batch."""
+    """Seconds of a block of each kind, by use, and of a network's ends, for a micro-batch."""
 
     uses: list  # of each kind of block: a dict of arrays [N]
     head: np.ndarray
+    embedding_gathers: np.ndarray  # of level 3
+    embedding_sums: np.ndarray  # over the model axis
+    head_sums: np.ndarray
     sends: np.ndarray
 
     @property
@@ -134,6 +138,13 @@ class _Blocks:
         item, groups = 2 if is_16_bit else 4, groups_of(layouts)
         b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
         uses = []
+
+        def unsharded(num_bytes):
+            """Return the seconds of weights' all-gathers, for both passes, and reduce-scatter."""
+            seconds = 2 * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
+            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
+            return np.where(layouts.level >= 3, seconds, 0.0)
+
         for kind in model.kinds:
             passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
             stream = b * kind.length / c * model.hidden_size * item
@@ -147,11 +158,7 @@ class _Blocks:
             keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
             tokens = stream * model.routed_rows(is_on_mesh=True) * kind.has_experts
             weights = model.block_parameters(kind) / t * item
-            gathers = np.where(full, 2, 2) * collective_seconds(
-                cluster, "all-gather", weights / system.gathers_a_block, groups["data"]
-            ) + collective_seconds(
-                cluster, "reduce-scatter", weights / system.gathers_a_block, groups["data"]
-            )
+            gathers = unsharded(weights / system.gathers_a_block)
             uses.append(
                 {
                     "products": passes.forward + passes.backward,
@@ -163,24 +170,44 @@ class _Blocks:
                     "expert_parallel": 2
                     * passed
                     * collective_seconds(cluster, "all-to-all", tokens, groups["expert"]),
-                    "unsharding": np.where(
-                        layouts.level >= 3, system.gathers_a_block * gathers, 0.0
-                    ),
+                    "unsharding": system.gathers_a_block * gathers,
                 }
             )
         head = head_seconds(cluster.device, model, layouts, is_16_bit)
         shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
         length = max(kind.length for kind in model.kinds)
-        sent = b * length / c * model.hidden_size * item / shards
-        return cls(uses, head, 2 * send_seconds(cluster, sent, groups["stage"].stride))
+        stream = b * length / c * model.hidden_size * item
+        sums = lambda num_bytes: collective_seconds(
+            cluster, "all-reduce", num_bytes, groups["model"]
+        )
+        lookups = 2 if model.encoder_layers and model.decoder_layers else 1
+        embedding_sums = np.where(layouts.rows > 0, lookups * sums(stream), 0.0)
+        # The gradient of what the head takes; of the loss, numbers of each token.
+        head_sums = sums(stream) + system.loss_sums * sums(b * length / c * 4)
+        table = model.vocab_size * model.hidden_size / np.where(layouts.rows > 0, t, 1) * item
+        sends = 2 * send_seconds(cluster, stream / shards, groups["stage"].stride)
+        return cls(uses, head, unsharded(table), embedding_sums, head_sums, sends)
 
-    def of_stage(self, stage, chosen):
-        """Return the seconds of a micro-batch on a stage, by use."""
-        found = {}
+    def of_stage(self, stage, chosen, begun):
+        """Return the seconds of a micro-batch on a stage, by use.
+
+        Args:
+            stage: a `StageKind`.
+            chosen: numbers of the layouts.
+            begun: seconds that each block takes because its passes are begun one by one.
+        """
+        found = {"products": begun * sum(stage.blocks)}
         for number, uses in zip(stage.blocks, self.uses):
             for use, value in uses.items():
                 found[use] = found.get(use, 0.0) + number * value[chosen]
         found["products"] = found["products"] + stage.has_head * self.head[chosen]
+        found["model_parallel"] = found["model_parallel"] + (
+            stage.has_embedding * self.embedding_sums[chosen]
+            + stage.has_head * self.head_sums[chosen]
+        )
+        found["unsharding"] = found["unsharding"] + (
+            stage.has_embedding * self.embedding_gathers[chosen]
+        )
         return found
 
 
@@ -206,6 +233,19 @@ def _reduction(model, cluster, layouts, system, columns):
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
     waits = np.array(system.waits)[layouts.level] * call_seconds(cluster, "data")
-    stage_waits = system.stage_waits * call_seconds(cluster, "stage") * (layouts.stage > 1)
+    others = system.mesh_waits * (layouts.model * layouts.context > 1)
+    others = np.where(layouts.stage > 1, system.stage_waits, others) * call_seconds(cluster, "data")
     seconds = np.where(layouts.level >= 3, 0.0, seconds)
-    return seconds + np.where(group.members > 1, waits, 0.0) + stage_waits
+    seconds = seconds + np.where(group.members > 1, waits, 0.0) + others
+    return seconds + _tied_seconds(model, cluster, layouts, system)
+
+
+def _tied_seconds(model, cluster, layouts, system):
+    """Return the seconds in which the first and the last stage add their gradients of one table."""
+    shards = np.where(layouts.rows > 0, layouts.model, 1)
+    num_bytes = model.vocab_size * model.hidden_size * system.sent_gradient_bytes / shards
+    stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
+    goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")  # both are on the first stage
+    apart = model.tied_head & (layouts.stage > 1) & ~goes_back
+    group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "data")
+    return collective_seconds(cluster, "all-reduce", num_bytes, group)

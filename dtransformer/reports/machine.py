@@ -1,6 +1,7 @@
 """What this machine does: products, memory, collectives; as a `planner.Device`."""
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -11,14 +12,14 @@ import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import all_reduce_sum
-from dtransformer.parallel.collectives.point_to_point import recv, send
+from dtransformer.parallel.collectives.transport import all_reduce_together
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.batch import put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.pipeline.p2p import PeerToPeer
 from dtransformer.planner.clusters import Device, Link
 from dtransformer.planner.constants import Constants
 from dtransformer.planner.layouts import Layouts
@@ -27,9 +28,10 @@ from dtransformer.planner.work import block_passes
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
+_BLOCKS, _STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN = 4, 4, 64, 256
 _LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
-_SMALL_BYTES, _LARGE_BYTES = 2**12, 2**22
+_SMALL_BYTES, _LARGE_BYTES, _IN_BUCKET = 2**12, 2**22, 16
 _MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
 
 
@@ -49,8 +51,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     links = {}
     if job.size() > 1:
         links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size())
-        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
-    overhead, call = _overhead_seconds()
+    overhead, begun = _overhead_seconds(), _begun_seconds()
     data = links.get("data", Link(1.0, 100.0))
     device = Device(
         name=name,
@@ -74,13 +75,16 @@ def measure_device(name: str, memory_gb: float) -> Device:
         ),
         source="measured",
         sharing=max(ranks / cores, 1.0),
-        pass_call_us=round(call * 1e6),
+        begun_block_us=round(begun * 1e6),
         hides_reductions=device_type() == "GPU",
     )
     # More than all of it is what a disturbed measurement gives.
     share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
+        stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size())
+        job.init(stages)
+        links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
         job.init(TransformerOpParallelConfig(model_parallel=job.size()))
         links["model"] = _link(*(_mesh_seconds(size) for size in _sizes()), job.size())
     return dataclasses.replace(device, constants=constants, links=links)
@@ -118,23 +122,39 @@ def _memory_bytes_per_second():
 
 
 def _overhead_seconds():
-    """Return the seconds of a block's forward pass in which nothing is left to compute.
+    """Return the seconds of a block's forward pass in which nothing is left to compute."""
+    blocks, x = _stack(1, 2, 8, num_heads=2)
+    blocks = tf.function(blocks)
+    return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
-    And those by which both passes of a function take longer where Python begins each.
+
+def _begun_seconds():
+    """Return the seconds by which a block takes longer where a stage begins its passes, one by one.
+
+    One compiled function of both keeps less for its backward pass, and need not be begun twice.
     """
-    block = TransformerEncoderLayer(hidden_size=8, num_heads=2, ffn_hidden_size=8)
-    x = tf.zeros([1, 2, 8])
-    block(x)
-    blocks = tf.function(lambda x: block(block(block(block(x)))))
+    blocks, x = _stack(_STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, num_heads=8)
 
-    def both():
+    def both(forward):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(blocks(x))
-        return tape.gradient(loss, block.trainable_variables)
+            tape.watch(x)
+            loss = tf.reduce_sum(forward(x))
+        return tape.gradient(loss, x)
 
-    compiled = tf.function(both)
-    begun, at_once = (_seconds(lambda run=run: run()[0].numpy()) for run in (both, compiled))
-    return _seconds(lambda: blocks(x).numpy()) / 4, max(begun - at_once, 0.0)
+    begun, at_once = tf.function(blocks), tf.function(lambda: both(blocks))
+    more = _seconds(lambda: both(begun).numpy()) - _seconds(lambda: at_once().numpy())
+    return max(more, 0.0) / _BLOCKS
+
+
+def _stack(rows, length, hidden_size, num_heads):
+    """Return a function of some blocks, in training, and inputs."""
+    blocks = [
+        TransformerEncoderLayer(hidden_size, num_heads, 4 * hidden_size) for _ in range(_BLOCKS)
+    ]
+    x = tf.random.stateless_normal([rows, length, hidden_size], [0, 1])
+    run = lambda x: functools.reduce(lambda x, block: block(x, training=True), blocks, x)
+    run(x)  # makes the weights
+    return run, x
 
 
 def _block_bytes_per_second(device):
@@ -177,22 +197,25 @@ def _sizes():
 
 
 def _all_reduce_seconds(size):
-    x = tf.zeros([size // 4])
-    step = tf.function(lambda x: all_reduce_sum(x)[0])
+    """Return the seconds of the sum of a bucket of several tensors, as of a block's weights."""
+    x, group = [tf.zeros([size // 4 // _IN_BUCKET])] * _IN_BUCKET, job.whole_job()
+    step = tf.function(lambda x: all_reduce_together(x, group, f"measure_{size}")[0][0])
     return _waited_seconds(lambda: step(x).numpy())
 
 
 def _send_seconds(size):
-    """Return the seconds to send from rank 0 to rank 1; others wait."""
-    x, pair = tf.zeros([size // 4]), job.new_group([0, 1])
+    """Return the seconds to send from stage 0 to stage 1, of there and back; others wait."""
+    peers, x, specs = PeerToPeer(), tf.zeros([size // 4]), [([size // 4], "float32")]
 
-    def one(x):
-        if job.rank() == 0:
-            return send(x, 1, pair)
-        return recv(x, 0, pair) if job.rank() == 1 else x
+    def there_and_back():
+        if job.stage()[0] == 0:
+            peers.send([x], 1, "measure_there")
+            peers.receive(specs, 1, "measure_back").result()
+        elif job.stage()[0] == 1:
+            peers.receive(specs, 0, "measure_there").result()
+            peers.send([x], 0, "measure_back").result()
 
-    one = tf.function(one, autograph=False)
-    return _waited_seconds(lambda: one(x).numpy())
+    return _waited_seconds(there_and_back) / 2
 
 
 def _mesh_seconds(size):

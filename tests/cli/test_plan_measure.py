@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+
 from dtransformer.cli import main
 from dtransformer.cli.plan import device_of
+from harness.launch import launch, tail
 
 
 def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
@@ -18,3 +21,14 @@ def test_this_machine_is_measured_and_planned_for(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     # Six for each position and weight in a product, and the attention cores; less than the peak.
     assert found["layouts"][0]["step_seconds"] > 4 * 1024 * 6 * 1e8 / device.tflops_32_bit / 1e12
+
+
+@pytest.mark.long
+def test_what_ranks_send_is_measured(tmp_path):
+    path = str(tmp_path / "machine.yaml")
+    done = launch(2, ["-m", "dtransformer.cli", "plan", "--measure", path], timeout=300)
+    assert not done.returncode, tail(done.stdout, done.stderr)
+    links = device_of(path).links
+    assert set(links) == {"data", "model", "stage"}
+    for link in links.values():
+        assert link.gb_per_second > 0.01 and 1 < link.call_us < 1e6

@@ -405,13 +405,18 @@ def of_cpus(model, ranks, fields, **config):
 
 
 def test_ranks_that_share_a_core_compute_while_others_wait():
-    """Four stages of four micro-batches on two cores: no core has to wait, though stages do."""
+    """Four stages on two cores: each core waits as one of two stages, and a third of a pass more."""
     model = named(SMALL, num_layers=4, sequence_length=64)
     alone, shared = (
         of_cpus(model, 4, {"sharing": sharing}, pipeline_stage=4, micro_batch_num=4)
         for sharing in (1.0, 2.0)
     )
-    assert alone.seconds_by_kind["bubble"] > 0 == shared.seconds_by_kind["bubble"]
+    waits = [cost.seconds_by_kind["bubble"] for cost in (alone, shared)]
+    assert waits[0] / waits[1] == pytest.approx(3 / (4 / 3))
+    of_replicas = of_cpus(
+        model, 4, {"sharing": 2.0}, data_parallel=2, pipeline_stage=2, micro_batch_num=4
+    )  # a core has one stage of both
+    assert of_replicas.seconds_by_kind["bubble"] > 0
     assert cpu_device(2, 16, 4).sharing == 2 and cpu_device(4, 16, 2).sharing == 1
 
 
@@ -424,9 +429,32 @@ def test_each_collective_that_waits_takes_a_call():
     assert more == pytest.approx(3 * 0.005)
 
 
-def test_a_pass_that_python_begins_takes_longer():
+def test_passes_that_are_begun_one_by_one_take_longer():
+    """Two blocks of each of two stages, eight micro-batches."""
     model = named(SMALL, num_layers=4, sequence_length=64)
-    fields = ({"pass_call_us": 0.0}, {"pass_call_us": 1000.0})
+    fields = ({"begun_block_us": 0.0}, {"begun_block_us": 1000.0})
     quick, slow = (of_cpus(model, 2, some, pipeline_stage=2, micro_batch_num=8) for some in fields)
-    more = slow.seconds_by_kind["sends"] - quick.seconds_by_kind["sends"]
-    assert more == pytest.approx(8 * 0.001)
+    more = slow.seconds_by_kind["products"] - quick.seconds_by_kind["products"]
+    assert more == pytest.approx(8 * 2 * 0.001)
+    alone = [of_cpus(model, 1, some).step_seconds for some in fields]
+    assert alone[0] == alone[1]
+
+
+def test_stages_of_a_tied_table_add_its_gradients():
+    links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
+    tied, untied = (
+        of_cpus(named(SMALL, tied_head=tied), 2, {"links": links}, pipeline_stage=2)
+        for tied in (True, False)
+    )
+    model = named(SMALL)
+    more = tied.seconds_by_kind["reduction"] - untied.seconds_by_kind["reduction"]
+    assert more == pytest.approx(model.vocab_size * model.hidden_size * 4 / 1e9)
+
+
+def test_a_mesh_sums_at_both_ends_of_a_network():
+    """Beside the blocks': looked-up rows, the head's gradient, and numbers of tokens."""
+    model = named(SMALL, num_layers=4, sequence_length=64)
+    links = {"data": Link(1.0, 0.0, 0.0), "model": Link(1e9, 0.0, 1000.0)}
+    found = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
+    calls = 4 * 4 + 1 + 1 + 5
+    assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
