@@ -16,13 +16,14 @@ from dtransformer.planner.constants import Constants
 _GPUS = "/proc/driver/nvidia/gpus/*/information"
 # Of one core, as `dtransformer plan --measure` found them on two cores of a virtual machine with
 # AVX-512: float32 products, memory, and what ranks of a host send each other over loopback, of which
-# the model axis goes through DTensor and the others through Horovod, whose cycle is 5 ms.
+# the model axis goes through DTensor, stages have connections of their own, and data go through
+# Horovod, whose cycle is 5 ms.
 _CORE_TFLOPS = 0.075
 _CORE_GB_PER_SECOND = 5.0
 _LINKS = {
     "data": Link(0.7, 0, 5000.0),
     "model": Link(0.4, 0, 2500.0),
-    "stage": Link(0.4, 0, 5000.0),
+    "stage": Link(1.5, 0, 500.0),
 }
 CPU = Constants(
     product_share=0.9,

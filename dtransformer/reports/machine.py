@@ -85,8 +85,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
         stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size())
         job.init(stages)
         links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
-        job.init(TransformerOpParallelConfig(model_parallel=job.size()))
-        links["model"] = _link(*(_mesh_seconds(size) for size in _sizes()), job.size())
+        links["model"] = _mesh_link()
     return dataclasses.replace(device, constants=constants, links=links)
 
 
@@ -218,9 +217,24 @@ def _send_seconds(size):
     return _waited_seconds(there_and_back) / 2
 
 
-def _mesh_seconds(size):
+def _mesh_link():
+    """Return the `Link` of the model axis: of two ranks, where they are even, and of all."""
+    few = job.size() if job.size() % 2 else 2
+    job.init(TransformerOpParallelConfig(model_parallel=few))
+    small, large = (_mesh_seconds(size, few) for size in _sizes())
+    link = _link(small, large, few)
+    if few == job.size():
+        return link
+    job.init(TransformerOpParallelConfig(model_parallel=job.size()))
+    more = _mesh_seconds(_SMALL_BYTES, job.size()) - small
+    step = 1e6 * max(more, 0.0) / (2 * (job.size() - few))  # of the ring
+    call = max(link.call_us - 2 * (few - 1) * step, 0.0)
+    return dataclasses.replace(link, latency_us=round(step, 1), call_us=round(call, 1))
+
+
+def _mesh_seconds(size, members):
     """Return the seconds of a sum over the model axis of the mesh."""
-    x = put_replicated(np.ones([job.size(), size // 4], np.float32))
+    x = put_replicated(np.ones([members, size // 4], np.float32))
 
     def sums(x):
         return relayout(tf.reduce_sum(relayout(x, ("model", None)), axis=0), (None,))
