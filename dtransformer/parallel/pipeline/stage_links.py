@@ -8,6 +8,7 @@ Two ranks know each other by the job's random token; what they send is not secre
 
 import collections
 import concurrent.futures
+import contextlib
 import hashlib
 import hmac
 import json
@@ -96,7 +97,8 @@ class _Link:
     def close(self):
         self._is_closed = True
         self._leaving.put(None)
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the other end has closed it
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     # Each message has a call of its own, after which nothing keeps its tensors.
