@@ -112,8 +112,7 @@ def init(
         validators.seed("seed", seed)
     validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
-    _leave_mesh()
-    _close_stage_links()
+    _leave_layout()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     config = fitting(config, size * local_devices)
@@ -164,22 +163,17 @@ def init(
     return topology
 
 
-def _close_stage_links():
-    """Close the connections between stages, once every rank is done with them."""
+def _leave_layout():
+    """Stop the mesh and close connections, where there are any, once every rank is done with them."""
     global _job
-    if _job.stage_links is not None:
-        barrier()
-        _job.stage_links.close()
-        _job = dataclasses.replace(_job, stage_links=None)
-
-
-def _leave_mesh():
-    """Stop the mesh, if there is one, once every rank is done with it."""
-    global _job
+    if mesh() is None and stage_links() is None:
+        return
+    barrier()
     if mesh() is not None:
-        barrier()
         stop_mesh()
-        _job = dataclasses.replace(_job, mesh=None)
+    if stage_links() is not None:
+        stage_links().close()
+    _job = dataclasses.replace(_job, mesh=None, stage_links=None)
 
 
 def shutdown() -> None:
@@ -188,8 +182,7 @@ def shutdown() -> None:
     with doing("saving"):
         for wait in _before_leaving:
             wait()
-    _leave_mesh()
-    _close_stage_links()
+    _leave_layout()
     barrier()
     if _job.watchdog is not None:
         _job.watchdog.leave()

@@ -85,24 +85,24 @@ def time_of(
     """
     columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
     own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
-    begun = cluster.device.begun_block_us * 1e-6
     keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
     for key in np.unique(keys):
         chosen = np.flatnonzero(keys == key)
         some = layouts[chosen]
         p, v = int(some.stage[0]), int(some.chunks[0])
         schedule = SCHEDULE_NAMES[some.schedule[0]]
+        begun = cluster.device.begun_block_us * 1e-6 * (p > 1)
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            found = own.of_stage(stage, chosen, begun * (p > 1))
+            found = own.of_stage(stage, chosen, begun)
             total = sum(found.values())
             larger = total > worst
             worst = np.where(larger, total, worst)
             for kind, value in found.items():
                 inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
         for number, kind in enumerate(model.kinds):
-            mean += kind.number / p * (own.blocks[number][chosen] + begun * (p > 1))
+            mean += kind.number / p * (own.blocks[number][chosen] + begun)
         sends = own.sends[chosen] * v * (p > 1)
         for kind, value in inner.items():
             columns[kind][chosen] = some.micro_batches * value
@@ -138,6 +138,9 @@ class _Blocks:
         item, groups = 2 if is_16_bit else 4, groups_of(layouts)
         b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
         uses = []
+        summed = lambda num_bytes: collective_seconds(
+            cluster, "all-reduce", num_bytes, groups["model"]
+        )
 
         def unsharded(num_bytes):
             """Return the seconds of weights' all-gathers, for both passes, and reduce-scatter."""
@@ -163,8 +166,7 @@ class _Blocks:
                 {
                     "products": passes.forward + passes.backward,
                     "recompute": passes.repeated,
-                    "model_parallel": sums
-                    * collective_seconds(cluster, "all-reduce", stream, groups["model"]),
+                    "model_parallel": sums * summed(stream),
                     "context_parallel": passed
                     * collective_seconds(cluster, "all-gather", keys, groups["context"]),
                     "expert_parallel": 2
@@ -177,14 +179,11 @@ class _Blocks:
         shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
         length = max(kind.length for kind in model.kinds)
         stream = b * length / c * model.hidden_size * item
-        sums = lambda num_bytes: collective_seconds(
-            cluster, "all-reduce", num_bytes, groups["model"]
-        )
         lookups = 2 if model.encoder_layers and model.decoder_layers else 1
-        embedding_sums = np.where(layouts.rows > 0, lookups * sums(stream), 0.0)
+        embedding_sums = np.where(layouts.rows > 0, lookups * summed(stream), 0.0)
         # The gradient of what the head takes; of the loss, numbers of each token.
-        head_sums = sums(stream) + system.loss_sums * sums(b * length / c * 4)
-        table = model.vocab_size * model.hidden_size / np.where(layouts.rows > 0, t, 1) * item
+        head_sums = summed(stream) + system.loss_sums * summed(b * length / c * 4)
+        table = _table_elements(model, layouts) * item
         sends = 2 * send_seconds(cluster, stream / shards, groups["stage"].stride)
         return cls(uses, head, unsharded(table), embedding_sums, head_sums, sends)
 
@@ -240,10 +239,15 @@ def _reduction(model, cluster, layouts, system, columns):
     return seconds + _tied_seconds(model, cluster, layouts, system)
 
 
+def _table_elements(model, layouts):
+    """Return the elements that a device has of the table of embeddings."""
+    shards = np.where(layouts.rows > 0, layouts.model, 1)
+    return model.vocab_size * model.hidden_size / shards
+
+
 def _tied_seconds(model, cluster, layouts, system):
     """Return the seconds in which the first and the last stage add their gradients of one table."""
-    shards = np.where(layouts.rows > 0, layouts.model, 1)
-    num_bytes = model.vocab_size * model.hidden_size * system.sent_gradient_bytes / shards
+    num_bytes = _table_elements(model, layouts) * system.sent_gradient_bytes
     stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
     goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")  # both are on the first stage
     apart = model.tied_head & (layouts.stage > 1) & ~goes_back

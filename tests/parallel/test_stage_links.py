@@ -21,7 +21,6 @@ class Job:
         self._size, self._own = size, {}
         self._barrier = threading.Barrier(size, timeout=20)
         self._rank = threading.local()
-        self.addresses = []
 
     def rank(self):
         return self._rank.number
@@ -34,15 +33,13 @@ class Job:
     def exchange(self, own, _):
         self._own[self.rank()] = own
         self._barrier.wait()
-        self.addresses = [self._own[rank]["address"] for rank in range(self._size)]
         return [self._own[rank] for rank in range(self._size)]
 
-    def connect(self, pairs, before=lambda rank: None):
+    def connect(self, pairs):
         """Return the links of every rank."""
 
         def one(rank):
             self._rank.number = rank
-            before(rank)
             return stage_links.connect_stages(self, pairs)
 
         with concurrent.futures.ThreadPoolExecutor(self._size) as pool:

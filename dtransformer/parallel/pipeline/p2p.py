@@ -53,8 +53,19 @@ class PeerToPeer:
             return self._timed(links.receive(_rank_of(peer), name), name)
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
 
-    def _timed(self, future, name):
-        future.add_done_callback(lambda _: self.ended.__setitem__(name, time.time()))
+    def _timed(self, done, name):
+        """Return a future like another one, which is done once `ended` says when."""
+        future = concurrent.futures.Future()
+
+        def pass_on(done):
+            error = done.exception()
+            if error is not None:
+                future.set_exception(error)
+                return
+            self.ended[name] = time.time()
+            future.set_result(done.result())
+
+        done.add_done_callback(pass_on)
         return future
 
     def _start(self, tensors, peer, sends, name):
@@ -69,16 +80,15 @@ class PeerToPeer:
             self._functions[key] = _compat.expect_many_traces(function)
         future = concurrent.futures.Future()
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
-        return future
+        return self._timed(future, name)
 
     def _run(self, future, key, tensors):
-        sends, name = key
+        sends, _ = key
         try:
             results = self._functions[key](tensors)
         except BaseException as error:
             future.set_exception(error)
             return
-        self.ended[name] = time.time()
         future.set_result(None if sends else results)
 
 

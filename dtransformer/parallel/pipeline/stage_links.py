@@ -185,39 +185,37 @@ def connect_stages(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> S
         gather = lambda text: hvd.allgather(text, name="dtransformer.stages")
         everyone = exchange_json(own, gather)
         token, connections = everyone[0]["token"].encode(), {}
-        for peer in sorted(peer for peer in peers if peer > rank):
+        lower = {peer for peer in peers if peer < rank}  # they connect, and this rank listens
+        for peer in sorted(peers - lower):
             address = tuple(everyone[peer]["address"])
             try:
                 connection = socket.create_connection(address, _SECONDS_TO_CONNECT)
-                found = _greeted(connection, token, rank, {peer}, _SECONDS_TO_CONNECT)
+                _greeted(connection, token, rank, {peer}, _SECONDS_TO_CONNECT)
             except OSError as error:
                 raise RuntimeError(
                     f"rank {rank} cannot reach rank {peer}, of a pipeline stage beside it, at "
                     f"{address[0]}:{address[1]} ({error}): let the hosts of the job reach each other "
                     "at any port"
                 ) from None
-            connections[found] = connection
-        connections |= _accepted(
-            listener, token, rank, {peer for peer in peers if peer < rank}, _SECONDS_TO_CONNECT
-        )
+            connections[peer] = connection
+        connections |= _accepted(listener, token, rank, lower)
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return StageLinks(connections)
 
 
-def _accepted(listener, token, rank, peers, seconds):
+def _accepted(listener, token, rank, peers):
     """Return a dict of ranks and the connections that they make; those of strangers are closed."""
-    end, found = time.monotonic() + seconds, {}
+    end, found = time.monotonic() + _SECONDS_TO_CONNECT, {}
     while missing := peers - set(found):
-        left = end - time.monotonic()
-        listener.settimeout(max(left, 0.01))
+        listener.settimeout(max(end - time.monotonic(), 0.01))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             raise RuntimeError(
                 f"rank {rank} is not reached by the ranks {sorted(missing)} of its pipeline within "
-                f"{seconds:.0f} s: let the hosts of the job reach each other at any port"
+                f"{_SECONDS_TO_CONNECT:.0f} s: let the hosts of the job reach each other at any port"
             ) from None
         try:
             found[_greeted(connection, token, rank, missing, _SECONDS_TO_GREET)] = connection
