@@ -130,7 +130,9 @@ def _overhead_seconds():
 def _begun_seconds():
     """Return the seconds by which a block takes longer where a stage begins its passes, one by one.
 
-    One compiled function of both keeps less for its backward pass, and need not be begun twice.
+    One compiled function of both keeps less for its backward pass, and need not be begun twice. As
+    only the input's gradient is asked for, it also leaves out those of weights, which passes that
+    are begun one by one compute: so this is more than what its name says.
     """
     blocks, x = _stack(_STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, num_heads=8)
 
