@@ -6,6 +6,7 @@ for several ranks only, DTensor where operations are sharded.
 
 import contextlib
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Iterable
 
@@ -27,8 +28,8 @@ from dtransformer.parallel.launch import (
     stop_horovod,
 )
 from dtransformer.parallel.pipeline.placement import Placement
-from dtransformer.parallel.pipeline.stage_links import StageLinks, connect_stages
 from dtransformer.parallel.process_groups import Group, ProcessGroups
+from dtransformer.parallel.rank_links import RankLinks, connect_ranks
 from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.gates import Gates
 from dtransformer.parallel.watchdog.recorder import Recorder
@@ -53,7 +54,7 @@ class _Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
-    stage_links: StageLinks | None = None
+    rank_links: RankLinks | None = None
     gates: Gates = dataclasses.field(default_factory=Gates)
     watchdog: Watchdog | None = None
 
@@ -158,22 +159,28 @@ def init(
     ]
     for pair in pairs:
         agreed_group(pair)
-    if pairs and device_type() == "CPU":
-        _job = dataclasses.replace(_job, stage_links=connect_stages(hvd, pairs))
+    linked = {
+        pair
+        for r in everyone
+        for group in (topology.pipeline_group(r), topology.model_parallel_group(r))
+        for pair in itertools.combinations(group, 2)
+    }
+    if linked and device_type() == "CPU":
+        _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
     return topology
 
 
 def _leave_layout():
     """Stop the mesh and close connections, where there are any, once every rank is done with them."""
     global _job
-    if mesh() is None and stage_links() is None:
+    if mesh() is None and rank_links() is None:
         return
     barrier()
     if mesh() is not None:
         stop_mesh()
-    if stage_links() is not None:
-        stage_links().close()
-    _job = dataclasses.replace(_job, mesh=None, stage_links=None)
+    if rank_links() is not None:
+        rank_links().close()
+    _job = dataclasses.replace(_job, mesh=None, rank_links=None)
 
 
 def shutdown() -> None:
@@ -260,9 +267,9 @@ def stage() -> tuple[int, int]:
     return _job.topology.stage_of(_job.rank), _job.topology.stage
 
 
-def stage_links() -> StageLinks | None:
-    """Return this rank's connections to other stages; None where there are none, as on GPUs."""
-    return _job.stage_links
+def rank_links() -> RankLinks | None:
+    """Return the connections of this rank's pipeline and mesh; None without, as on GPUs."""
+    return _job.rank_links
 
 
 def placement() -> Placement:

@@ -178,7 +178,7 @@ def _sum_some(scalars, positions, group, name):
     if group.size == 1 or not positions:
         return
     own = tf.stack([scalars[i] for i in positions])
-    sums = transport.all_reduce(own, "Sum", group, name)
+    sums = transport.sum_linked(own, group, name)
     for i, total in zip(positions, tf.unstack(sums, num=len(positions))):
         scalars[i] = total
 

@@ -15,7 +15,7 @@ from dtransformer.parallel.collectives.packing import by_dtype
 class PeerToPeer:
     """Sends and receives lists of tensors.
 
-    Ranks on CPUs have connections for it, see `stage_links`. On GPUs a broadcast of Horovod's
+    Ranks on CPUs have connections for it, see `rank_links`. On GPUs a broadcast of Horovod's
     between two ranks serves, which pairs them by its name; each waits in a thread of its own. So no
     order of sends and receives can stop the job; nor can one keep a rank that fails from ending.
 
@@ -35,7 +35,7 @@ class PeerToPeer:
             peer: number of the stage that receives them.
             name: str, the same there, and no other send's that is under way.
         """
-        links = job.stage_links()
+        links = job.rank_links()
         if links is not None:
             return self._timed(links.send(tensors, _rank_of(peer), name), name)
         return self._start(tensors, peer, True, name)
@@ -48,7 +48,7 @@ class PeerToPeer:
             peer: number of the stage that sends them.
             name: as `send`'s.
         """
-        links = job.stage_links()
+        links = job.rank_links()
         if links is not None:
             return self._timed(links.receive(_rank_of(peer), name), name)
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)

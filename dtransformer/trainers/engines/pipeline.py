@@ -168,9 +168,10 @@ class PipelineEngine:
             everyone = {name: shape for of_rank in everyone for name, shape in of_rank.items()}
             self._names_of_sums[kind] = dict(sorted(everyone.items()))
         shapes = self._names_of_sums[kind]
-        own = [sums.get(name, tf.zeros(shape)) for name, shape in shapes.items()]
-        totals = transport.all_reduce_together(own, job.pipeline_group(), "sums")
-        return dict(zip(shapes, totals))
+        own = [tf.reshape(sums.get(name, tf.zeros(shape)), [-1]) for name, shape in shapes.items()]
+        totals = transport.sum_linked(tf.concat(own, 0), job.pipeline_group(), "sums")
+        totals = tf.split(totals, [x.shape[0] for x in own])
+        return {name: tf.reshape(x, shape) for (name, shape), x in zip(shapes.items(), totals)}
 
     def _check_added(self, sums):
         """Refuse what stages would have to know of the last one before their backward passes."""

@@ -124,11 +124,11 @@ def losses():
 
 def losses_by_horovod():
     """The same where stages have no connections of their own, as on GPUs."""
-    job.stage_links, links = lambda: None, job.stage_links
+    job.rank_links, links = lambda: None, job.rank_links
     try:
         return losses()
     finally:
-        job.stage_links = links
+        job.rank_links = links
 
 
 def _ten_steps(trainer):

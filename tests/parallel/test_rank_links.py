@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.parallel.pipeline import stage_links
+from dtransformer.parallel import rank_links
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "bool", "float64")
 
 
 class Job:
-    """Ranks that are threads of this process: what `connect_stages` asks Horovod for."""
+    """Ranks that are threads of this process: what `connect_ranks` asks Horovod for."""
 
     def __init__(self, size):
         self._size, self._own = size, {}
@@ -40,7 +40,7 @@ class Job:
 
         def one(rank):
             self._rank.number = rank
-            return stage_links.connect_stages(self, pairs)
+            return rank_links.connect_ranks(self, pairs)
 
         with concurrent.futures.ThreadPoolExecutor(self._size) as pool:
             return list(pool.map(one, range(self._size)))
@@ -50,11 +50,11 @@ class Job:
 def make_job(monkeypatch):
     def make(size):
         job = Job(size)
-        monkeypatch.setattr(stage_links, "exchange_json", job.exchange)
+        monkeypatch.setattr(rank_links, "exchange_json", job.exchange)
         return job
 
-    monkeypatch.setattr(stage_links, "_SECONDS_FOR_THE_WATCHDOG", 0.0)
-    monkeypatch.setattr(stage_links, "_SECONDS_TO_GREET", 0.5)
+    monkeypatch.setattr(rank_links, "_SECONDS_FOR_THE_WATCHDOG", 0.0)
+    monkeypatch.setattr(rank_links, "_SECONDS_TO_GREET", 0.5)
     return make
 
 
@@ -134,7 +134,7 @@ def test_strangers_are_not_let_in(make_job):
 
 
 def test_a_rank_that_cannot_be_reached_is_named(make_job, monkeypatch):
-    monkeypatch.setattr(stage_links, "_SECONDS_TO_CONNECT", 1.0)
+    monkeypatch.setattr(rank_links, "_SECONDS_TO_CONNECT", 1.0)
     job = make_job(2)
 
     def refuse(*args):
@@ -143,3 +143,15 @@ def test_a_rank_that_cannot_be_reached_is_named(make_job, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(RuntimeError, match="rank 0 cannot reach rank 1, .* let the hosts"):
         job.connect([(0, 1)])
+
+
+def test_all_gather_of_some_ranks(make_job):
+    links = make_job(3).connect([(0, 1), (0, 2), (1, 2)])
+    assert links[0].join((2, 0)) and links[0].join((0, 1, 2))
+    assert not links[0].join((0,)) and not links[0].join((0, 1, 3))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        gather = lambda rank: links[rank].all_gather(tf.fill([rank + 1], rank), (2, 0, 1), "x")
+        for found in pool.map(gather, range(3)):
+            assert [x.numpy().tolist() for x in found] == [[2, 2, 2], [0], [1, 1]]
+    for one in links:
+        one.close()

@@ -1,9 +1,10 @@
-"""Connections between the stages of a pipeline, for ranks on CPUs: TCP, between two ranks each.
+"""Connections between ranks of a pipeline or of a mesh, on CPUs: TCP, between two ranks each.
 
-On CPUs a broadcast of Horovod's, which serves on GPUs, looks for what is to be sent at intervals,
-agrees on it with all ranks, and takes the cores from what is computed meanwhile. Here a thread of
-the sender gives what is sent to the kernel at once, and one of the receiver takes it from there.
-Two ranks know each other by the job's random token; what they send is not secret.
+They carry what passes between stages, and the few numbers that ranks tell each other in every step.
+On CPUs Horovod, which serves on GPUs, looks for what is to be sent at intervals, agrees on it with
+all ranks, and takes the cores from what is computed meanwhile. Here a thread of the sender gives
+what is sent to the kernel at once, and one of the receiver takes it from there. Two ranks know each
+other by the job's random token; what they send is not secret.
 """
 
 import collections
@@ -33,8 +34,8 @@ _HEAD = struct.Struct("!I")  # bytes of the description that follows
 _GREETING, _PROOF = 8 + 64, 32  # bytes: a rank and a random number; what only the job can make
 
 
-class StageLinks:
-    """This rank's connections to those that it sends to and receives from.
+class RankLinks:
+    """This rank's connections to those of its pipeline and of its mesh.
 
     Args:
         connections: dict of the number of a rank and a connected socket.
@@ -42,6 +43,10 @@ class StageLinks:
 
     def __init__(self, connections: dict[int, socket.socket]):
         self._links = {rank: _Link(connection, rank) for rank, connection in connections.items()}
+
+    def join(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of several ranks, of which this is one, have connections."""
+        return len(self._links.keys() & set(ranks)) == len(set(ranks)) - 1 > 0
 
     def send(self, tensors: list[tf.Tensor], rank: int, name: str) -> concurrent.futures.Future:
         """Start to send tensors to a rank; return a future of None.
@@ -59,6 +64,20 @@ class StageLinks:
         Those of the same name come in the order in which they were sent.
         """
         return self._links[rank].receive(name)
+
+    def all_gather(self, x: tf.Tensor, ranks: tuple[int, ...], name: str) -> list[tf.Tensor]:
+        """Return the tensors of some ranks that are linked to each other, in the order given.
+
+        Args:
+            x: this rank's tensor; shapes may differ.
+            ranks: numbers of the ranks, with this one.
+            name: the same on each of them.
+        """
+        for rank in ranks:
+            if rank in self._links:
+                self.send([x], rank, name)
+        others = {r: self.receive(r, name) for r in ranks if r in self._links}
+        return [others[rank].result()[0] if rank in others else x for rank in ranks]
 
     def close(self) -> None:
         """Close the connections; nothing may be under way."""
@@ -163,17 +182,17 @@ class _Link:
 
     def _lost(self, error):
         return RuntimeError(
-            f"the connection to rank {self._rank}, of a stage beside this one, is lost ({error}): "
+            f"the connection to rank {self._rank}, of this pipeline or mesh, is lost ({error}): "
             "that rank has ended, or the network between; see what it has printed"
         )
 
 
-def connect_stages(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> StageLinks:
+def connect_ranks(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> RankLinks:
     """Return this rank's connections. Every rank of the job has to call.
 
     Args:
         hvd: the module `horovod.tensorflow`, started.
-        pairs: pairs of ranks that send each other something.
+        pairs: pairs of ranks that send each other something; each once.
 
     Raises:
         RuntimeError: a rank cannot be reached.
@@ -182,7 +201,7 @@ def connect_stages(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> S
     peers = {other for pair in pairs if rank in pair for other in pair} - {rank}
     with socket.create_server((host, 0), backlog=len(peers) + 64) as listener:
         own = {"address": listener.getsockname()[:2], "token": new_token()}
-        gather = lambda text: hvd.allgather(text, name="dtransformer.stages")
+        gather = lambda text: hvd.allgather(text, name="dtransformer.links")
         everyone = exchange_json(own, gather)
         token, connections = everyone[0]["token"].encode(), {}
         lower = {peer for peer in peers if peer < rank}  # they connect, and this rank listens
@@ -193,7 +212,7 @@ def connect_stages(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> S
                 _greeted(connection, token, rank, {peer}, _SECONDS_TO_CONNECT)
             except OSError as error:
                 raise RuntimeError(
-                    f"rank {rank} cannot reach rank {peer}, of a pipeline stage beside it, at "
+                    f"rank {rank} cannot reach rank {peer}, of its pipeline or mesh, at "
                     f"{address[0]}:{address[1]} ({error}): let the hosts of the job reach each other "
                     "at any port"
                 ) from None
@@ -202,7 +221,7 @@ def connect_stages(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> S
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return StageLinks(connections)
+    return RankLinks(connections)
 
 
 def _accepted(listener, token, rank, peers):
@@ -214,8 +233,9 @@ def _accepted(listener, token, rank, peers):
             connection, _ = listener.accept()
         except TimeoutError:
             raise RuntimeError(
-                f"rank {rank} is not reached by the ranks {sorted(missing)} of its pipeline within "
-                f"{_SECONDS_TO_CONNECT:.0f} s: let the hosts of the job reach each other at any port"
+                f"rank {rank} is not reached by the ranks {sorted(missing)}, of its pipeline or mesh, "
+                f"within {_SECONDS_TO_CONNECT:.0f} s: let the hosts of the job reach each other at any "
+                "port"
             ) from None
         try:
             found[_greeted(connection, token, rank, missing, _SECONDS_TO_GREET)] = connection
