@@ -6,7 +6,8 @@
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
 trains a few steps, or generates, while the others wait, round after round: a machine whose speed
-drifts is the same for all. One of them computes the products of a step alone, which is the limit.
+drifts is the same for all. One of them computes the products of a step alone, which is the limit;
+of a generation all but those of attention.
 The first round of each is not counted. Those that generate have the same weights: `same_ids` is
 the share of the tokens that are ours. The workload `sentences` is real text, of two files with a
 sentence a line, or the embedded corpus: tokens that count are counted, not what they are padded to.
@@ -40,6 +41,7 @@ TRAINING = {
 GENERATING = {
     "dtransformer": (None, "ours_generating.py", []),
     "transformers": (PYTORCH, "transformers_generating.py", []),
+    "products": (None, "products.py", []),
 }
 SENTENCES = {
     "dtransformer": (None, "ours_packed.py", []),
@@ -177,7 +179,9 @@ def report_of(workload, seconds, started):
     results = {name: start["result"] for name, start in started.items()}
     if workload in GENERATES:
         report["same_ids"] = {
-            name: round(same_ids(results[OURS], ids), 4) for name, ids in results.items()
+            name: round(same_ids(results[OURS], ids), 4)
+            for name, ids in results.items()
+            if name != LIMIT
         }
     if limit:
         report["share_of_the_products_limit"] = {

@@ -28,6 +28,32 @@ class Generation(Workload):
     def tokens(self):
         return self.batch_size * self.num_new_tokens
 
+    @property
+    def passes(self):
+        """Number of products of a forward product's size: no gradients here."""
+        return 1
+
+    def products(self):
+        """Return the dense products of a call, as `Workload.products`: the least that is computed.
+
+        Those of attention are left out, which are small and which nobody computes alike.
+        """
+        h, f, new = self.hidden_size, self.ffn_hidden_size, self.num_new_tokens
+        words, rows = self.batch_size * self.length, self.batch_size * self.num_beams
+        encoders, decoders = self.encoder_layers, self.decoder_layers
+        return {
+            (1, words, h, 3 * h): encoders,
+            (1, words, h, 2 * h): decoders,  # keys and values of the memory
+            (1, words, h, h): encoders,
+            (1, words, h, f): encoders,
+            (1, words, f, h): encoders,
+            (1, rows, h, 3 * h): decoders * new,
+            (1, rows, h, h): 3 * decoders * new,
+            (1, rows, h, f): decoders * new,
+            (1, rows, f, h): decoders * new,
+            (1, rows, h, self.vocab_size): new,
+        }
+
     def sources(self):
         """Return the ids of sentences of mixed lengths, int array [batch_size, length]."""
         rng = np.random.default_rng(0)

@@ -39,6 +39,11 @@ class Workload:
         """Number of tokens of a step, of both sides."""
         return self.batch_size * self.length * (2 if self.encoder_layers else 1)
 
+    @property
+    def passes(self):
+        """Number of products of a forward product's size: itself, and two gradients."""
+        return 3
+
     def batch(self):
         """Return (source or None, target, labels), int arrays [batch_size, length]."""
         shape = (3, self.batch_size, self.length)
@@ -68,8 +73,9 @@ class Workload:
         return {shape: number for shape, number in found.items() if number}
 
     def flops(self):
-        """Return the floating-point operations of a step's products, both gradients included."""
-        return sum(6.0 * np.prod(shape) * number for shape, number in self.products().items())
+        """Return the floating-point operations of a step's products, all passes included."""
+        forward = sum(2.0 * np.prod(shape) * number for shape, number in self.products().items())
+        return self.passes * forward
 
 
 WORKLOADS = {

@@ -5,11 +5,11 @@ import os
 
 import yaml
 
+from dtransformer.cli.measured_machine import measure_device
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.parallel import job
 from dtransformer.planner.clusters import Device
 from dtransformer.planner.machine import this_device
-from dtransformer.reports.machine import measure_device
 
 
 def measure_to(path: str | os.PathLike) -> None:

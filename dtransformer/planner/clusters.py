@@ -43,8 +43,8 @@ class Device:
         source: where the figures are published.
         links: dict of an axis, "model", "data" or "stage", and its `Link`, where it is measured.
         sharing: ranks that share a core: while some wait, others are as many times as fast.
-        begun_block_us: microseconds by which a block's passes of a micro-batch take longer in a
-            stage of a pipeline, which begins each by itself, than in one compiled function of both.
+        pipeline_block_us: microseconds by which a block's passes of a micro-batch take longer in a
+            pipeline, whose stages begin each by itself, compute and send at once.
         hides_reductions: whether what it sends leaves its products as fast as they are.
     """
 
@@ -60,7 +60,7 @@ class Device:
     source: str = ""
     links: Mapping = dataclasses.field(default_factory=dict)
     sharing: float = 1.0
-    begun_block_us: float = 0.0
+    pipeline_block_us: float = 0.0
     hides_reductions: bool = True
 
     def of_axis(self, axis: str) -> Link | None:

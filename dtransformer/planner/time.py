@@ -91,18 +91,18 @@ def time_of(
         some = layouts[chosen]
         p, v = int(some.stage[0]), int(some.chunks[0])
         schedule = SCHEDULE_NAMES[some.schedule[0]]
-        begun = cluster.device.begun_block_us * 1e-6 * (p > 1)
+        longer = cluster.device.pipeline_block_us * 1e-6 * (p > 1)
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            found = own.of_stage(stage, chosen, begun)
+            found = own.of_stage(stage, chosen, longer)
             total = sum(found.values())
             larger = total > worst
             worst = np.where(larger, total, worst)
             for kind, value in found.items():
                 inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
         for number, kind in enumerate(model.kinds):
-            mean += kind.number / p * (own.blocks[number][chosen] + begun)
+            mean += kind.number / p * (own.blocks[number][chosen] + longer)
         sends = own.sends[chosen] * v * (p > 1)
         for kind, value in inner.items():
             columns[kind][chosen] = some.micro_batches * value
@@ -187,15 +187,15 @@ class _Blocks:
         sends = 2 * send_seconds(cluster, stream / shards, groups["stage"].stride)
         return cls(uses, head, unsharded(table), embedding_sums, head_sums, sends)
 
-    def of_stage(self, stage, chosen, begun):
+    def of_stage(self, stage, chosen, longer):
         """Return the seconds of a micro-batch on a stage, by use.
 
         Args:
             stage: a `StageKind`.
             chosen: numbers of the layouts.
-            begun: seconds that each block takes because its passes are begun one by one.
+            longer: seconds that each block takes beyond its passes because it is in a pipeline.
         """
-        found = {"products": begun * sum(stage.blocks)}
+        found = {"products": longer * sum(stage.blocks)}
         for number, uses in zip(stage.blocks, self.uses):
             for use, value in uses.items():
                 found[use] = found.get(use, 0.0) + number * value[chosen]
@@ -232,8 +232,9 @@ def _reduction(model, cluster, layouts, system, columns):
     share = system.hidden_share if cluster.device.hides_reductions else 0.0
     seconds = seconds - np.where(may_hide, share * np.minimum(seconds, beside), 0.0)
     waits = np.array(system.waits)[layouts.level] * call_seconds(cluster, "data")
+    linked = call_seconds(cluster, "stage")  # those of a mesh take the same way
     others = system.mesh_waits * (layouts.model * layouts.context > 1)
-    others = np.where(layouts.stage > 1, system.stage_waits, others) * call_seconds(cluster, "data")
+    others = np.where(layouts.stage > 1, system.stage_waits, others) * linked
     seconds = np.where(layouts.level >= 3, 0.0, seconds)
     seconds = seconds + np.where(group.members > 1, waits, 0.0) + others
     return seconds + _tied_seconds(model, cluster, layouts, system)
@@ -251,5 +252,5 @@ def _tied_seconds(model, cluster, layouts, system):
     stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
     goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")  # both are on the first stage
     apart = model.tied_head & (layouts.stage > 1) & ~goes_back
-    group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "data")
+    group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "stage")
     return collective_seconds(cluster, "all-reduce", num_bytes, group)

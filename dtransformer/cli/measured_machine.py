@@ -1,4 +1,4 @@
-"""What this machine does: products, memory, collectives; as a `planner.Device`."""
+"""What this machine does: products, memory, collectives, pipelines; as a `planner.Device`."""
 
 import dataclasses
 import functools
@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers import TransformerEncoderLayer
+from dtransformer.layers import CrossEntropyLoss, TransformerEncoderLayer
+from dtransformer.models import CausalLM
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives.transport import all_reduce_together
 from dtransformer.parallel.config import TransformerOpParallelConfig
@@ -20,15 +21,21 @@ from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.planner.clusters import Device, Link
+from dtransformer.planner.clusters import Cluster, Device, Link
 from dtransformer.planner.constants import Constants
+from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.models import from_network
+from dtransformer.planner.search import cost
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
+from dtransformer.trainers.trainer import Trainer
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
-_BLOCKS, _STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN = 4, 4, 64, 256
+_BLOCKS = 4
+_STAGE_BLOCKS, _STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, _STAGE_VOCAB = 2, 4, 64, 256, 1000
+_MICRO_BATCHES = 8  # of the small pipeline, whose sizes are the line's before
 _LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES, _IN_BUCKET = 2**12, 2**22, 16
@@ -51,7 +58,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     links = {}
     if job.size() > 1:
         links["data"] = _link(*(_all_reduce_seconds(size) for size in _sizes()), job.size())
-    overhead, begun = _overhead_seconds(), _begun_seconds()
+    overhead = _overhead_seconds()
     data = links.get("data", Link(1.0, 100.0))
     device = Device(
         name=name,
@@ -75,7 +82,6 @@ def measure_device(name: str, memory_gb: float) -> Device:
         ),
         source="measured",
         sharing=max(ranks / cores, 1.0),
-        begun_block_us=round(begun * 1e6),
         hides_reductions=device_type() == "GPU",
     )
     # More than all of it is what a disturbed measurement gives.
@@ -85,6 +91,8 @@ def measure_device(name: str, memory_gb: float) -> Device:
         stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size())
         job.init(stages)
         links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
+        device = dataclasses.replace(device, constants=constants, links=dict(links))
+        device = dataclasses.replace(device, pipeline_block_us=round(_pipeline_block_us(device)))
         links["model"] = _mesh_link()
     return dataclasses.replace(device, constants=constants, links=links)
 
@@ -127,24 +135,33 @@ def _overhead_seconds():
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
-def _begun_seconds():
-    """Return the seconds by which a block takes longer where a stage begins its passes, one by one.
+def _pipeline_block_us(device):
+    """Return the microseconds by which a block's passes take longer in a pipeline than by themselves.
 
-    One compiled function of both keeps less for its backward pass, and need not be begun twice. As
-    only the input's gradient is asked for, it also leaves out those of weights, which passes that
-    are begun one by one compute: so this is more than what its name says.
+    With them the planner has what the steps of a small pipeline of all ranks take.
     """
-    blocks, x = _stack(_STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, num_heads=8)
+    config = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=_MICRO_BATCHES)
+    job.init(config)
+    network = CausalLM(
+        _STAGE_VOCAB,
+        hidden_size=_STAGE_HIDDEN,
+        num_heads=8,
+        num_layers=_STAGE_BLOCKS * job.size(),
+        max_length=_STAGE_LENGTH,
+        dropout_rate=0.1,
+    )
+    trainer = Trainer(network)
+    trainer.compile("adam", CrossEntropyLoss())
+    rows = _MICRO_BATCHES * _STAGE_ROWS
+    ids = np.random.default_rng(0).integers(4, _STAGE_VOCAB, [rows, _STAGE_LENGTH], "int32")
+    seconds = _seconds(lambda: trainer.train_on_batch(ids, ids, shard=False))
+    shape, trained = from_network(network), Job(rows, "float32", "adam")
 
-    def both(forward):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(forward(x))
-        return tape.gradient(loss, x)
+    def planned(us):
+        slower = dataclasses.replace(device, pipeline_block_us=us)
+        return cost(shape, Cluster(slower, job.size(), job.size()), trained, config).step_seconds
 
-    begun, at_once = tf.function(blocks), tf.function(lambda: both(blocks))
-    more = _seconds(lambda: both(begun).numpy()) - _seconds(lambda: at_once().numpy())
-    return max(more, 0.0) / _BLOCKS
+    return max(seconds - planned(0.0), 0.0) / (planned(1.0) - planned(0.0))
 
 
 def _stack(rows, length, hidden_size, num_heads):
