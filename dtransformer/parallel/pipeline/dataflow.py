@@ -145,7 +145,8 @@ def _check_places(network, placed, placement):
         if chunk not in used:
             raise ValueError(
                 f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
-                "change lambda_func or pipeline_stage"
+                "change lambda_func or pipeline_stage; blocks take their stages when they are made, "
+                "by the config of that moment: call init before the network is made"
             )
     inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
     for layer in _compat.flat_layers(network):
