@@ -35,7 +35,7 @@ _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
 _BLOCKS = 4
 _STAGE_BLOCKS, _STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, _STAGE_VOCAB = 2, 4, 64, 256, 1000
-_MICRO_BATCHES = 8  # of the small pipeline, whose sizes are the line's before
+_MICRO_BATCHES = 8  # at least; of the small pipeline, whose sizes are the line's before
 _LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES, _IN_BUCKET = 2**12, 2**22, 16
@@ -88,11 +88,14 @@ def measure_device(name: str, memory_gb: float) -> Device:
     share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
-        stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size())
+        number = max(_MICRO_BATCHES, job.size())
+        stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=number)
         job.init(stages)
         links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
         device = dataclasses.replace(device, constants=constants, links=dict(links))
-        device = dataclasses.replace(device, pipeline_block_us=round(_pipeline_block_us(device)))
+        device = dataclasses.replace(
+            device, pipeline_block_us=round(_pipeline_block_us(device, stages))
+        )
         links["model"] = _mesh_link()
     return dataclasses.replace(device, constants=constants, links=links)
 
@@ -135,13 +138,12 @@ def _overhead_seconds():
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
 
 
-def _pipeline_block_us(device):
+def _pipeline_block_us(device, config):
     """Return the microseconds by which a block's passes take longer in a pipeline than by themselves.
 
-    With them the planner has what the steps of a small pipeline of all ranks take.
+    With them the planner has what the steps of a small pipeline of all ranks take; `config` is the
+    job's.
     """
-    config = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=_MICRO_BATCHES)
-    job.init(config)
     network = CausalLM(
         _STAGE_VOCAB,
         hidden_size=_STAGE_HIDDEN,
@@ -152,7 +154,7 @@ def _pipeline_block_us(device):
     )
     trainer = Trainer(network)
     trainer.compile("adam", CrossEntropyLoss())
-    rows = _MICRO_BATCHES * _STAGE_ROWS
+    rows = config.micro_batch_num * _STAGE_ROWS
     ids = np.random.default_rng(0).integers(4, _STAGE_VOCAB, [rows, _STAGE_LENGTH], "int32")
     seconds = _seconds(lambda: trainer.train_on_batch(ids, ids, shard=False))
     shape, trained = from_network(network), Job(rows, "float32", "adam")
