@@ -18,15 +18,16 @@ FLOATS = {
 }
 _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# Bits of the exponent, all set in what is not finite: NumPy knows no bfloat16.
-_EXPONENTS = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
+# Infinity's bits, the least of what is not finite: NumPy knows no bfloat16.
+_INFINITIES = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
+_SIGN = 0x8000
 _ALIGNMENT = 64
 # Elements that are converted and looked at together, so that they stay in a core's cache.
 _TOGETHER = 2**16
 # Of a matrix that is stored transposed a tile is converted at once; and the elements between two
 # rows of it in a buffer: where rows are some power of two apart, they would take the same places in
 # the cache.
-_ROWS, _COLUMNS, _APART = 128, 1024, 32
+_ROWS, _COLUMNS, _APART = 512, 256, 16
 
 
 def convert(value: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
@@ -131,7 +132,8 @@ def _is_finite(part):
     """Return whether all of an array are finite, which a type that has no infinity always is."""
     if part.dtype not in _FLOAT_TYPES:
         return True
-    exponent = _EXPONENTS.get(part.dtype)
-    if exponent is not None:
-        return not part.size or bool((part.view("u2") & exponent).max() < exponent)
+    infinity = _INFINITIES.get(part.dtype)
+    if infinity is not None:  # negative numbers are the largest ones without a sign
+        largest = part.view("i2").max(initial=0), part.view("u2").max(initial=0)
+        return bool(largest[0] < infinity and largest[1] < _SIGN + infinity)
     return bool(np.isfinite(part if part.itemsize >= 4 else part.astype("f4")).all())
