@@ -6,21 +6,20 @@
 A folder of random Llama weights in bfloat16 is made first, in several files, and removed in the end;
 the sizes are those of 1 B parameters. All figures are of files that lie in the page cache already.
 
-`read_seconds` is the time in which a rank alone reads all tensors into memory, `read_cpu_seconds` what
-of it it computed, which other programs on the machine disturb less. `fresh_seconds` is the machine's
-own bound: what both ranks, at once, take to write a number into all of as much new memory as each will
-hold, which nothing that loads can do without. Both ranks of model_parallel=2 then tell the seconds of
-`from_pretrained`; what they hold of the weights, `share_bytes`; and `peak_bytes`, the most memory that
-it had in `from_pretrained` above what it had before: anonymous memory, sampled every few milliseconds,
-which pages of files that it maps are not a part of. At last low-rank adapters of queries and values are
-trained for three steps; `training_peak_bytes` is the largest resident memory of each rank, all of it.
+Each round reads, and then loads, in processes that have done nothing before. `first_read_seconds` is
+the time in which one process reads all tensors into memory, and `second_read_seconds` what it then
+takes to do so again, in memory that the machine gave it the first time: much less on a virtual
+machine. Both ranks of model_parallel=2 tell the seconds of `from_pretrained`; what they hold of the
+weights, `share_bytes`; and `peak_bytes`, the most memory that it had in `from_pretrained` above what
+it had before: anonymous memory, sampled every few milliseconds, which pages of files that it maps are
+not a part of. In the last round low-rank adapters of queries and values are trained for three steps;
+`training_peak_bytes` is the largest resident memory of each rank, all of it.
 """
 
 import argparse
 import json
 import pathlib
 import resource
-import sys
 import tempfile
 import threading
 import time
@@ -30,12 +29,12 @@ import numpy as np
 import paths  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
-from harness.launch import launch, tail
-from harness.printed import json_with
+from harness.printed import printed_json
 
 PER_FILE = 4  # blocks
-FRESH_BYTES = 2**24  # of an array, about as large as a weight
 STEPS, ROWS, LENGTH = 3, 2, 64
+# As ranks that start: in this time a virtual machine gives back the memory that others have left.
+START_SECONDS = 6
 
 
 def parse_arguments():
@@ -47,7 +46,8 @@ def parse_arguments():
     parser.add_argument("--dtype", default="bfloat16", help="of the network: a policy of Keras")
     parser.add_argument("--folder", type=pathlib.Path, help="where the model is; made if it is not")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training; 0 for none")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--worker", choices=["read", "load"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -104,35 +104,23 @@ def make_folder(folder, arguments):
 
 
 def read(folder):
-    """Read all tensors into memory, twice; return what the second time has taken, and their sizes.
-
-    The first time the machine gets the memory that all that comes after takes again.
-    """
+    """Read all tensors into memory, twice; print what either has taken."""
+    time.sleep(START_SECONDS)
+    seconds = []
     for _ in range(2):
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         tensors = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        seconds.append(time.perf_counter() - start)
         sizes = [(tensor.size, tensor.nbytes) for file in tensors for tensor in file.values()]
         del tensors
     numbers, num_bytes = zip(*sizes)
-    return {
-        "read_seconds": seconds,
-        "read_cpu_seconds": cpu_seconds,
+    found = {
+        "first_read_seconds": seconds[0],
+        "second_read_seconds": seconds[1],
         "parameters": sum(numbers),
         "largest_bytes": max(num_bytes),
     }
-
-
-def fresh(num_bytes):
-    """Write new memory of so many bytes, twice; return what the second time has taken."""
-    for _ in range(2):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        pieces = [np.empty(FRESH_BYTES, "u1") for _ in range(max(num_bytes // FRESH_BYTES, 1))]
-        for piece in pieces:
-            piece[...] = 1
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        del pieces, piece
-    return {"fresh_seconds": seconds, "fresh_cpu_seconds": cpu_seconds}
+    print(json.dumps(found), flush=True)
 
 
 class Peak:
@@ -171,20 +159,11 @@ def load(arguments):
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))
     keras.Variable(np.ones([256, 256], "float32")).assign(np.ones([256, 256]))  # what starts once
-    for rank in range(dtransformer.size()):  # one after the other
-        if rank == dtransformer.rank():
-            reading = read(arguments.folder)
-        all_gather_json(0, "read")
-    item_bytes = 2 if "16" in arguments.dtype and "mixed" not in arguments.dtype else 4
-    fresh_taken = fresh(reading["parameters"] * item_bytes // dtransformer.size())
-    all_gather_json(0, "fresh")
     with Peak() as peak:
         start, cpu_start = time.perf_counter(), time.process_time()
         network = from_pretrained(arguments.folder, dtype=arguments.dtype)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     found = {
-        **reading,
-        **fresh_taken,
         "load_seconds": seconds,
         "load_cpu_seconds": cpu_seconds,
         "share_bytes": sum(
@@ -215,28 +194,30 @@ def load(arguments):
     dtransformer.shutdown()
 
 
-def measure(folder, options):
-    """Return what the ranks have measured of a folder."""
-    done = launch(2, [__file__, "--folder", folder, *options, "--worker"], timeout=1800)
-    if done.returncode:
-        sys.exit(f"loading failed:\n{tail(done.stdout, done.stderr)}")
-    ranks = json_with('"ranks"', done.stdout)["ranks"]
+def measure(folder, options, steps):
+    """Return what a process that reads, and ranks that load, have measured of a folder."""
+    arguments = [__file__, "--folder", folder, *options, "--steps", str(steps), "--worker"]
+    reading = printed_json("reading", 1, [*arguments, "read"], "parameters", timeout=600)
+    ranks = printed_json("loading", 2, [*arguments, "load"], "ranks", timeout=1800)["ranks"]
     slowest = max(rank["load_seconds"] for rank in ranks)
     return {
-        "load_over_read": slowest / min(rank["read_seconds"] for rank in ranks),
+        "load_over_first_read": slowest / reading["first_read_seconds"],
+        "load_over_second_read": slowest / reading["second_read_seconds"],
         "peak_above_share": [rank["peak_bytes"] - rank["share_bytes"] for rank in ranks],
+        **reading,
         "ranks": ranks,
     }
 
 
 def main():
     arguments = parse_arguments()
+    if arguments.worker == "read":
+        return read(arguments.folder)
     if arguments.worker:
-        load(arguments)
-        return
+        return load(arguments)
     options = [
         text
-        for name in ("hidden_size", "ffn_hidden_size", "layers", "vocab_size", "dtype", "steps")
+        for name in ("hidden_size", "ffn_hidden_size", "layers", "vocab_size", "dtype")
         for text in (f"--{name}", str(getattr(arguments, name)))
     ]
     with tempfile.TemporaryDirectory() as made:
@@ -244,8 +225,10 @@ def main():
         if not (folder / "config.json").exists():
             folder.mkdir(exist_ok=True)
             make_folder(folder, arguments)
+        steps = [0] * (arguments.rounds - 1) + [arguments.steps]
+        rounds = [measure(folder, options, number) for number in steps]
         given = {name: value for name, value in vars(arguments).items() if name != "worker"}
-        print(json.dumps({"options": given, **measure(folder, options)}, default=str, indent=1))
+        print(json.dumps({"options": given, "rounds": rounds}, default=str, indent=1))
 
 
 if __name__ == "__main__":
