@@ -28,8 +28,10 @@ def kept_elements(
 
     An element is kept where its byte is at least 256 · rate. Where that is no whole number
     each column has the one below or the one above as its threshold, at random, so that the
-    probability is `rate` all the same. On a mesh, where words cannot be taken for bytes, and
-    for rates that the last byte cannot tell from 1, each element has a float of its own.
+    probability is `rate` all the same. On a mesh, where words cannot be taken for bytes, a
+    quarter of the columns has the first byte of each word, and so on. Where columns are not four
+    times as many, and for rates that the last byte cannot tell from 1, each element has a float of
+    its own.
 
     Args:
         shape: list of ints, or scalars where a dimension is not known.
@@ -40,12 +42,16 @@ def kept_elements(
     """
     whole, fraction = divmod(rate * _LEVELS, 1)
     offset = part * 2 * _COLUMNS
-    if trace.is_on_mesh() or whole >= _LEVELS - 1:
+    has_words = not trace.is_on_mesh() or (shape and shape[-1] % 4 == 0)
+    if whole >= _LEVELS - 1 or not has_words:
         return random_floats(shape, seed, number, offset) >= rate
-    threshold = tf.constant(int(whole), "uint8")
+    threshold = tf.fill(shape[-1:], int(whole)) if trace.is_on_mesh() else int(whole)
+    threshold = tf.cast(threshold, "uint8")
     if fraction:
         columns = random_floats(shape[-1:], seed, number, offset + _COLUMNS)
         threshold += tf.cast(columns < fraction, "uint8")
+    if trace.is_on_mesh():
+        return _kept_by_quarters(shape, threshold, seed, number, offset)
     return _random_bytes(shape, seed, number, offset) >= threshold
 
 
@@ -65,16 +71,32 @@ def random_floats(
     )
 
 
+def _kept_by_quarters(shape, threshold, seed, number, offset):
+    """Compare the bytes of words [..., columns / 4], one after the other, each where it is."""
+    words = _random_words([*shape[:-1], shape[-1] // 4], seed, number, offset)
+    kept = []
+    for place, least in enumerate(tf.split(tf.cast(threshold, "float32"), 4)):
+        one = 1 << 8 * place
+        least = tf.cast(least * one, "uint32")  # exact: 8 bits
+        kept.append(tf.bitwise.bitwise_and(words, (_LEVELS - 1) * one) >= least)
+    return tf.concat(kept, axis=-1)
+
+
 def _random_bytes(shape, seed, number, offset):
     is_known = all(isinstance(size, int) for size in shape)
     size = math.prod(shape) if is_known else tf.reduce_prod(tf.stack(shape))
-    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[-(-size // 4)], dtype="uint32", **_philox(seed, number, offset)
-    )
+    words = _random_words([-(-size // 4)], seed, number, offset)
     flat = tf.reshape(tf.bitcast(words, "uint8"), [-1])
     if not is_known or size % 4:
         flat = flat[:size]
     return tf.reshape(flat, shape)
+
+
+def _random_words(shape, seed, number, offset):
+    """Return random uint32."""
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=shape, dtype="uint32", **_philox(seed, number, offset)
+    )
 
 
 def _philox(seed, number, offset):

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.parallel import trace
+from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -30,7 +31,11 @@ def sum_to_features(x: tf.Tensor, rank: int = 1) -> tf.Tensor:
     """Return the sum over all dimensions but the last `rank` ones."""
     leading = x.shape.rank - rank
     if trace.is_on_mesh():
-        return tf.reduce_sum(x, axis=list(range(leading)))
+        if mesh_axis("length") or mesh_axis("inner_length"):  # one sum of features alone is sent
+            return tf.reduce_sum(x, axis=list(range(leading)))
+        for axis in reversed(range(leading)):  # a quarter of the time of all at once, on CPUs
+            x = tf.reduce_sum(x, axis)
+        return x
     features = x.shape[leading:]
     flat = tf.reshape(x, [-1, features.num_elements()])
     # Four times as fast as a sum on CPUs.
