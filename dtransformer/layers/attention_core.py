@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
-from dtransformer.layers.attention_scores import by_shared_heads, scores_of
+from dtransformer.layers.attention_scores import context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.dropout import DropoutMasks
@@ -94,9 +94,7 @@ def attention(
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
         probabilities = tf.split(probabilities[0], sizes, axis=-1)
-    parts = [
-        by_shared_heads(lambda p, v=v: tf.matmul(p, v), p, v) for p, v in zip(probabilities, values)
-    ]
+    parts = [context_of(p, v) for p, v in zip(probabilities, values)]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if any_seen is not None:
         context *= tf.cast(any_seen, context.dtype)

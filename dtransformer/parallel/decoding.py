@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import override_rules, rules_of_decoding
+from dtransformer.parallel.devices import SOURCES_OF_A_LOOP, device_type, own_cores
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
@@ -194,6 +195,7 @@ def compiled(
     make: Callable[..., Decoding],
     loops_on_mesh: bool = True,
     on_tokens: Callable | None = None,
+    sources_are_apart: bool = False,
 ) -> Callable:
     """Compile decoding for where this rank computes; every rank decodes all rows.
 
@@ -205,6 +207,8 @@ def compiled(
             takes five times as long. DTensor compiles few loops.
         on_tokens: called after each token as `on_tokens(numbers, tokens)`, int32 arrays [m]: the
             numbers of the sources that were not left out yet, and their last tokens.
+        sources_are_apart: whether what is found for a source does not depend on the others, so that
+            parts of a batch may be decoded side by side.
 
     Returns:
         A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
@@ -214,18 +218,40 @@ def compiled(
     if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
         return _in_stages(network, make, on_tokens)
     if job.mesh() is None:
-        return _on_one_device(network, make, on_tokens)
+        num_parts = _num_parts() if sources_are_apart and on_tokens is None else 1
+        return _on_one_device(network, make, on_tokens, num_parts)
     return _on_mesh(network, make)
 
 
-def _on_one_device(network, make, on_tokens):
+# Parts of a batch are decoded side by side, a core each. More of them take longer to compile.
+_MOST_PARTS = 8
+
+
+def _num_parts():
+    if device_type() == "GPU":
+        return 1
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    return min(threads or len(own_cores()), _MOST_PARTS)
+
+
+def _on_one_device(network, make, on_tokens, num_parts):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
-        with unsharding("generate", keeps=True) as weights:
-            weights.unshard_now(network.variables)
+        @tf.function(autograph=False)
+        def decode_part(source):
             with around_loop(network.variables):
                 return decode_what_is_left(make(max_length, seed), source, on_tokens)
+
+        with unsharding("generate", keeps=True) as weights:
+            weights.unshard_now(network.variables)
+            if num_parts == 1:
+                return decode_part(source)
+            batch_size = tf.shape(source)[0]
+            parts = tf.clip_by_value(batch_size // SOURCES_OF_A_LOOP, 1, num_parts)
+            ends = [tf.minimum(batch_size * i // parts, batch_size) for i in range(num_parts + 1)]
+            ids = [decode_part(source[start:end]) for start, end in zip(ends, ends[1:])]
+            return tf.concat(ids, axis=0)
 
     function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),
