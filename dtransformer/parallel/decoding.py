@@ -4,6 +4,7 @@ On one device and on a mesh all of it is compiled into one function. In a pipeli
 stage searches, and tells the others what it chose.
 """
 
+import itertools
 import typing
 from collections.abc import Callable
 
@@ -135,8 +136,10 @@ def decode_what_is_left(
     search, max_length = decoding.search, decoding.search.max_length
     batch_size = tf.shape(source)[0]
 
-    def tokens(numbers, state, cache, memory_mask, ids):
-        """Decode until there is no room, or enough sources have ended."""
+    def tokens(left, numbers, state, cache, memory_mask, ids):
+        """Decode what is left until there is no room, or enough sources have ended."""
+        numbers, memory_mask = tf.gather(numbers, left), tf.gather(memory_mask, left)
+        state = search.take(state, left)
         room, number = state["position"] + _MORE_TOKENS, tf.size(numbers)
 
         def enough(state, _):
@@ -146,7 +149,7 @@ def decode_what_is_left(
 
         # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
         # are updated in place.
-        cache = decoding.take(cache, tf.range(number), _MORE_TOKENS)
+        cache = decoding.take(cache, left, _MORE_TOKENS)
         step = _step(decoding, memory_mask)
 
         def told_step(state, cache):
@@ -159,16 +162,10 @@ def decode_what_is_left(
         # Of those that go on there is more to come.
         ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
         left = tf.cast(tf.reshape(tf.where(~search.ended(state)), [-1]), "int32")
-        cache = decoding.take(cache, left, 0)
-        return (
-            tf.gather(numbers, left),
-            search.take(state, left),
-            cache,
-            tf.gather(memory_mask, left),
-            ids,
-        )
+        return left, numbers, state, cache, memory_mask, ids
 
     variables = (
+        tf.range(batch_size),
         tf.range(batch_size),
         search.start(decoding.texts(source)),
         decoding.encode(source, capacity=0),
@@ -176,7 +173,7 @@ def decode_what_is_left(
         tf.zeros([batch_size, search.num_results, max_length], "int32"),
     )
     *_, ids = tf.while_loop(
-        lambda numbers, state, *_: (tf.size(numbers) > 0) & (state["position"] < max_length),
+        lambda left, _, state, *__: (tf.size(left) > 0) & (state["position"] < max_length),
         tokens,
         variables,
         shape_invariants=tf.nest.map_structure(_any_batch_and_length, variables),
@@ -218,23 +215,23 @@ def compiled(
     if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
         return _in_stages(network, make, on_tokens)
     if job.mesh() is None:
-        num_parts = _num_parts() if sources_are_apart and on_tokens is None else 1
-        return _on_one_device(network, make, on_tokens, num_parts)
+        num_loops = _num_loops() if sources_are_apart and on_tokens is None else 1
+        return _on_one_device(network, make, on_tokens, num_loops)
     return _on_mesh(network, make)
 
 
 # Parts of a batch are decoded side by side, a core each. More of them take longer to compile.
-_MOST_PARTS = 8
+_MOST_LOOPS = 8
 
 
-def _num_parts():
+def _num_loops():
     if device_type() == "GPU":
         return 1
     threads = tf.config.threading.get_inter_op_parallelism_threads()
-    return min(threads or len(own_cores()), _MOST_PARTS)
+    return min(threads or len(own_cores()), _MOST_LOOPS)
 
 
-def _on_one_device(network, make, on_tokens, num_parts):
+def _on_one_device(network, make, on_tokens, num_loops):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
@@ -245,12 +242,12 @@ def _on_one_device(network, make, on_tokens, num_parts):
 
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            if num_parts == 1:
+            if num_loops == 1:
                 return decode_part(source)
             batch_size = tf.shape(source)[0]
-            parts = tf.clip_by_value(batch_size // SOURCES_OF_A_LOOP, 1, num_parts)
-            ends = [tf.minimum(batch_size * i // parts, batch_size) for i in range(num_parts + 1)]
-            ids = [decode_part(source[start:end]) for start, end in zip(ends, ends[1:])]
+            number = tf.clip_by_value(batch_size // SOURCES_OF_A_LOOP, 1, num_loops)
+            ends = [tf.minimum(batch_size * i // number, batch_size) for i in range(num_loops + 1)]
+            ids = [decode_part(source[start:end]) for start, end in itertools.pairwise(ends)]
             return tf.concat(ids, axis=0)
 
     function = tf.function(run, autograph=False).get_concrete_function(
