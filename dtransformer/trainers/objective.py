@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.loss import class_numbers
+from dtransformer.parallel import trace
 from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
 from dtransformer.trainers.step_errors import check_range
 
@@ -108,6 +109,9 @@ class Objective:
         Raises:
             ValueError: several losses are divided by what is only known after the forward pass.
         """
+        if not trace.is_on_mesh():  # labels are checked where they are counted, before all else
+            with tf.control_dependencies([counts]):
+                labels = keras.tree.map_structure(tf.identity, labels)
         flat, shares = keras.tree.flatten(labels), {}
 
         def term(loss, name):
