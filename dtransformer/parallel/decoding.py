@@ -220,7 +220,7 @@ def compiled(
     return _on_mesh(network, make)
 
 
-# Parts of a batch are decoded side by side, a core each. More of them take longer to compile.
+# Parts of a batch are decoded side by side, a core each. All parts read all weights.
 _MOST_LOOPS = 8
 
 
@@ -235,7 +235,8 @@ def _on_one_device(network, make, on_tokens, num_loops):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
-        @tf.function(autograph=False)
+        # Not inlined, it is optimized once for all parts.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def decode_part(source):
             with around_loop(network.variables):
                 return decode_what_is_left(make(max_length, seed), source, on_tokens)
