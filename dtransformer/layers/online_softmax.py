@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.attention_scores import by_shared_heads
+from dtransformer.layers.attention_scores import context_of
 from dtransformer.layers.dropout import DropoutMasks
 
 
@@ -104,8 +104,7 @@ def block_context(
     probabilities = tf.cast(probabilities, v.dtype)
     if kept is not None:
         probabilities = dropout.drop(probabilities, kept)
-    product = by_shared_heads(lambda p: tf.matmul(p, v), probabilities, v)
-    return tf.cast(product, compute_type)
+    return tf.cast(context_of(probabilities, v), compute_type)
 
 
 def within(length: int, x: tf.Tensor, start: int, end: int) -> tf.Tensor:

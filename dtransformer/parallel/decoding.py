@@ -243,8 +243,6 @@ def _on_one_device(network, make, on_tokens, num_loops):
 
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            if num_loops == 1:
-                return decode_part(source)
             batch_size = tf.shape(source)[0]
             number = tf.clip_by_value(batch_size // SOURCES_OF_A_LOOP, 1, num_loops)
             ends = [tf.minimum(batch_size * i // number, batch_size) for i in range(num_loops + 1)]

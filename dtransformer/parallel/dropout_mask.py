@@ -45,8 +45,7 @@ def kept_elements(
     has_words = not trace.is_on_mesh() or (shape and shape[-1] % 4 == 0)
     if whole >= _LEVELS - 1 or not has_words:
         return random_floats(shape, seed, number, offset) >= rate
-    threshold = tf.fill(shape[-1:], int(whole)) if trace.is_on_mesh() else int(whole)
-    threshold = tf.cast(threshold, "uint8")
+    threshold = tf.constant(int(whole), "uint8")
     if fraction:
         columns = random_floats(shape[-1:], seed, number, offset + _COLUMNS)
         threshold += tf.cast(columns < fraction, "uint8")
@@ -74,8 +73,8 @@ def random_floats(
 def _kept_by_quarters(shape, threshold, seed, number, offset):
     """Compare the bytes of words [..., columns / 4], one after the other, each where it is."""
     words = _random_words([*shape[:-1], shape[-1] // 4], seed, number, offset)
-    kept = []
-    for place, least in enumerate(tf.split(tf.cast(threshold, "float32"), 4)):
+    thresholds, kept = tf.broadcast_to(tf.cast(threshold, "float32"), shape[-1:]), []
+    for place, least in enumerate(tf.split(thresholds, 4)):
         one = 1 << 8 * place
         least = tf.cast(least * one, "uint32")  # exact: 8 bits
         kept.append(tf.bitwise.bitwise_and(words, (_LEVELS - 1) * one) >= least)

@@ -6,7 +6,6 @@ import tensorflow as tf
 from dtransformer.parallel import trace
 from dtransformer.parallel.deferred_gradients import is_deferred
 from dtransformer.parallel.features import add_bias
-from dtransformer.parallel.loop_constants import computed_once
 from dtransformer.parallel.low_rank import low_rank_of
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
@@ -20,8 +19,8 @@ def project_to_heads(
 ) -> list[tf.Tensor]:
     """Return x · kernel + bias of each kernel, by heads.
 
-    On one device the kernels are multiplied as one: a product is faster the wider it is. A loop
-    that decodes joins them before it begins.
+    On one device the kernels are multiplied as one, but for the few rows of decoding: a product is
+    faster the wider it is.
 
     Args:
         x: tensor [b, s, h].
@@ -35,30 +34,25 @@ def project_to_heads(
         is_unsharded_for_use(kernel) or is_deferred(kernel) or low_rank_of(kernel) is not None
         for kernel in kernels
     )
-    if trace.is_on_mesh() or any(one_by_one):
+    decodes = trace.current().around_loop is not None
+    if trace.is_on_mesh() or decodes or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         return [
             _heads_first(y if bias is None else add_bias(y, bias))
             for y, bias in zip(products, biases)
         ]
-    if len(kernels) == 1:
-        y = matmul(x, kernels[0])
-        return [_heads_first(y if biases[0] is None else add_bias(y, biases[0]))]
+    has_bias = biases[0] is not None
     num_heads = [kernel.shape[1] for kernel in kernels]
-    are_alike = len(set(num_heads)) == 1
-
-    def joined(weights, axis):
-        join = tf.stack if are_alike else tf.concat
-        return computed_once(lambda *x: join(x, axis), *(tf.cast(w, x.dtype) for w in weights))
-
-    y = matmul(x, joined(kernels, axis=1))
-    if biases[0] is not None:
-        y = add_bias(y, joined(biases, axis=0))
-    if not are_alike:
+    if len(set(num_heads)) > 1:
+        kernel = tf.concat([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1)
+        y = matmul(x, kernel)
+        if has_bias:
+            y = add_bias(y, tf.concat([tf.cast(bias, x.dtype) for bias in biases], axis=0))
         return tf.split(_heads_first(y), num_heads, axis=1)
+    y = matmul(x, tf.stack([tf.cast(kernel, x.dtype) for kernel in kernels], axis=1))
+    if has_bias:
+        y = add_bias(y, tf.stack([tf.cast(bias, x.dtype) for bias in biases]))
     # [b, s, kernels, n, d] -> [kernels, b, n, s, d]
-    if x.shape[1] == 1:
-        return [_heads_first(part) for part in tf.unstack(y, axis=2)]
     return tf.unstack(tf.transpose(y, [2, 0, 3, 1, 4]))
 
 
