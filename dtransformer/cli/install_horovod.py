@@ -72,7 +72,7 @@ def install_horovod():
             f"{sys.prefix} has no pip, which Horovod is installed with: run "
             f"'{sys.executable} -m ensurepip', and then '{COMMAND}' again"
         )
-    folder = _cache_folder()
+    folder = cache_folder()
     log = folder / "build.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +80,8 @@ def install_horovod():
         pip = [sys.executable, "-m", "pip", "install", "--quiet"]
         problem = f"{wheel} cannot be installed; if it is damaged, remove it"
         # The one that is there may have been built for another TensorFlow: pip sees no difference.
-        _run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
-        _run([*pip, wheel], log, problem)
+        run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
+        run([*pip, wheel], log, problem)
     except OSError as error:
         raise InstallError(
             f"Horovod cannot be built in {folder} ({error}): set DTRANSFORMER_CACHE to a folder "
@@ -113,8 +113,8 @@ def compiler():
     return next(filter(None, map(shutil.which, named or ("g++", "c++"))), None)
 
 
-def _cache_folder():
-    """Return the folder of wheels built for this Python, TensorFlow and options."""
+def cache_folder():
+    """Return the folder of what was built for this Python, TensorFlow and options."""
     root = os.environ.get("DTRANSFORMER_CACHE") or pathlib.Path.home() / ".cache/dtransformer"
     key = (
         f"horovod{VERSION}",
@@ -157,7 +157,7 @@ def _build(folder, log):
         source = unpack(archive, temporary)
         pip = [sys.executable, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps"]
         command = [*pip, "--no-build-isolation", "--wheel-dir", temporary / "dist", source]
-        _run(command, log, "Horovod does not compile", environment)
+        run(command, log, "Horovod does not compile", environment)
         built = next((temporary / "dist").glob("horovod-*.whl"))
         partial = folder / f"{built.name}.{os.getpid()}.partial"
         shutil.copy(built, partial)
@@ -170,7 +170,7 @@ def _build_environment(tools, log):
     # setuptools runs pip in the folder of the sources, where a relative path names nothing.
     own = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tools]
-    _run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
+    run([*pip, *_BUILD_TOOLS], log, f"{', '.join(_BUILD_TOOLS)} cannot be downloaded", own)
     return {
         **own,
         **_OPTIONS,
@@ -190,7 +190,7 @@ def download(folder, log, environment=None):
     requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     pip += ["--no-binary", ":all:", "--require-hashes", "--dest", folder, "-r", requirement]
-    _run(pip, log, f"the sources of Horovod {VERSION} cannot be downloaded", environment)
+    run(pip, log, f"the sources of Horovod {VERSION} cannot be downloaded", environment)
     archive = next(folder.glob("horovod-*.tar.gz"))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != SHA256:
@@ -222,7 +222,7 @@ def _wrong_hash(digest):
     )
 
 
-def _run(command, log, problem, environment=None):
+def run(command, log, problem, environment=None):
     """Run a command with its output at the end of the file `log`.
 
     Raises:

@@ -147,7 +147,7 @@ def init(
     everyone = range(size)
     _job = dataclasses.replace(
         _job,
-        mesh=start_mesh(topology, rank, addresses, device_type()),
+        mesh=start_mesh(topology, rank, addresses, device_type(), hvd),
         model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
         data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),

@@ -111,6 +111,6 @@ def test_gpus_of_another_kind(monkeypatch, capsys):
 def test_constraints_of_the_environment_do_not_hold_for_the_build(tmp_path, monkeypatch):
     """setuptools runs pip in the sources' folder, where a relative path names nothing."""
     monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
-    monkeypatch.setattr(install_horovod, "_run", lambda *arguments: None)
+    monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     environment = install_horovod._build_environment(tmp_path, tmp_path / "log")
     assert "PIP_CONSTRAINT" not in environment and environment["HOROVOD_WITH_GLOO"] == "1"

@@ -2,11 +2,16 @@
 
 import os
 import socket
+import types
 
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
 from dtransformer.parallel import validators
+from dtransformer.parallel.host_collectives.start import (
+    start_host_collectives,
+    stop_host_collectives,
+)
 from dtransformer.parallel.topology import Topology
 
 # DTensor reads who takes part in its cluster from these.
@@ -32,7 +37,11 @@ def free_address(local: bool) -> str:
 
 
 def start_mesh(
-    topology: Topology, rank: int, addresses: list[str | None], device_type: str
+    topology: Topology,
+    rank: int,
+    addresses: list[str | None],
+    device_type: str,
+    hvd: types.ModuleType | None,
 ) -> dtensor.Mesh | None:
     """Start DTensor for the ranks of this one's mesh; tensors made before are lost.
 
@@ -41,6 +50,7 @@ def start_mesh(
         rank: this rank.
         addresses: `free_address` of every rank of the job.
         device_type: `"CPU"` or `"GPU"`.
+        hvd: the module `horovod.tensorflow`, started; None where there is one rank.
 
     Returns:
         A mesh with those of `validators.MESH_AXES` that have more than one device, the first
@@ -61,7 +71,10 @@ def start_mesh(
         num_logical_cpu_devices=topology.local_devices,
         enable_coordination_service=False,
     )
-    return dtensor.create_distributed_mesh(axes, device_type=device_type)
+    mesh = dtensor.create_distributed_mesh(axes, device_type=device_type)
+    if device_type == "CPU":
+        start_host_collectives(ranks, rank, topology.local_devices, hvd)
+    return mesh
 
 
 def stop_mesh():
@@ -71,3 +84,4 @@ def stop_mesh():
     _compat.forget_context()
     dtensor.shutdown_accelerator_system()
     _compat.forget_dtensor_device()
+    stop_host_collectives()

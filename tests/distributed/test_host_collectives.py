@@ -1,0 +1,146 @@
+"""Promise: a mesh's ranks on one host reduce through shared memory, and get what NumPy computes.
+
+The kernels take the places of TensorFlow's own, so that they are called here by TensorFlow's names.
+"""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer.parallel.host_collectives.library import library_path
+from tests.shared_runs import on_ranks
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") != "1",
+    reason="the kernels are not used unless DTRANSFORMER_HOST_COLLECTIVES=1",
+)
+LAYOUT, DEVICES = "mp2@2x1", 2
+GROUP = 77  # a number that DTensor gives to no group
+DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
+
+
+def values(device, shape=(5, 7), dtype="float32"):
+    """Return what a device sends; every rank can say what all devices do."""
+    return tf.cast(np.random.default_rng(device).normal(size=shape) * 8, dtype)
+
+
+def everyones(**options):
+    return [values(device, **options) for device in range(DEVICES)]
+
+
+def reduced(x, operation, merge_op="Add", final_op="Id", size=DEVICES):
+    return tf.raw_ops.CollectiveReduceV2(
+        input=x, group_size=size, group_key=GROUP, instance_key=operation, ordering_token=[],
+        merge_op=merge_op, final_op=final_op,
+    )  # fmt: skip
+
+
+def on_own_devices(function):
+    """Return what a function of a device's number gives on the devices of this rank: one."""
+    own = dtransformer.rank()
+    return [(own, tf.function(lambda: function(own))())]
+
+
+@on_ranks(LAYOUT)
+def test_sums_are_those_of_numpy_in_the_order_of_devices():
+    assert library_path().exists()
+    for number, dtype in enumerate(DTYPES):
+        expected, *others = everyones(dtype=dtype)
+        for other in others:
+            expected = expected + other
+        for _, result in on_own_devices(lambda d: reduced(values(d, dtype=dtype), number)):
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(result, expected)
+
+
+@on_ranks(LAYOUT)
+def test_other_reductions():
+    merges = {"Mul": np.prod, "Min": np.min, "Max": np.max}
+    for number, (merge_op, expected) in enumerate(merges.items()):
+        for _, result in on_own_devices(lambda d: reduced(values(d), 20 + number, merge_op)):
+            np.testing.assert_allclose(result, expected(everyones(), axis=0), rtol=1e-6)
+    for _, mean in on_own_devices(lambda d: reduced(values(d), 24, final_op="Div")):
+        np.testing.assert_allclose(mean, np.mean(everyones(), axis=0), rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(LAYOUT)
+def test_tensors_of_all_sizes():
+    for number, shape in enumerate([(), (0, 3), (1,), (2047,), (2049, 3), (1 << 20,)]):
+        for _, result in on_own_devices(lambda d: reduced(values(d, shape), 30 + number)):
+            np.testing.assert_allclose(result, np.sum(everyones(shape=shape), axis=0), atol=2e-5)
+
+
+@on_ranks(LAYOUT)
+def test_what_is_sent_keeps_its_value():
+    def twice(device):
+        x = values(device) + 1
+        total = reduced(x, 40)
+        with tf.control_dependencies([total]):
+            return tf.identity(x)
+
+    for device, x in on_own_devices(twice):
+        np.testing.assert_array_equal(x, values(device) + 1)
+
+
+@on_ranks(LAYOUT)
+def test_turns_of_a_loop_and_operations_side_by_side_are_told_apart():
+    def loop(device):
+        x = values(device)
+        total = tf.zeros_like(x)
+        for turn in tf.range(20.0):
+            each = [reduced(x * (turn * 3 + k), 50 + k) for k in range(3)]
+            total += each[0] + 2 * each[1] + 4 * each[2]
+        return total
+
+    loop = tf.autograph.to_graph(loop)
+    factor = sum((t * 3) + 2 * (t * 3 + 1) + 4 * (t * 3 + 2) for t in range(20))
+    expected = factor * np.sum(everyones(), axis=0)
+    for _ in range(3):  # the same operations again
+        for _, result in on_own_devices(loop):
+            np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-1)
+
+
+@on_ranks(LAYOUT)
+def test_a_rank_that_is_far_ahead_waits():
+    """More tensors are under way than one that is not read has room for."""
+
+    def many(device):
+        if dtransformer.rank():
+            time.sleep(1)
+        x = values(device)
+        return tf.add_n([reduced(x, 1000 + k) for k in range(3000)])
+
+    for _, result in on_own_devices(many):
+        np.testing.assert_allclose(result, 3000 * np.sum(everyones(), axis=0), rtol=1e-3, atol=1e-1)
+
+
+@on_ranks(LAYOUT)
+def test_all_to_all_gives_each_device_what_is_for_it():
+    def exchange(device):
+        return tf.raw_ops.CollectiveAllToAllV2(
+            input=values(device, (DEVICES, 6)), group_size=DEVICES, group_key=GROUP,
+            instance_key=70, ordering_token=[],
+        )  # fmt: skip
+
+    for device, result in on_own_devices(exchange):
+        expected = [x[device] for x in everyones(shape=(DEVICES, 6))]
+        np.testing.assert_array_equal(result, expected)
+
+
+@on_ranks(LAYOUT)
+def test_slices_that_are_not_one_for_each_device():
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"one slice for each of 2.*\[3,6\]"):
+        tf.raw_ops.CollectiveAllToAllV2(
+            input=tf.ones([3, 6]), group_size=2, group_key=GROUP, instance_key=71,
+            ordering_token=[],
+        )  # fmt: skip
+
+
+@on_ranks("mp2@2x1")
+def test_tensors_that_do_not_belong_together():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different sizes, types or purposes"):
+        reduced(tf.ones([2 + dtransformer.rank()]), 80, size=2)
