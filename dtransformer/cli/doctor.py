@@ -99,7 +99,7 @@ def _horovod():
 def _kernels():
     is_there = library_path().exists()
     found = "installed" if is_there else "not installed"
-    mend = f"meshes of several ranks on a host's CPUs are slower without: {COMMAND}"
+    mend = f"only for DTRANSFORMER_HOST_COLLECTIVES=1, see docs/model_parallel.md: {COMMAND}"
     return check("kernels for ranks of one host", True if is_there else None, found, mend)
 
 

@@ -8,13 +8,9 @@ import os
 import shlex
 import shutil
 
-from dtransformer.cli.install_horovod import (
-    EXIT_NO_COMPILER,
-    InstallError,
-    cache_folder,
-    compiler,
-    run,
-)
+from dtransformer.cli.install_horovod import InstallError, cache_folder, compiler, run
+from dtransformer.errors import InputError
+from dtransformer.files import replacing
 from dtransformer.parallel.host_collectives.library import OPTIONS, library_path, sources
 
 
@@ -29,13 +25,11 @@ def install_host_collectives():
     try:
         if not cached.exists():
             _compile(cached)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        shutil.copy(cached, partial)
-        partial.rename(path)  # a job that uses the one that was there keeps it
-    except OSError as error:
+        with replacing(path, parents=True) as fresh:  # a job that uses the old one keeps it
+            shutil.copy(cached, fresh)
+    except InputError as error:
         raise InstallError(
-            f"the kernels for ranks of one host cannot be put into {path.parent} ({error})"
+            f"the kernels for ranks of one host are not installed: {error}"
         ) from error
     print(f"Kernels for ranks of one host are installed ({path})")
 
@@ -44,13 +38,12 @@ def _compile(path):
     import tensorflow as tf
 
     if compiler() is None:
-        raise InstallError("no C++ compiler found, for ranks of one host", EXIT_NO_COMPILER)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+        raise InstallError("no C++ compiler found, for the kernels for ranks of one host")
     files = [file for file in sources() if file.suffix == ".cc"]
     command = shlex.split(os.environ.get("CXX", "")) or [compiler()]
-    # What is to be linked comes before what it is looked up in.
-    command += [*OPTIONS, *tf.sysconfig.get_compile_flags(), *files, "-o", partial]
-    command += tf.sysconfig.get_link_flags()
-    run(command, path.parent / "build.log", "the kernels for ranks of one host do not compile")
-    partial.rename(path)
+    command += [*OPTIONS, *tf.sysconfig.get_compile_flags(), *files]
+    with replacing(path, parents=True) as fresh:
+        # What is to be linked comes before what it is looked up in.
+        command += ["-o", fresh, *tf.sysconfig.get_link_flags()]
+        log = path.parent / "build.log"
+        run(command, log, "the kernels for ranks of one host do not compile")

@@ -69,7 +69,7 @@ struct Call {
   tensorflow::OpKernelContext* context;
   tensorflow::AsyncOpKernel::DoneCallback done;
   Computation computation;  // its result, which it gives to the context
-  int kind;         // what is computed: devices of a round agree on it
+  int kind;                 // what is computed: devices of a round agree on it
   int device;
   tensorflow::CancellationToken token = tensorflow::CancellationManager::kInvalidToken;
 };

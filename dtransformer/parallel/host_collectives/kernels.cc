@@ -151,8 +151,8 @@ class AllToAllKernel : public Collective {
   }
 };
 
-#define REGISTER_REDUCE(T)                                                                 \
-  REGISTER_KERNEL_BUILDER(                                                                 \
+#define REGISTER_REDUCE(T)                                                              \
+  REGISTER_KERNEL_BUILDER(                                                              \
       Name("CollectiveReduceV2").Device(DEVICE_CPU).TypeConstraint<T>("T").Priority(1), \
       ReduceKernel<T>)
 REGISTER_REDUCE(float);

@@ -14,25 +14,21 @@ from dtransformer.parallel.host_collectives.library import library_path
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.watchdog.sealed import new_token
 
-_SWITCH = "DTRANSFORMER_HOST_COLLECTIVES"  # 1: they are used; else TensorFlow's own
-
 
 def start_host_collectives(
     ranks: tuple[int, ...], rank: int, num_devices: int, hvd: types.ModuleType | None
-) -> bool:
+) -> None:
     """Let the collectives of this rank's mesh go through shared memory, if its ranks share any.
 
-    Every rank of the job has to call, once its mesh is there. A process that has used the kernels
-    once cannot go back to TensorFlow's.
+    Every rank of the job has to call, once its mesh is there. They do so where each rank's
+    environment has DTRANSFORMER_HOST_COLLECTIVES=1. A process that has used the kernels once cannot
+    go back to TensorFlow's.
 
     Args:
         ranks: numbers of the mesh's ranks.
         rank: this rank's number.
         num_devices: number of devices of each.
         hvd: the module `horovod.tensorflow`, started; None where there is one rank.
-
-    Returns:
-        Whether they do.
 
     Raises:
         RuntimeError: a mesh has ranks that share no memory, in processes that have used the
@@ -41,7 +37,7 @@ def start_host_collectives(
     if len(ranks) == 1:  # TensorFlow's own are as fast
         if _is_loaded():
             _start(0, [], num_devices, 0)
-        return _is_loaded()
+        return
     gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.ExitStack() as opened:
@@ -50,13 +46,13 @@ def start_host_collectives(
         shares_memory = exchange_json(None not in files, gather)
         if all(shares_memory[r] for r in ranks):
             _start(ranks.index(rank), files, num_devices, size)
-            return True
+            return
     if _is_loaded():
         raise RuntimeError(
             f"the ranks {ranks} of this mesh share no memory, and a mesh before in this process "
             "had ranks that do: start a job anew for this layout"
         )
-    is_missing = os.environ.get(_SWITCH) == "1" and not library_path().exists()
+    is_missing = _is_asked_for() and not library_path().exists()
     if hvd.local_size() == hvd.size() and rank == 0 and is_missing:
         warnings.warn(
             "the mesh's ranks are on one host, and the kernels that let them share its memory are "
@@ -64,7 +60,6 @@ def start_host_collectives(
             "doctor --install-horovod'",
             stacklevel=5,
         )
-    return False
 
 
 def stop_host_collectives() -> None:
@@ -81,6 +76,10 @@ def _library():
     library = ctypes.CDLL(path)
     library.dtransformer_start.restype = ctypes.c_char_p
     return library
+
+
+def _is_asked_for():
+    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "1"
 
 
 def _is_loaded():
@@ -102,7 +101,7 @@ def _offered(size, opened):
     It belongs to no file system, takes no room but what is written to, and ends with the processes
     that use it.
     """
-    if not library_path().exists() or os.environ.get(_SWITCH) != "1":
+    if not _is_asked_for() or not library_path().exists():
         return None
     try:
         memory = os.memfd_create("dtransformer")
