@@ -99,7 +99,7 @@ def _horovod():
 def _kernels():
     is_there = library_path().exists()
     found = "installed" if is_there else "not installed"
-    mend = f"only for DTRANSFORMER_HOST_COLLECTIVES=1, see docs/model_parallel.md: {COMMAND}"
+    mend = f"without them a mesh of several processes on CPUs is slower: {COMMAND}"
     return check("kernels for ranks of one host", True if is_there else None, found, mend)
 
 

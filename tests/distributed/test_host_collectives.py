@@ -3,7 +3,6 @@
 The kernels take the places of TensorFlow's own, so that they are called here by TensorFlow's names.
 """
 
-import os
 import time
 
 import numpy as np
@@ -13,10 +12,6 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.parallel.host_collectives.library import library_path
 from tests.shared_runs import on_ranks
-
-if os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") != "1":  # nor are ranks started for them
-    reason = "the kernels are not used unless DTRANSFORMER_HOST_COLLECTIVES=1"
-    pytest.skip(reason, allow_module_level=True)
 
 LAYOUT, DEVICES = "mp2@2x1", 2
 GROUP = 77  # a number that DTensor gives to no group
@@ -143,3 +138,33 @@ def test_slices_that_are_not_one_for_each_device():
 def test_tensors_that_do_not_belong_together():
     with pytest.raises(tf.errors.InvalidArgumentError, match="different sizes, types or purposes"):
         reduced(tf.ones([2 + dtransformer.rank()]), 80)
+
+
+@on_ranks(LAYOUT)
+def test_a_step_that_fails_on_one_rank_ends_on_all():
+    """The failing rank gets its own error; nobody waits for what will never come."""
+
+    def fails():
+        time.sleep(0.5)  # what is summed has been announced then
+        raise ValueError("out of luck")
+
+    def step(device):
+        total = reduced(values(device), 90)
+        if device == 1:  # not stateful: it does not wait for the sum
+            total += tf.numpy_function(fails, [], "float32", stateful=False)
+        return total
+
+    if dtransformer.rank() == 0:
+        time.sleep(2)
+    expected = [tf.errors.AbortedError, tf.errors.InvalidArgumentError][dtransformer.rank()]
+    with pytest.raises(expected, match=["start the job again", "out of luck"][dtransformer.rank()]):
+        on_own_device(step)
+    for _ in range(2):
+        with pytest.raises(tf.errors.AbortedError, match="start the job again"):
+            on_own_device(lambda device: reduced(values(device), 91))
+
+
+@on_ranks(LAYOUT)
+def test_a_new_mesh_after_a_failed_step():
+    result = on_own_device(lambda device: reduced(values(device), 92))
+    np.testing.assert_array_equal(result, everyones()[0] + everyones()[1])

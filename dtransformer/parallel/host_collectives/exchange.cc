@@ -87,7 +87,11 @@ absl::Status Exchange::Start(int process, int num_processes, int num_devices, co
   if (num_processes > 1) {
     for (int i = 0; i < num_processes; ++i) {
       void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, files[i], 0);
-      if (at == MAP_FAILED) return absl::ResourceExhaustedError(strerror(errno));
+      if (at == MAP_FAILED) {
+        absl::Status status = absl::ResourceExhaustedError(strerror(errno));
+        Unmap();
+        return status;
+      }
       shared_.push_back(static_cast<Shared*>(at));
     }
     num_read_.assign(num_processes, 0);
@@ -107,9 +111,13 @@ void Exchange::Stop() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   rounds_.clear(), complete_.clear();
+  Unmap();
+  is_started_ = false;
+}
+
+void Exchange::Unmap() {
   for (Shared* one : shared_) munmap(one, size_);
   shared_.clear();
-  is_started_ = false;
 }
 
 void Exchange::Send(Call call, const Key& key, int group_size) {
@@ -119,6 +127,7 @@ void Exchange::Send(Call call, const Key& key, int group_size) {
     call.token = manager->get_cancellation_token();
     auto cancel = [this, key, device = call.device] { Cancel(key, device); };
     if (!manager->RegisterCallback(call.token, cancel)) {
+      Fail();
       call.context->SetStatus(StepEnded());
       return call.done();
     }
@@ -243,8 +252,17 @@ void Exchange::Serve() {
   }
 }
 
-// Ends a call of a step of which another operation has failed. What other processes have been told
-// cannot be taken back: they are told that no later round would be what they think it is.
+// Tells all processes that a step has failed here: what was announced for it cannot be taken back,
+// and what was not will never come, so that no later round would be what they think it is.
+void Exchange::Fail() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Shared* one : shared_) {
+    one->failed = 1;
+    Ring(&one->bell);
+  }
+}
+
+// Ends a call of a step of which another operation has failed.
 void Exchange::Cancel(const Key& key, int device) {
   Call call;
   {
@@ -261,11 +279,8 @@ void Exchange::Cancel(const Key& key, int device) {
     (*at)->contributions.erase(device);
     if ((*at)->contributions.empty()) rounds.erase(at);
     if (rounds.empty()) rounds_.erase(found);
-    for (Shared* one : shared_) {
-      one->failed = 1;
-      Ring(&one->bell);
-    }
   }
+  Fail();
   call.context->SetStatus(StepEnded());
   call.done();
 }

@@ -107,6 +107,8 @@ class Exchange {
   void Advance();
   void Serve();
   void Cancel(const Key& key, int device);
+  void Fail();
+  void Unmap();
   std::vector<Call> TakeCalls();
   bool HasFailed() const { return !shared_.empty() && shared_[process_]->failed.load(); }
   uint64_t SlowestReader() const;

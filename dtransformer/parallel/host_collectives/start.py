@@ -20,9 +20,9 @@ def start_host_collectives(
 ) -> None:
     """Let the collectives of this rank's mesh go through shared memory, if its ranks share any.
 
-    Every rank of the job has to call, once its mesh is there. They do so where each rank's
-    environment has DTRANSFORMER_HOST_COLLECTIVES=1. A process that has used the kernels once cannot
-    go back to TensorFlow's.
+    Every rank of the job has to call, once its mesh is there. They do not where the environment of
+    a rank of the mesh has DTRANSFORMER_HOST_COLLECTIVES=0. A process that has used the kernels once
+    cannot go back to TensorFlow's.
 
     Args:
         ranks: numbers of the mesh's ranks.
@@ -52,7 +52,7 @@ def start_host_collectives(
             f"the ranks {ranks} of this mesh share no memory, and a mesh before in this process "
             "had ranks that do: start a job anew for this layout"
         )
-    is_missing = _is_asked_for() and not library_path().exists()
+    is_missing = not _is_switched_off() and not library_path().exists()
     if hvd.local_size() == hvd.size() and rank == 0 and is_missing:
         warnings.warn(
             "the mesh's ranks are on one host, and the kernels that let them share its memory are "
@@ -78,8 +78,8 @@ def _library():
     return library
 
 
-def _is_asked_for():
-    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "1"
+def _is_switched_off():
+    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "0"
 
 
 def _is_loaded():
@@ -101,7 +101,7 @@ def _offered(size, opened):
     It belongs to no file system, takes no room but what is written to, and ends with the processes
     that use it.
     """
-    if not _is_asked_for() or not library_path().exists():
+    if _is_switched_off() or not library_path().exists():
         return None
     try:
         memory = os.memfd_create("dtransformer")
