@@ -47,7 +47,7 @@ def work(args):
     # As many tokens as entries of the vocabulary: the gradients of tables travel as tables.
     ids = np.tile(np.arange(args.vocab_size, dtype="int32") % 60 + 4, 2).reshape(-1, 40)
     trainer.train_on_batch({"source": ids, "target": ids}, ids, shard=False)
-    sent = [c for c in trainer.communication_report().collectives if c.over == "horovod"]
+    sent = [c for c in trainer.communication_report().collectives if c.over == "ranks"]
     # Of the two ways in which a table's gradient can travel, that of few rows is not taken.
     sent = [c for c in sent if None not in c.shape]
     weights = trainer.network.trainable_variables

@@ -6,7 +6,6 @@ for several ranks only, DTensor where operations are sharded.
 
 import contextlib
 import dataclasses
-import itertools
 import types
 from collections.abc import Callable, Iterable
 
@@ -20,6 +19,11 @@ from dtransformer.parallel.config import (
 )
 from dtransformer.parallel.devices import device_type, take_devices
 from dtransformer.parallel.dtensor.cluster import start_mesh, stop_mesh
+from dtransformer.parallel.host_collectives.start import (
+    is_any_started,
+    start_host_collectives,
+    stop_host_collectives,
+)
 from dtransformer.parallel.launch import (
     compare_ranks,
     fitting,
@@ -147,7 +151,7 @@ def init(
     everyone = range(size)
     _job = dataclasses.replace(
         _job,
-        mesh=start_mesh(topology, rank, addresses, device_type(), hvd),
+        mesh=start_mesh(topology, rank, addresses, device_type()),
         model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
         data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
@@ -159,25 +163,22 @@ def init(
     ]
     for pair in pairs:
         agreed_group(pair)
-    linked = {
-        pair
-        for r in everyone
-        for group in (topology.pipeline_group(r), topology.model_parallel_group(r))
-        for pair in itertools.combinations(group, 2)
-    }
-    if linked and device_type() == "CPU":
-        _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
+    if device_type() == "CPU":
+        start_host_collectives(topology, rank, hvd)
+        if linked := topology.pairs_within_replicas():
+            _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
     return topology
 
 
 def _leave_layout():
-    """Stop the mesh and close connections, where there are any, once every rank is done with them."""
+    """Stop the mesh and what joins ranks, where there is any, once every rank is done with it."""
     global _job
-    if mesh() is None and rank_links() is None:
+    if mesh() is None and rank_links() is None and not is_any_started():
         return
     barrier()
     if mesh() is not None:
         stop_mesh()
+    stop_host_collectives()
     if rank_links() is not None:
         rank_links().close()
     _job = dataclasses.replace(_job, mesh=None, rank_links=None)

@@ -1,7 +1,7 @@
 """Which collectives a compiled function really sends, with their bytes.
 
 On the mesh they are read from the functions that DTensor has lowered for the devices,
-after all of its passes; over Horovod from the operations of the traced graph.
+after all of its passes; between data-parallel ranks from the operations of the traced graph.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Collective:
         shape: shape of the result on a device, or of what it sends in an uneven all-to-all;
             None for a dimension that is not known before it runs.
         dtype: name of its type.
-        over: the mesh axis, "horovod", or "stages".
+        over: the mesh axis, "stages", or "ranks" for what Horovod carries, or the memory of a host.
         group_size: number of devices, or ranks, that take part.
         layer: path of the layer; the name of the operation elsewhere.
         backward: whether it belongs to a gradient.
@@ -145,11 +145,11 @@ def _axis_of(keys, size):
     return "·".join(name for name in mesh.dim_names if mesh.dim_size(name) == size) or "mesh"
 
 
-def horovod_collectives(graph):
-    """Return the `Collective`s over Horovod of a traced graph, a `tf.Graph`."""
+def rank_collectives(graph):
+    """Return the `Collective`s of ranks, outside of meshes, of a traced graph, a `tf.Graph`."""
     found = []
     for operation in _operations(graph):
-        if operation.type in _OPERATIONS and operation.type.startswith("Horovod"):
+        if operation.type in _OPERATIONS:
             sizes, group = _sizes_sent(operation), _group_of(operation)
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
@@ -160,7 +160,7 @@ def horovod_collectives(graph):
                         sent_as=_OPERATIONS[operation.type],
                         shape=tuple(shape) if sizes is None else (sum(sizes),),
                         dtype=output.dtype.name,
-                        over="horovod",
+                        over="ranks",
                         group_size=group.size,
                         layer=operation.name,
                         backward=False,
@@ -185,6 +185,8 @@ def _own(sizes, group):
 
 def _group_of(operation):
     """Return the `Group` of this rank that an operation is over; by default the data-parallel one."""
+    if not operation.type.startswith("Horovod"):
+        return job.data_parallel_group()
     number = operation.get_attr("process_set_id")
     groups = job.data_parallel_group(), job.model_parallel_group(), job.pipeline_group()
     for group in groups:

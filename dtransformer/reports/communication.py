@@ -67,7 +67,7 @@ class CommunicationReport:
         lines = [header]
         for c, number in times.items():
             shape = "×".join("?" if size is None else str(size) for size in c.shape) or "scalar"
-            direction = "update" if c.over == "horovod" else "backward" if c.backward else "forward"
+            direction = "update" if c.over == "ranks" else "backward" if c.backward else "forward"
             sent = f"{number * c.bytes_sent:,}" if None not in c.shape else "?"
             kind = c.kind if c.kind == c.sent_as else f"{c.kind} (as {c.sent_as})"
             lines.append(
@@ -135,9 +135,9 @@ def communication_report(network, collectives, input_shapes, graph):
         input_shapes: nested shapes of the inputs that a mesh computes at once, or None.
         graph: the `tf.Graph` that the optimizer step was traced in.
     """
-    over_horovod = audit.horovod_collectives(graph)
+    of_ranks = audit.rank_collectives(graph)
     if job.mesh() is None:
-        return CommunicationReport((*collectives, *over_horovod))
+        return CommunicationReport((*collectives, *of_ranks))
     names = {layer.name for layer in _compat.flat_layers(network)}
     named = [
         c if c.kind == "send/recv" else dataclasses.replace(c, layer=_layer_path(c.layer, names))
@@ -149,7 +149,7 @@ def communication_report(network, collectives, input_shapes, graph):
         if axis_size(mesh_axis("mlp")) > 1:
             formula = {k: times * x for k, x in block_formula(network, shapes).items()}
         exchanged = {k: times * x for k, x in expert_formula(network, shapes).items()}
-    return CommunicationReport((*named, *over_horovod), formula, exchanged)
+    return CommunicationReport((*named, *of_ranks), formula, exchanged)
 
 
 def expert_formula(network, stream_shapes):

@@ -68,7 +68,7 @@ class Reporting(keras.Model):
         """Return which collectives the last compiled training step sends.
 
         Those of the mesh are read from the functions that DTensor lowered for the
-        devices, those over Horovod from the optimizer step's graph; what pipeline stages
+        devices, those of data-parallel ranks from the optimizer step's graph; what pipeline stages
         send each other is that of the dataflow.
 
         Returns:

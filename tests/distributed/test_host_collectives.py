@@ -1,4 +1,4 @@
-"""Promise: a mesh's ranks on one host reduce through shared memory, and get what NumPy computes.
+"""Promise: ranks on one host reduce through shared memory, and get what NumPy computes.
 
 The kernels take the places of TensorFlow's own, so that they are called here by TensorFlow's names.
 """
@@ -10,10 +10,14 @@ import pytest
 import tensorflow as tf
 
 import dtransformer
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.host_collectives.library import library_path
+from dtransformer.parallel.host_collectives.start import key_of
 from tests.shared_runs import on_ranks
 
 LAYOUT, DEVICES = "mp2@2x1", 2
+DATA_PARALLEL = "dp2@2x1"
 GROUP = 77  # a number that DTensor gives to no group
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 
@@ -126,6 +130,17 @@ def test_all_to_all_gives_each_device_what_is_for_it():
 
 
 @on_ranks(LAYOUT)
+def test_gathered_tensors_are_in_the_order_of_devices():
+    def gather(device):
+        return tf.raw_ops.CollectiveGatherV2(
+            input=values(device, (3, 6)), group_size=DEVICES, group_key=GROUP, instance_key=72,
+            ordering_token=[],
+        )  # fmt: skip
+
+    np.testing.assert_array_equal(on_own_device(gather), np.concatenate(everyones(shape=(3, 6))))
+
+
+@on_ranks(LAYOUT)
 def test_slices_that_are_not_one_for_each_device():
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"one slice for each of 2.*\[3,6\]"):
         tf.raw_ops.CollectiveAllToAllV2(
@@ -136,7 +151,7 @@ def test_slices_that_are_not_one_for_each_device():
 
 @on_ranks(LAYOUT)
 def test_tensors_that_do_not_belong_together():
-    with pytest.raises(tf.errors.InvalidArgumentError, match="different sizes, types or purposes"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="differs in size, type or purpose"):
         reduced(tf.ones([2 + dtransformer.rank()]), 80)
 
 
@@ -168,3 +183,52 @@ def test_a_step_that_fails_on_one_rank_ends_on_all():
 def test_a_new_mesh_after_a_failed_step():
     result = on_own_device(lambda device: reduced(values(device), 92))
     np.testing.assert_array_equal(result, everyones()[0] + everyones()[1])
+
+
+@on_ranks(DATA_PARALLEL)
+def test_the_data_parallel_group_takes_them_in_place_of_horovod():
+    group = job.data_parallel_group()
+    assert key_of(group.ranks) is not None
+    assert key_of(group.ranks[::-1]) is None  # another order of the same ranks
+    both = {"a": everyones(), "b": everyones(shape=(2, 3))}
+
+    @tf.function
+    def step(a, b):
+        return {
+            "sum": transport.all_reduce(a, "Sum", group, "sum"),
+            "max": transport.all_reduce(a, "Max", group, "max"),
+            "together": transport.all_reduce_together([a, 2 * a], group, "together"),
+            "gather": transport.all_gather(a, group, "gather"),
+            "to_all": transport.all_to_all(b, group, "to_all"),
+            "scatter": transport.reduce_scatter(b, group, "scatter"),
+            "scalar": transport.all_reduce(tf.reduce_sum(b), "Sum", group, "scalar"),
+        }
+
+    rank = dtransformer.rank()
+    result = step(both["a"][rank], both["b"][rank])
+    assert "HorovodAll" not in str(
+        step.get_concrete_function(*[x[0] for x in both.values()]).graph.as_graph_def()
+    )
+    total = both["a"][0] + both["a"][1]
+    expected = {
+        "sum": total,
+        "max": np.maximum(*both["a"]),
+        "together": [total, 2 * total],
+        "gather": np.stack(both["a"]),
+        "to_all": np.stack([x[rank] for x in both["b"]]),
+        "scatter": (both["b"][0] + both["b"][1])[rank],
+        "scalar": tf.reduce_sum(both["b"][0]) + tf.reduce_sum(both["b"][1]),
+    }
+    tf.nest.map_structure(np.testing.assert_array_equal, result, expected)
+
+
+@on_ranks(DATA_PARALLEL)
+def test_types_that_the_kernels_do_not_have():
+    group, rank = job.data_parallel_group(), dtransformer.rank()
+    for dtype in ("bfloat16", "int8", "bool"):
+        x = tf.cast([rank, 1], dtype)
+        np.testing.assert_array_equal(
+            transport.all_gather(x, group, f"gather_{dtype}"), tf.cast([[0, 1], [1, 1]], dtype)
+        )
+    x = tf.cast([1.5, 2 + rank], "bfloat16")
+    np.testing.assert_array_equal(transport.all_reduce(x, "Sum", group, "sum"), [3, 5])

@@ -1,5 +1,7 @@
 """What Horovod carries between ranks, and in which type: the one way that all tensors take.
 
+The data-parallel group of CPUs of one host has a shorter one, by `host_collectives.operations`.
+
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.
 
@@ -13,6 +15,7 @@ import tensorflow as tf
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.host_collectives import operations as host_operations
 from dtransformer.parallel.process_groups import Group
 
 # Types that Horovod does not have -> types of as many bits.
@@ -48,6 +51,8 @@ def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...]."""
     if group.size == 1:
         return x[None]
+    if host_operations.serve(group.ranks, x.dtype):
+        return host_operations.all_gather(x, group.ranks, name)
     rows = _move("allgather", x[None], group, name)
     rows.set_shape([group.size, *x.shape])
     return _from_rank_order(rows, group)
@@ -103,6 +108,8 @@ def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i to position i; return the rows [d, ...] that come from the others."""
     if group.size == 1:
         return rows
+    if host_operations.serve(group.ranks, rows.dtype):
+        return host_operations.all_to_all(rows, group.ranks, name)
     received = _move("alltoall", _to_rank_order(rows, group), group, name)
     received.set_shape(rows.shape)
     return _from_rank_order(received, group)
@@ -140,8 +147,11 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return x
     hvd = job.horovod()
-    y = never_constant(tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype)))
-    y = hvd.allreduce(y, op=getattr(hvd, op), **_key(group, name))
+    y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
+    if host_operations.serve(group.ranks, y.dtype):
+        y = host_operations.all_reduce(y, op, group.ranks, name)
+    else:
+        y = hvd.allreduce(never_constant(y), op=getattr(hvd, op), **_key(group, name))
     return tf.cast(y, x.dtype)
 
 
@@ -151,7 +161,13 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
         return tensors
     hvd, dtype = job.horovod(), tensors[0].dtype
     sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
-    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
+    if host_operations.serve(group.ranks, sums[0].dtype):
+        sums = [
+            host_operations.all_reduce(x, "Sum", group.ranks, f"{name}_{i}")
+            for i, x in enumerate(sums)
+        ]
+    else:
+        sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
     return [tf.cast(total, dtype) for total in sums]
 
 

@@ -2,16 +2,11 @@
 
 import os
 import socket
-import types
 
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
 from dtransformer.parallel import validators
-from dtransformer.parallel.host_collectives.start import (
-    start_host_collectives,
-    stop_host_collectives,
-)
 from dtransformer.parallel.topology import Topology
 
 # DTensor reads who takes part in its cluster from these.
@@ -41,7 +36,6 @@ def start_mesh(
     rank: int,
     addresses: list[str | None],
     device_type: str,
-    hvd: types.ModuleType | None,
 ) -> dtensor.Mesh | None:
     """Start DTensor for the ranks of this one's mesh; tensors made before are lost.
 
@@ -50,7 +44,6 @@ def start_mesh(
         rank: this rank.
         addresses: `free_address` of every rank of the job.
         device_type: `"CPU"` or `"GPU"`.
-        hvd: the module `horovod.tensorflow`, started; None where there is one rank.
 
     Returns:
         A mesh with those of `validators.MESH_AXES` that have more than one device, the first
@@ -71,10 +64,7 @@ def start_mesh(
         num_logical_cpu_devices=topology.local_devices,
         enable_coordination_service=False,
     )
-    mesh = dtensor.create_distributed_mesh(axes, device_type=device_type)
-    if device_type == "CPU":
-        start_host_collectives(ranks, rank, topology.local_devices, hvd)
-    return mesh
+    return dtensor.create_distributed_mesh(axes, device_type=device_type)
 
 
 def stop_mesh():
@@ -84,4 +74,3 @@ def stop_mesh():
     _compat.forget_context()
     dtensor.shutdown_accelerator_system()
     _compat.forget_dtensor_device()
-    stop_host_collectives()

@@ -22,7 +22,7 @@ using tensorflow::Tensor;
 
 absl::Status StepFailed() {
   return absl::AbortedError(
-      "a step of this or of another process of the mesh has failed between its collectives, so "
+      "a step of this or of another process of the group has failed between its collectives, so "
       "that later ones would not fit together: start the job again");
 }
 
@@ -50,7 +50,7 @@ void ComputeAndEnd(const Call& call, std::shared_ptr<Round> round) {
   absl::Status status;
   if (round->differs)
     status = absl::InvalidArgumentError(
-        "devices of the mesh send each other tensors of different sizes, types or purposes");
+        "what the devices of a group send each other differs in size, type or purpose");
   else
     status = call.computation(call, *round);
   round.reset();  // what others have sent may be used again
@@ -71,8 +71,27 @@ void Finish(std::shared_ptr<Round> round) {
 
 }  // namespace
 
-Exchange& Exchange::Get() {
-  static Exchange* exchange = new Exchange;
+namespace {
+
+std::mutex exchanges_mutex;
+
+std::map<int32_t, Exchange*>& Exchanges() {
+  static auto* exchanges = new std::map<int32_t, Exchange*>{{kMesh, new Exchange}};
+  return *exchanges;
+}
+
+}  // namespace
+
+Exchange& Exchange::Of(int32_t group) {
+  std::lock_guard<std::mutex> lock(exchanges_mutex);
+  auto found = Exchanges().find(group);
+  return *(found == Exchanges().end() ? Exchanges().at(kMesh) : found->second);
+}
+
+Exchange& Exchange::Make(int32_t group) {
+  std::lock_guard<std::mutex> lock(exchanges_mutex);
+  Exchange*& exchange = Exchanges()[group];
+  if (exchange == nullptr) exchange = new Exchange;
   return *exchange;
 }
 
@@ -121,7 +140,7 @@ void Exchange::Unmap() {
 }
 
 void Exchange::Send(Call call, const Key& key, int group_size) {
-  call.device += process_ * num_devices_;
+  call.device = process_ * num_devices_ + call.device % num_devices_;
   CancellationManager* manager = call.context->cancellation_manager();
   if (manager != nullptr) {
     call.token = manager->get_cancellation_token();
@@ -141,7 +160,7 @@ void Exchange::Send(Call call, const Key& key, int group_size) {
 
 absl::Status Exchange::Announce(const Call& call, const Key& key, int group_size) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_started_) return absl::FailedPreconditionError("no mesh is started");
+  if (!is_started_) return absl::FailedPreconditionError("no group is started");
   if (HasFailed()) return StepFailed();
   const Tensor& x = call.context->input(0);
   auto [group, operation, frame, turn] = key;

@@ -1,4 +1,4 @@
-// How the devices of a mesh whose processes are on one host give each other tensors.
+// How the devices of a group of processes on one host give each other tensors.
 //
 // Each process writes what its devices send into memory of its own, which the others map, and
 // announces it in a ring there; a thread of each process reads the rings of all others. What
@@ -81,10 +81,17 @@ struct Round {
   std::map<int, Call> calls;                  // by device, of this process
 };
 
+// The key of the group that has an exchange for all groups without one of their own: the mesh,
+// whose groups TensorFlow numbers by itself.
+constexpr int32_t kMesh = 0;
+
 class Exchange {
  public:
-  // The one of this process, which is never destroyed.
-  static Exchange& Get();
+  // The one of a group, which is never destroyed; that of the mesh where it has none.
+  static Exchange& Of(int32_t group);
+
+  // Makes one for a group, if there is none.
+  static Exchange& Make(int32_t group);
 
   // Starts with files of shared memory, one of each process, each of `size` bytes.
   absl::Status Start(int process, int num_processes, int num_devices, const int* files,
@@ -93,7 +100,8 @@ class Exchange {
   // Ends; nothing may be under way.
   void Stop();
 
-  // Sends the first input of a call. Its device is the number in this process.
+  // Sends the first input of a call. Its device is the number in this process. Where each process
+  // sends for one device, that is it, wherever the operation is.
   void Send(Call call, const Key& key, int group_size);
 
  private:

@@ -1,4 +1,4 @@
-// Kernels of a mesh's collectives on CPUs, between processes on one host.
+// Kernels of collectives on CPUs, between processes on one host.
 //
 // TensorFlow's own carry tensors between processes through gRPC, which copies each several times.
 // The registry prefers these, which have a higher priority, as soon as this library is loaded.
@@ -25,7 +25,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-enum Kind { kAdd, kMultiply, kMinimum, kMaximum, kAllToAll };
+enum Kind { kAdd, kMultiply, kMinimum, kMaximum, kAllToAll, kGather };
 constexpr int kMean = 16;  // added to kAdd
 
 // A tensor and what its group, its operation and its turn are: the inputs of all these kernels.
@@ -44,7 +44,7 @@ class Collective : public AsyncOpKernel {
             context->frame_iter().iter_id};
     int device = context->device()->parsed_name().id;
     Call call{context, std::move(done), std::move(computation), kind, device};
-    Exchange::Get().Send(std::move(call), key, group_size);
+    Exchange::Of(std::get<0>(key)).Send(std::move(call), key, group_size);
   }
 
   static int32_t scalar(OpKernelContext* context, int input) {
@@ -151,6 +151,35 @@ class AllToAllKernel : public Collective {
   }
 };
 
+// The tensors of all devices, one after the other.
+absl::Status Gather(const Call& call, const Round& round) {
+  tensorflow::TensorShape shape = call.context->input(0).shape();
+  shape.set_dim(0, shape.dim_size(0) * round.first.group_size);
+  Tensor* output = nullptr;
+  absl::Status status = call.context->allocate_output(0, shape, &output);
+  if (!status.ok()) return status;
+  auto* out = static_cast<char*>(output->data());
+  for (auto& [device, one] : round.contributions) {
+    memcpy(out, one.data, round.first.num_bytes);
+    out += round.first.num_bytes;
+  }
+  return absl::OkStatus();
+}
+
+class GatherKernel : public Collective {
+ public:
+  using Collective::Collective;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& x = context->input(0);
+    OP_REQUIRES_ASYNC(
+        context, x.dims() > 0,
+        absl::InvalidArgumentError("expected tensors of at least one dimension, got a scalar"),
+        done);
+    Send(context, std::move(done), kGather, Gather);
+  }
+};
+
 #define REGISTER_REDUCE(T)                                                              \
   REGISTER_KERNEL_BUILDER(                                                              \
       Name("CollectiveReduceV2").Device(DEVICE_CPU).TypeConstraint<T>("T").Priority(1), \
@@ -165,18 +194,19 @@ REGISTER_REDUCE(Eigen::bfloat16);
 
 REGISTER_KERNEL_BUILDER(Name("CollectiveAllToAllV2").Device(DEVICE_CPU).Priority(1),
                         AllToAllKernel);
+REGISTER_KERNEL_BUILDER(Name("CollectiveGatherV2").Device(DEVICE_CPU).Priority(1), GatherKernel);
 
 }  // namespace
 }  // namespace dtransformer
 
 // What Python calls. Returns what is wrong, or an empty text.
-extern "C" const char* dtransformer_start(int process, int num_processes, int num_devices,
-                                          const int* files, size_t size) {
+extern "C" const char* dtransformer_start(int group, int process, int num_processes,
+                                          int num_devices, const int* files, size_t size) {
   static std::string problem;
-  absl::Status status =
-      dtransformer::Exchange::Get().Start(process, num_processes, num_devices, files, size);
+  absl::Status status = dtransformer::Exchange::Make(group).Start(process, num_processes,
+                                                                  num_devices, files, size);
   problem = std::string(status.message());
   return problem.c_str();
 }
 
-extern "C" void dtransformer_stop() { dtransformer::Exchange::Get().Stop(); }
+extern "C" void dtransformer_stop(int group) { dtransformer::Exchange::Of(group).Stop(); }

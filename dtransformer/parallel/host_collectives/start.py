@@ -1,9 +1,10 @@
-"""Starting the kernels: the processes of a mesh find out whether they share a host's memory."""
+"""Starting the kernels: ranks find out which of their groups share a host's memory."""
 
 import contextlib
 import ctypes
 import functools
 import os
+import socket
 import stat
 import types
 import warnings
@@ -12,60 +13,78 @@ import tensorflow as tf
 
 from dtransformer.parallel.host_collectives.library import library_path
 from dtransformer.parallel.json_exchange import exchange_json
+from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.sealed import new_token
 
+# Keys of groups. TensorFlow numbers a mesh's by itself, from 1.
+_MESH, _DATA_PARALLEL = 0, 1 << 30
+_key_of_ranks = {}  # of groups whose ranks share memory; the mesh is not among them
+_started = []  # keys
 
-def start_host_collectives(
-    ranks: tuple[int, ...], rank: int, num_devices: int, hvd: types.ModuleType | None
-) -> None:
-    """Let the collectives of this rank's mesh go through shared memory, if its ranks share any.
 
-    Every rank of the job has to call, once its mesh is there. They do not where the environment of
-    a rank of the mesh has DTRANSFORMER_HOST_COLLECTIVES=0. A process that has used the kernels once
-    cannot go back to TensorFlow's.
+def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType | None) -> None:
+    """Let collectives of this rank's mesh and of its data-parallel group go through shared memory.
+
+    They do so where all ranks of the group are on one host, the kernels are compiled, and no rank's
+    environment has DTRANSFORMER_HOST_COLLECTIVES=0. A mesh of a process that has used the kernels
+    once cannot go back to TensorFlow's. Every rank of the job has to call, once its mesh is there.
 
     Args:
-        ranks: numbers of the mesh's ranks.
+        topology: the job's `Topology`.
         rank: this rank's number.
-        num_devices: number of devices of each.
         hvd: the module `horovod.tensorflow`, started; None where there is one rank.
 
     Raises:
         RuntimeError: a mesh has ranks that share no memory, in processes that have used the
             kernels.
     """
-    if len(ranks) == 1:  # TensorFlow's own are as fast
-        if _is_loaded():
-            _start(0, [], num_devices, 0)
+    mesh = topology.model_parallel_group(rank)
+    groups = {_MESH: mesh, _DATA_PARALLEL: topology.data_parallel_group(rank)}
+    num_devices = {_MESH: topology.local_devices, _DATA_PARALLEL: 1}
+    shared = set()
+    if hvd is not None:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
+        with contextlib.ExitStack() as opened:
+            everyone = exchange_json({key: _offered(size, opened) for key in groups}, gather)
+            files = {
+                key: [_opened(everyone[r][str(key)], opened) for r in ranks]
+                for key, ranks in groups.items()
+            }
+            found = exchange_json([key for key in groups if None not in files[key]], gather)
+            for key, ranks in groups.items():
+                if len(ranks) > 1 and all(key in found[r] for r in ranks):
+                    _start(key, ranks.index(rank), files[key], num_devices[key], size)
+                    shared.add(key)
+        if any(len(ranks) > 1 for ranks in groups.values()):
+            _warn_of_missing_kernels(rank, hvd)
+    if _DATA_PARALLEL in shared:
+        _key_of_ranks[groups[_DATA_PARALLEL]] = _DATA_PARALLEL
+    if not _is_loaded() or _MESH in shared:
         return
-    gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.ExitStack() as opened:
-        everyone = exchange_json(_offered(size, opened), gather)
-        files = [_opened(everyone[r], opened) for r in ranks]
-        shares_memory = exchange_json(None not in files, gather)
-        if all(shares_memory[r] for r in ranks):
-            _start(ranks.index(rank), files, num_devices, size)
-            return
-    if _is_loaded():
+    if len(mesh) > 1:
         raise RuntimeError(
-            f"the ranks {ranks} of this mesh share no memory, and a mesh before in this process "
-            "had ranks that do: start a job anew for this layout"
+            f"the ranks {mesh} of this mesh share no memory, and a group before in this process had "
+            "ranks that do: start a job anew for this layout"
         )
-    is_missing = not _is_switched_off() and not library_path().exists()
-    if hvd.local_size() == hvd.size() and rank == 0 and is_missing:
-        warnings.warn(
-            "the mesh's ranks are on one host, and the kernels that let them share its memory are "
-            "not compiled; without them a step takes up to a fifth longer: run 'dtransformer "
-            "doctor --install-horovod'",
-            stacklevel=5,
-        )
+    _start(_MESH, 0, [], num_devices[_MESH], 0)  # no slower than TensorFlow's own
 
 
 def stop_host_collectives() -> None:
-    """Stop, once every rank of the mesh is done; nothing where they were not started."""
-    if _is_loaded():
-        _library().dtransformer_stop()
+    """Stop, once every rank of the groups is done; nothing where they were not started."""
+    _key_of_ranks.clear()
+    while _started:
+        _library().dtransformer_stop(_started.pop())
+
+
+def is_any_started() -> bool:
+    """Return whether the kernels serve a group."""
+    return bool(_started)
+
+
+def key_of(ranks: tuple[int, ...]) -> int | None:
+    """Return the key by which the kernels know a group of ranks; None if they do not serve it."""
+    return _key_of_ranks.get(ranks)
 
 
 @functools.cache
@@ -86,13 +105,29 @@ def _is_loaded():
     return _library.cache_info().currsize > 0
 
 
-def _start(index, files, num_devices, size):
+def _warn_of_missing_kernels(rank, hvd):
+    if rank or hvd.local_size() != hvd.size() or _is_switched_off() or library_path().exists():
+        return
+    warnings.warn(
+        "the ranks are on one host, and the kernels that let them share its memory are not compiled; "
+        "without them a step takes up to a fifth longer: run 'dtransformer doctor --install-horovod'",
+        stacklevel=4,
+    )
+
+
+def _start(key, index, files, num_devices, size):
     numbers = (ctypes.c_int * len(files))(*files)
     problem = _library().dtransformer_start(
-        index, max(len(files), 1), num_devices, numbers, ctypes.c_size_t(size)
+        key, index, max(len(files), 1), num_devices, numbers, ctypes.c_size_t(size)
     )
     if problem:
-        raise RuntimeError(f"the mesh's ranks cannot share memory: {problem.decode()}")
+        raise RuntimeError(f"ranks of one host cannot share memory: {problem.decode()}")
+    _started.append(key)
+
+
+def _host():
+    """Return the name by which the launcher knows this host."""
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def _offered(size, opened):
@@ -111,12 +146,13 @@ def _offered(size, opened):
         return None
     token = new_token()
     os.pwrite(memory, token.encode(), size - len(token))  # at the end, which is never used
-    return {"path": f"/proc/{os.getpid()}/fd/{memory}", "token": token, "size": size}
+    path = f"/proc/{os.getpid()}/fd/{memory}"
+    return {"host": _host(), "path": path, "token": token, "size": size}
 
 
 def _opened(offered, opened):
     """Return the open file of the memory that a rank offers; None if it is not to be had here."""
-    if offered is None:
+    if offered is None or offered["host"] != _host():
         return None
     try:
         file = os.open(offered["path"], os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
