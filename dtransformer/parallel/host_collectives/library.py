@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import sysconfig
 
@@ -27,3 +28,8 @@ def library_name() -> str:
 def library_path() -> pathlib.Path:
     """Return the library's path in this environment, whether it is there or not."""
     return pathlib.Path(sysconfig.get_path("data")) / "lib" / "dtransformer" / library_name()
+
+
+def is_available() -> bool:
+    """Return whether the library is there, and DTRANSFORMER_HOST_COLLECTIVES does not forbid it."""
+    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") != "0" and library_path().exists()

@@ -11,7 +11,7 @@ import warnings
 
 import tensorflow as tf
 
-from dtransformer.parallel.host_collectives.library import library_path
+from dtransformer.parallel.host_collectives.library import is_available, library_path
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.sealed import new_token
@@ -97,16 +97,13 @@ def _library():
     return library
 
 
-def _is_switched_off():
-    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "0"
-
-
 def _is_loaded():
     return _library.cache_info().currsize > 0
 
 
 def _warn_of_missing_kernels(rank, hvd):
-    if rank or hvd.local_size() != hvd.size() or _is_switched_off() or library_path().exists():
+    is_switched_off = os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "0"
+    if rank or hvd.local_size() != hvd.size() or is_switched_off or is_available():
         return
     warnings.warn(
         "the ranks are on one host, and the kernels that let them share its memory are not compiled; "
@@ -136,7 +133,7 @@ def _offered(size, opened):
     It belongs to no file system, takes no room but what is written to, and ends with the processes
     that use it.
     """
-    if _is_switched_off() or not library_path().exists():
+    if not is_available():
         return None
     try:
         memory = os.memfd_create("dtransformer")
