@@ -17,7 +17,7 @@ from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.sealed import new_token
 
 # Keys of groups. TensorFlow numbers a mesh's by itself, from 1.
-_MESH, _DATA_PARALLEL = 0, 1 << 30
+MESH, DATA_PARALLEL = 0, 1 << 30
 _key_of_ranks = {}  # of groups whose ranks share memory; the mesh is not among them
 _started = []  # keys
 
@@ -38,10 +38,8 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
         RuntimeError: a mesh has ranks that share no memory, in processes that have used the
             kernels.
     """
-    mesh = topology.model_parallel_group(rank)
-    groups = {_MESH: mesh, _DATA_PARALLEL: topology.data_parallel_group(rank)}
-    num_devices = {_MESH: topology.local_devices, _DATA_PARALLEL: 1}
-    shared = set()
+    groups, shared = _groups(topology, rank), frozenset()
+    num_devices = {MESH: topology.local_devices, DATA_PARALLEL: 1}
     if hvd is not None:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
@@ -52,22 +50,45 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
                 for key, ranks in groups.items()
             }
             found = exchange_json([key for key in groups if None not in files[key]], gather)
-            for key, ranks in groups.items():
-                if len(ranks) > 1 and all(key in found[r] for r in ranks):
-                    _start(key, ranks.index(rank), files[key], num_devices[key], size)
-                    shared.add(key)
+            shared = shared_groups(topology, rank, found)
+            for key in sorted(shared):
+                _start(key, groups[key].index(rank), files[key], num_devices[key], size)
         if any(len(ranks) > 1 for ranks in groups.values()):
             _warn_of_missing_kernels(rank, hvd)
-    if _DATA_PARALLEL in shared:
-        _key_of_ranks[groups[_DATA_PARALLEL]] = _DATA_PARALLEL
-    if not _is_loaded() or _MESH in shared:
+    if DATA_PARALLEL in shared:
+        _key_of_ranks[groups[DATA_PARALLEL]] = DATA_PARALLEL
+    if not _is_loaded() or MESH in shared:
         return
-    if len(mesh) > 1:
+    if len(groups[MESH]) > 1:
         raise RuntimeError(
-            f"the ranks {mesh} of this mesh share no memory, and a group before in this process had "
-            "ranks that do: start a job anew for this layout"
+            f"the ranks {groups[MESH]} of this mesh share no memory, and a group before in this "
+            "process had ranks that do: start a job anew for this layout"
         )
-    _start(_MESH, 0, [], num_devices[_MESH], 0)  # no slower than TensorFlow's own
+    _start(MESH, 0, [], num_devices[MESH], 0)  # no slower than TensorFlow's own
+
+
+def shared_groups(topology: Topology, rank: int, found: list[list[int]]) -> frozenset[int]:
+    """Return the keys of a rank's groups, of several ranks each, that go through shared memory.
+
+    A data-parallel group does not where a mesh of one of its ranks does not: the kernels would have
+    to serve that mesh, too.
+
+    Args:
+        topology: the job's `Topology`.
+        rank: the rank's number.
+        found: for each rank of the job, the keys of its groups whose memory it can read.
+    """
+
+    def share(key, rank):
+        return all(key in found[other] for other in _groups(topology, rank)[key])
+
+    groups = _groups(topology, rank)
+    meshes_share = all(share(MESH, other) for other in groups[DATA_PARALLEL])
+    does_share = {
+        MESH: share(MESH, rank),
+        DATA_PARALLEL: share(DATA_PARALLEL, rank) and meshes_share,
+    }
+    return frozenset(key for key, ranks in groups.items() if len(ranks) > 1 and does_share[key])
 
 
 def stop_host_collectives() -> None:
@@ -99,6 +120,12 @@ def _library():
 
 def _is_loaded():
     return _library.cache_info().currsize > 0
+
+
+def _groups(topology, rank):
+    """Return the groups of a rank that may share memory, a dict of keys and tuples of ranks."""
+    mesh, data = topology.model_parallel_group(rank), topology.data_parallel_group(rank)
+    return {MESH: mesh, DATA_PARALLEL: data}
 
 
 def _warn_of_missing_kernels(rank, hvd):
