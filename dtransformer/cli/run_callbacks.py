@@ -34,8 +34,8 @@ class TimeLimit(keras.callbacks.Callback):
         self.end = time.monotonic() + self.seconds
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        over = tf.constant(time.monotonic() > self.end)
-        if transport.broadcast(over, 0, job.whole_job(), "time_limit"):  # rank 0's clock decides
+        over = tf.constant(job.is_chief() and time.monotonic() > self.end)  # its clock decides
+        if transport.all_reduce(over, "Max", job.whole_job(), "time_limit"):
             self.model.stop_training = True
 
 

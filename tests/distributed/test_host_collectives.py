@@ -3,6 +3,7 @@
 The kernels take the places of TensorFlow's own, so that they are called here by TensorFlow's names.
 """
 
+import os
 import time
 
 import numpy as np
@@ -185,50 +186,51 @@ def test_a_new_mesh_after_a_failed_step():
     np.testing.assert_array_equal(result, everyones()[0] + everyones()[1])
 
 
-@on_ranks(DATA_PARALLEL)
-def test_the_data_parallel_group_takes_them_in_place_of_horovod():
-    group = job.data_parallel_group()
-    assert key_of(group.ranks) is not None
-    assert key_of(group.ranks[::-1]) is None  # another order of the same ranks
-    both = {"a": everyones(), "b": everyones(shape=(2, 3))}
+if os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "all":  # on request
 
-    @tf.function
-    def step(a, b):
-        return {
-            "sum": transport.all_reduce(a, "Sum", group, "sum"),
-            "max": transport.all_reduce(a, "Max", group, "max"),
-            "together": transport.all_reduce_together([a, 2 * a], group, "together"),
-            "gather": transport.all_gather(a, group, "gather"),
-            "to_all": transport.all_to_all(b, group, "to_all"),
-            "scatter": transport.reduce_scatter(b, group, "scatter"),
-            "scalar": transport.all_reduce(tf.reduce_sum(b), "Sum", group, "scalar"),
-        }
+    @on_ranks(DATA_PARALLEL)
+    def test_the_data_parallel_group_takes_them_in_place_of_horovod():
+        group = job.data_parallel_group()
+        assert key_of(group.ranks) is not None
+        assert key_of(group.ranks[::-1]) is None  # another order of the same ranks
+        both = {"a": everyones(), "b": everyones(shape=(2, 3))}
 
-    rank = dtransformer.rank()
-    result = step(both["a"][rank], both["b"][rank])
-    assert "HorovodAll" not in str(
-        step.get_concrete_function(*[x[0] for x in both.values()]).graph.as_graph_def()
-    )
-    total = both["a"][0] + both["a"][1]
-    expected = {
-        "sum": total,
-        "max": np.maximum(*both["a"]),
-        "together": [total, 2 * total],
-        "gather": np.stack(both["a"]),
-        "to_all": np.stack([x[rank] for x in both["b"]]),
-        "scatter": (both["b"][0] + both["b"][1])[rank],
-        "scalar": tf.reduce_sum(both["b"][0]) + tf.reduce_sum(both["b"][1]),
-    }
-    tf.nest.map_structure(np.testing.assert_array_equal, result, expected)
+        @tf.function
+        def step(a, b):
+            return {
+                "sum": transport.all_reduce(a, "Sum", group, "sum"),
+                "max": transport.all_reduce(a, "Max", group, "max"),
+                "together": transport.all_reduce_together([a, 2 * a], group, "together"),
+                "gather": transport.all_gather(a, group, "gather"),
+                "to_all": transport.all_to_all(b, group, "to_all"),
+                "scatter": transport.reduce_scatter(b, group, "scatter"),
+                "scalar": transport.all_reduce(tf.reduce_sum(b), "Sum", group, "scalar"),
+            }
 
-
-@on_ranks(DATA_PARALLEL)
-def test_types_that_the_kernels_do_not_have():
-    group, rank = job.data_parallel_group(), dtransformer.rank()
-    for dtype in ("bfloat16", "int8", "bool"):
-        x = tf.cast([rank, 1], dtype)
-        np.testing.assert_array_equal(
-            transport.all_gather(x, group, f"gather_{dtype}"), tf.cast([[0, 1], [1, 1]], dtype)
+        rank = dtransformer.rank()
+        result = step(both["a"][rank], both["b"][rank])
+        assert "HorovodAll" not in str(
+            step.get_concrete_function(*[x[0] for x in both.values()]).graph.as_graph_def()
         )
-    x = tf.cast([1.5, 2 + rank], "bfloat16")
-    np.testing.assert_array_equal(transport.all_reduce(x, "Sum", group, "sum"), [3, 5])
+        total = both["a"][0] + both["a"][1]
+        expected = {
+            "sum": total,
+            "max": np.maximum(*both["a"]),
+            "together": [total, 2 * total],
+            "gather": np.stack(both["a"]),
+            "to_all": np.stack([x[rank] for x in both["b"]]),
+            "scatter": (both["b"][0] + both["b"][1])[rank],
+            "scalar": tf.reduce_sum(both["b"][0]) + tf.reduce_sum(both["b"][1]),
+        }
+        tf.nest.map_structure(np.testing.assert_array_equal, result, expected)
+
+    @on_ranks(DATA_PARALLEL)
+    def test_types_that_the_kernels_do_not_have():
+        group, rank = job.data_parallel_group(), dtransformer.rank()
+        for dtype in ("bfloat16", "int8", "bool"):
+            x = tf.cast([rank, 1], dtype)
+            np.testing.assert_array_equal(
+                transport.all_gather(x, group, f"gather_{dtype}"), tf.cast([[0, 1], [1, 1]], dtype)
+            )
+        x = tf.cast([1.5, 2 + rank], "bfloat16")
+        np.testing.assert_array_equal(transport.all_reduce(x, "Sum", group, "sum"), [3, 5])

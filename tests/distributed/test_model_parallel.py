@@ -17,7 +17,12 @@ SHARDED = re.compile(
 )
 
 
-@each(RUNS, LONG)
+def alone(run):
+    """Return the run of the same network in one process, whose weights that of a layout loads."""
+    return f"{run.split('/')[0]}/alone@1x1"
+
+
+@each(RUNS, LONG, reads=lambda run: [alone(run)] * (".used" in run))
 def test_a_rank_holds_its_shards_only(run, ranks_of):
     layout = Run.of(run).layout
     shards_of_a_rank = min(layout.devices, layout.model)

@@ -65,7 +65,9 @@ void Finish(std::shared_ptr<Round> round) {
   if (calls.size() == 1)  // nobody else reads what it sent: its result may take that memory
     round->contributions.at(calls[0].device).keeper.reset();
   for (size_t i = 0; i + 1 < calls.size(); ++i)
-    (*calls[i].context->runner())([call = calls[i], round] { ComputeAndEnd(call, round); });
+    (*calls[i].context->runner())([call = calls[i], round]() mutable {
+      ComputeAndEnd(call, std::move(round));
+    });
   ComputeAndEnd(calls.back(), std::move(round));
 }
 
@@ -144,7 +146,11 @@ void Exchange::Send(Call call, const Key& key, int group_size) {
   CancellationManager* manager = call.context->cancellation_manager();
   if (manager != nullptr) {
     call.token = manager->get_cancellation_token();
-    auto cancel = [this, key, device = call.device] { Cancel(key, device); };
+    call.is_cancelled = std::make_shared<std::atomic<bool>>(false);
+    auto cancel = [this, key, device = call.device, is_cancelled = call.is_cancelled] {
+      *is_cancelled = true;
+      Cancel(key, device);
+    };
     if (!manager->RegisterCallback(call.token, cancel)) {
       Fail();
       call.context->SetStatus(StepEnded());
@@ -152,9 +158,10 @@ void Exchange::Send(Call call, const Key& key, int group_size) {
     }
   }
   absl::Status status = Announce(call, key, group_size);
-  if (!status.ok()) return End(call, status);
-  // It may have been cancelled before it was there to be found.
-  if (manager != nullptr && manager->IsCancelled()) Cancel(key, call.device);
+  if (!status.ok()) {
+    Fail();  // others may wait for what was not announced
+    return End(call, status);
+  }
   Advance();
 }
 
@@ -162,6 +169,7 @@ absl::Status Exchange::Announce(const Call& call, const Key& key, int group_size
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_started_) return absl::FailedPreconditionError("no group is started");
   if (HasFailed()) return StepFailed();
+  if (call.is_cancelled && *call.is_cancelled) return StepEnded();
   const Tensor& x = call.context->input(0);
   auto [group, operation, frame, turn] = key;
   auto data = static_cast<const char*>(x.data());

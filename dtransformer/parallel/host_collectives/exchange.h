@@ -71,6 +71,7 @@ struct Call {
   Computation computation;  // its result, which it gives to the context
   int kind;                 // what is computed: devices of a round agree on it
   int device;
+  std::shared_ptr<std::atomic<bool>> is_cancelled;  // maybe before it was announced
   tensorflow::CancellationToken token = tensorflow::CancellationManager::kInvalidToken;
 };
 

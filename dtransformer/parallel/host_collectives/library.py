@@ -33,3 +33,8 @@ def library_path() -> pathlib.Path:
 def is_available() -> bool:
     """Return whether the library is there, and DTRANSFORMER_HOST_COLLECTIVES does not forbid it."""
     return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") != "0" and library_path().exists()
+
+
+def carries_gradients() -> bool:
+    """Return whether data-parallel groups, too, are to go through shared memory: on request."""
+    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "all" and is_available()

@@ -11,7 +11,11 @@ import warnings
 
 import tensorflow as tf
 
-from dtransformer.parallel.host_collectives.library import is_available, library_path
+from dtransformer.parallel.host_collectives.library import (
+    carries_gradients,
+    is_available,
+    library_path,
+)
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.sealed import new_token
@@ -26,7 +30,8 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
     """Let collectives of this rank's mesh and of its data-parallel group go through shared memory.
 
     They do so where all ranks of the group are on one host, the kernels are compiled, and no rank's
-    environment has DTRANSFORMER_HOST_COLLECTIVES=0. A mesh of a process that has used the kernels
+    environment has DTRANSFORMER_HOST_COLLECTIVES=0; those of data-parallel groups only where each
+    has DTRANSFORMER_HOST_COLLECTIVES=all. A mesh of a process that has used the kernels
     once cannot go back to TensorFlow's. Every rank of the job has to call, once its mesh is there.
 
     Args:
@@ -44,7 +49,11 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
         with contextlib.ExitStack() as opened:
-            everyone = exchange_json({key: _offered(size, opened) for key in groups}, gather)
+            offered = {
+                MESH: _offered(size, opened),
+                DATA_PARALLEL: _offered(size, opened) if carries_gradients() else None,
+            }
+            everyone = exchange_json(offered, gather)
             files = {
                 key: [_opened(everyone[r][str(key)], opened) for r in ranks]
                 for key, ranks in groups.items()
