@@ -38,7 +38,7 @@ def passing_bytes(step):
 
 
 def elements_sent(trainer):
-    """Return how many numbers this rank sends by Horovod in a step of a trainer."""
+    """Return how many numbers this rank sends to data-parallel ranks in a step of a trainer."""
     sent = trainer.communication_report().collectives
     return sum(c.elements_sent for c in sent if c.over == "ranks")
 

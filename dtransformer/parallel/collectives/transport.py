@@ -160,14 +160,11 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
     if group.size == 1:
         return tensors
     hvd, dtype = job.horovod(), tensors[0].dtype
-    sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
-    if host_operations.serve(group.ranks, sums[0].dtype):
-        sums = [
-            host_operations.all_reduce(x, "Sum", group.ranks, f"{name}_{i}")
-            for i, x in enumerate(sums)
-        ]
-    else:
-        sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
+    reduced_as = tf.as_dtype(_REDUCED_AS.get(dtype.name, dtype))
+    if host_operations.serve(group.ranks, reduced_as):  # which lose nothing one by one
+        return [all_reduce(x, "Sum", group, f"{name}_{i}") for i, x in enumerate(tensors)]
+    sums = [tf.cast(x, reduced_as) for x in tensors]
+    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
     return [tf.cast(total, dtype) for total in sums]
 
 

@@ -71,10 +71,6 @@ void Finish(std::shared_ptr<Round> round) {
   ComputeAndEnd(calls.back(), std::move(round));
 }
 
-}  // namespace
-
-namespace {
-
 std::mutex exchanges_mutex;
 
 std::map<int32_t, Exchange*>& Exchanges() {

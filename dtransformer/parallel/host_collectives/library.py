@@ -30,9 +30,14 @@ def library_path() -> pathlib.Path:
     return pathlib.Path(sysconfig.get_path("data")) / "lib" / "dtransformer" / library_name()
 
 
+def is_forbidden() -> bool:
+    """Return whether DTRANSFORMER_HOST_COLLECTIVES forbids it."""
+    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "0"
+
+
 def is_available() -> bool:
-    """Return whether the library is there, and DTRANSFORMER_HOST_COLLECTIVES does not forbid it."""
-    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") != "0" and library_path().exists()
+    """Return whether the library is there, and not forbidden."""
+    return not is_forbidden() and library_path().exists()
 
 
 def carries_gradients() -> bool:

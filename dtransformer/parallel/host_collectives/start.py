@@ -14,6 +14,7 @@ import tensorflow as tf
 from dtransformer.parallel.host_collectives.library import (
     carries_gradients,
     is_available,
+    is_forbidden,
     library_path,
 )
 from dtransformer.parallel.json_exchange import exchange_json
@@ -62,7 +63,7 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
             shared = shared_groups(topology, rank, found)
             for key in sorted(shared):
                 _start(key, groups[key].index(rank), files[key], num_devices[key], size)
-        if any(len(ranks) > 1 for ranks in groups.values()):
+        if len(groups[MESH]) > 1:
             _warn_of_missing_kernels(rank, hvd)
     if DATA_PARALLEL in shared:
         _key_of_ranks[groups[DATA_PARALLEL]] = DATA_PARALLEL
@@ -138,12 +139,12 @@ def _groups(topology, rank):
 
 
 def _warn_of_missing_kernels(rank, hvd):
-    is_switched_off = os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "0"
-    if rank or hvd.local_size() != hvd.size() or is_switched_off or is_available():
+    if rank or hvd.local_size() != hvd.size() or is_forbidden() or is_available():
         return
     warnings.warn(
-        "the ranks are on one host, and the kernels that let them share its memory are not compiled; "
-        "without them a step takes up to a fifth longer: run 'dtransformer doctor --install-horovod'",
+        "the mesh's ranks are on one host, and the kernels that let them share its memory are not "
+        "compiled; without them a step takes up to a fifth longer: run 'dtransformer doctor "
+        "--install-horovod'",
         stacklevel=4,
     )
 
