@@ -164,7 +164,9 @@ def init(
     for pair in pairs:
         agreed_group(pair)
     if device_type() == "CPU":
-        start_host_collectives(topology, rank, hvd)
+        key = start_host_collectives(topology, rank, hvd)
+        group = dataclasses.replace(_job.data_parallel_group, host_key=key)
+        _job = dataclasses.replace(_job, data_parallel_group=group)
         if linked := topology.pairs_within_replicas():
             _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
     return topology

@@ -15,7 +15,7 @@ from dtransformer.errors import InputError, one_line, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
-from dtransformer.parallel.host_collectives.library import carries_gradients
+from dtransformer.parallel.host_collectives.library import is_available
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.refit import refit
 from dtransformer.parallel.watchdog.thread import Watchdog
@@ -58,7 +58,7 @@ def start_horovod() -> types.ModuleType | None:
     # order in which a ring adds up depends on where a tensor lies in what is sent.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if device_type() == "CPU":
-        is_one_host = os.environ.get("HOROVOD_LOCAL_SIZE") == num_ranks and carries_gradients()
+        is_one_host = os.environ.get("HOROVOD_LOCAL_SIZE") == num_ranks and is_available()
         cycle = _CYCLE_MILLISECONDS["on one host" if is_one_host else "elsewhere"]
         os.environ.setdefault("HOROVOD_CYCLE_TIME", cycle)
     try:

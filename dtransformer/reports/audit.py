@@ -13,6 +13,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
+from dtransformer.parallel.host_collectives.start import DATA_PARALLEL
 from dtransformer.planner.formulas import ring_elements
 
 # TensorFlow's and Horovod's operations -> what they do.
@@ -98,7 +99,9 @@ def mesh_collectives(function_names):
         except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
             continue
         for node in nodes.values():
-            if node.op in _OPERATIONS and not node.op.startswith("Horovod"):
+            if node.op not in _OPERATIONS or node.op.startswith("Horovod"):
+                continue
+            if _constant(node.input[2], nodes) != DATA_PARALLEL:  # DTensor did not make that
                 found.append(_of_node(node, nodes))
     return found
 

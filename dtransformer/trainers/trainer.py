@@ -177,6 +177,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return {**logs, "ready": ready, "own": moment_of(gradients) - begin}
 
     def test_step(self, data: tuple) -> dict:
+        moment_of(data)  # nothing is sent before there is a batch: there may be none
         inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
         counts = self._program.counts(inputs, labels, sample_weight)
         outputs, sums = self._program.evaluate(inputs, labels, sample_weight, counts)
@@ -185,6 +186,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return self._program.finish_test(sums, counts, *seen)
 
     def predict_step(self, data: tuple) -> Any:
+        moment_of(data)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
         return self._all(self._engine.predict(inputs))
 

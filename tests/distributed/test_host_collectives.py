@@ -3,18 +3,19 @@
 The kernels take the places of TensorFlow's own, so that they are called here by TensorFlow's names.
 """
 
-import os
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import dtransformer
+from dtransformer import parallel_config
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.host_collectives.library import library_path
-from dtransformer.parallel.host_collectives.start import key_of
+from dtransformer.trainers import Trainer
 from tests.shared_runs import on_ranks
 
 LAYOUT, DEVICES = "mp2@2x1", 2
@@ -186,51 +187,97 @@ def test_a_new_mesh_after_a_failed_step():
     np.testing.assert_array_equal(result, everyones()[0] + everyones()[1])
 
 
-if os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "all":  # on request
+@on_ranks(DATA_PARALLEL)
+def test_the_data_parallel_group_takes_them_in_place_of_horovod():
+    group = job.data_parallel_group()
+    assert group.host_key is not None
+    both = {"a": everyones(), "b": everyones(shape=(2, 3))}
 
-    @on_ranks(DATA_PARALLEL)
-    def test_the_data_parallel_group_takes_them_in_place_of_horovod():
-        group = job.data_parallel_group()
-        assert key_of(group.ranks) is not None
-        assert key_of(group.ranks[::-1]) is None  # another order of the same ranks
-        both = {"a": everyones(), "b": everyones(shape=(2, 3))}
-
-        @tf.function
-        def step(a, b):
-            return {
-                "sum": transport.all_reduce(a, "Sum", group, "sum"),
-                "max": transport.all_reduce(a, "Max", group, "max"),
-                "together": transport.all_reduce_together([a, 2 * a], group, "together"),
-                "gather": transport.all_gather(a, group, "gather"),
-                "to_all": transport.all_to_all(b, group, "to_all"),
-                "scatter": transport.reduce_scatter(b, group, "scatter"),
-                "scalar": transport.all_reduce(tf.reduce_sum(b), "Sum", group, "scalar"),
-            }
-
-        rank = dtransformer.rank()
-        result = step(both["a"][rank], both["b"][rank])
-        assert "HorovodAll" not in str(
-            step.get_concrete_function(*[x[0] for x in both.values()]).graph.as_graph_def()
-        )
-        total = both["a"][0] + both["a"][1]
-        expected = {
-            "sum": total,
-            "max": np.maximum(*both["a"]),
-            "together": [total, 2 * total],
-            "gather": np.stack(both["a"]),
-            "to_all": np.stack([x[rank] for x in both["b"]]),
-            "scatter": (both["b"][0] + both["b"][1])[rank],
-            "scalar": tf.reduce_sum(both["b"][0]) + tf.reduce_sum(both["b"][1]),
+    @tf.function
+    def step(a, b):
+        return {
+            "sum": transport.all_reduce(a, "Sum", group, "sum"),
+            "max": transport.all_reduce(a, "Max", group, "max"),
+            "together": transport.all_reduce_together([a, 2 * a], group, "together"),
+            "gather": transport.all_gather(a, group, "gather"),
+            "to_all": transport.all_to_all(b, group, "to_all"),
+            "scatter": transport.reduce_scatter(b, group, "scatter"),
+            "scalar": transport.all_reduce(tf.reduce_sum(b), "Sum", group, "scalar"),
         }
-        tf.nest.map_structure(np.testing.assert_array_equal, result, expected)
 
-    @on_ranks(DATA_PARALLEL)
-    def test_types_that_the_kernels_do_not_have():
-        group, rank = job.data_parallel_group(), dtransformer.rank()
-        for dtype in ("bfloat16", "int8", "bool"):
-            x = tf.cast([rank, 1], dtype)
-            np.testing.assert_array_equal(
-                transport.all_gather(x, group, f"gather_{dtype}"), tf.cast([[0, 1], [1, 1]], dtype)
-            )
-        x = tf.cast([1.5, 2 + rank], "bfloat16")
-        np.testing.assert_array_equal(transport.all_reduce(x, "Sum", group, "sum"), [3, 5])
+    rank = dtransformer.rank()
+    result = step(both["a"][rank], both["b"][rank])
+    assert "HorovodAll" not in str(
+        step.get_concrete_function(*[x[0] for x in both.values()]).graph.as_graph_def()
+    )
+    total = both["a"][0] + both["a"][1]
+    expected = {
+        "sum": total,
+        "max": np.maximum(*both["a"]),
+        "together": [total, 2 * total],
+        "gather": np.stack(both["a"]),
+        "to_all": np.stack([x[rank] for x in both["b"]]),
+        "scatter": (both["b"][0] + both["b"][1])[rank],
+        "scalar": tf.reduce_sum(both["b"][0]) + tf.reduce_sum(both["b"][1]),
+    }
+    tf.nest.map_structure(np.testing.assert_array_equal, result, expected)
+
+
+@on_ranks(DATA_PARALLEL)
+def test_types_that_the_kernels_do_not_have():
+    group, rank = job.data_parallel_group(), dtransformer.rank()
+    for dtype in ("bfloat16", "int8", "bool"):
+        x = tf.cast([rank, 1], dtype)
+        np.testing.assert_array_equal(
+            transport.all_gather(x, group, f"gather_{dtype}"), tf.cast([[0, 1], [1, 1]], dtype)
+        )
+    x = tf.cast([1.5, 2 + rank], "bfloat16")
+    np.testing.assert_array_equal(transport.all_reduce(x, "Sum", group, "sum"), [3, 5])
+
+
+def _fit_what_ends(config):
+    """Train, evaluate and predict twice, each until TensorFlow finds that there is no batch."""
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    data = tf.data.Dataset.from_tensor_slices(
+        (values(dtransformer.rank(), (12, 4)), np.zeros(12, "i"))
+    )
+    data = data.batch(4, drop_remainder=True).filter(lambda *_: True)  # shapes are constants
+    with parallel_config(**config):
+        trainer = Trainer(keras.Sequential([keras.Input((4,)), *layers]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile("sgd", loss)
+        history = trainer.fit(data, epochs=2, validation_data=data, verbose=0, shard=False)
+        outputs = [trainer.predict(data, verbose=0, shard=False) for _ in range(2)]
+    losses = history.history["val_loss"]
+    assert losses[1] < losses[0]
+    assert [x.shape[-1] for x in outputs] == [3, 3]
+
+
+@on_ranks(DATA_PARALLEL)
+def test_data_of_unknown_length_end_between_steps():
+    _fit_what_ends({})
+
+
+@on_ranks(DATA_PARALLEL)
+def test_data_of_unknown_length_end_between_steps_whose_weights_are_gathered():
+    _fit_what_ends({"optimizer_shard": 3, "parallel_optimizer_threshold": 0, "micro_batch_num": 2})
+
+
+@on_ranks(DATA_PARALLEL)
+def test_two_operations_of_one_name_at_once():
+    """No order says which of the other rank's belongs to which."""
+    group = job.data_parallel_group()
+    if dtransformer.rank():
+        time.sleep(1)
+
+    @tf.custom_gradient
+    def total(x):
+        return tf.identity(x), lambda dy: transport.all_reduce(dy, "Sum", group, "of_one_name")
+
+    inner = tf.function(total)
+    x = tf.ones([3])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.function(lambda x: inner(x) + inner(2 * x))(x)
+    with pytest.raises(tf.errors.OpError, match=r"of the same name|start the job again"):
+        tape.gradient(y, x)

@@ -1,6 +1,7 @@
-"""What Horovod carries between ranks, and in which type: the one way that all tensors take.
+"""What is carried between ranks, and in which type: the one way that all tensors take.
 
-The data-parallel group of CPUs of one host has a shorter one, by `host_collectives.operations`.
+Horovod carries it; what training steps send in a data-parallel group of CPUs of one host goes
+through the host's memory.
 
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.
@@ -12,14 +13,20 @@ the ranks are not compared: that is what `call` does for the public collectives.
 
 import tensorflow as tf
 
-from dtransformer.parallel import job, trace
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import horovod_operations
+from dtransformer.parallel.collectives.horovod_operations import (
+    from_rank_order,
+    key,
+    move,
+    rank_order,
+    to_rank_order,
+)
 from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.host_collectives import operations as host_operations
 from dtransformer.parallel.process_groups import Group
 
-# Types that Horovod does not have -> types of as many bits.
-_MOVED_AS = {"bfloat16": "uint16"}
 # Types that Horovod does not add -> types in which their sums, maxima and minima are computed.
 _REDUCED_AS = {
     "bfloat16": "float32",
@@ -42,7 +49,7 @@ def broadcast(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     """
     if group.size == 1:
         return x
-    y = _move("broadcast", x, group, name, root_rank=group.ranks[root])
+    y = move("broadcast", x, group, name, root_rank=group.ranks[root])
     y.set_shape(x.shape)
     return y
 
@@ -51,11 +58,7 @@ def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...]."""
     if group.size == 1:
         return x[None]
-    if host_operations.serve(group.ranks, x.dtype):
-        return host_operations.all_gather(x, group.ranks, name)
-    rows = _move("allgather", x[None], group, name)
-    rows.set_shape([group.size, *x.shape])
-    return _from_rank_order(rows, group)
+    return _carrier(group, x.dtype).all_gather(x, group, name)
 
 
 def all_gather_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -101,18 +104,14 @@ def _outside(function, x):
 
 def concatenate(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [nᵢ, ...], one after the other, by rank: [Σ nᵢ, ...]."""
-    return x if group.size == 1 else _move("allgather", x, group, name)
+    return x if group.size == 1 else move("allgather", x, group, name)
 
 
 def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i to position i; return the rows [d, ...] that come from the others."""
     if group.size == 1:
         return rows
-    if host_operations.serve(group.ranks, rows.dtype):
-        return host_operations.all_to_all(rows, group.ranks, name)
-    received = _move("alltoall", _to_rank_order(rows, group), group, name)
-    received.set_shape(rows.shape)
-    return _from_rank_order(received, group)
+    return _carrier(group, rows.dtype).all_to_all(rows, group, name)
 
 
 def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -121,9 +120,9 @@ def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
         return x[None]
     is_root = group.index == root
     splits = [int(rank == group.ranks[root]) for rank in sorted(group.ranks)]
-    rows, _ = _move("alltoall", x[None], group, name, splits=splits)
+    rows, _ = move("alltoall", x[None], group, name, splits=splits)
     rows.set_shape([group.size if is_root else 0, *x.shape])
-    return _from_rank_order(rows, group) if is_root else rows
+    return from_rank_order(rows, group) if is_root else rows
 
 
 def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -131,7 +130,7 @@ def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return rows[0]
     splits = [int(group.index == root)] * group.size  # the others send nothing
-    received, _ = _move("alltoall", _to_rank_order(rows, group), group, name, splits=splits)
+    received, _ = move("alltoall", to_rank_order(rows, group), group, name, splits=splits)
     received.set_shape([1, *rows.shape[1:]])
     return received[0]
 
@@ -146,12 +145,8 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """
     if group.size == 1:
         return x
-    hvd = job.horovod()
     y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
-    if host_operations.serve(group.ranks, y.dtype):
-        y = host_operations.all_reduce(y, op, group.ranks, name)
-    else:
-        y = hvd.allreduce(never_constant(y), op=getattr(hvd, op), **_key(group, name))
+    y = _carrier(group, y.dtype).all_reduce(y, op, group, name)
     return tf.cast(y, x.dtype)
 
 
@@ -159,12 +154,9 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
     """Return the sums of the ranks' tensors, of one type, which travel together."""
     if group.size == 1:
         return tensors
-    hvd, dtype = job.horovod(), tensors[0].dtype
-    reduced_as = tf.as_dtype(_REDUCED_AS.get(dtype.name, dtype))
-    if host_operations.serve(group.ranks, reduced_as):  # which lose nothing one by one
-        return [all_reduce(x, "Sum", group, f"{name}_{i}") for i, x in enumerate(tensors)]
-    sums = [tf.cast(x, reduced_as) for x in tensors]
-    sums = hvd.grouped_allreduce(sums, op=hvd.Sum, **_key(group, name))
+    dtype = tensors[0].dtype
+    sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
+    sums = _carrier(group, sums[0].dtype).all_reduce_together(sums, group, name)
     return [tf.cast(total, dtype) for total in sums]
 
 
@@ -184,8 +176,8 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     if group.size == 1:
         total = rows[0]
     elif device_type() == "GPU" and own not in _REDUCED_AS:
-        hvd, sent = job.horovod(), _to_rank_order(rows, group)
-        total = hvd.reducescatter(sent, op=hvd.Sum, **_key(group, name))
+        hvd, sent = job.horovod(), to_rank_order(rows, group)
+        total = hvd.reducescatter(sent, op=hvd.Sum, **key(group, name))
         total.set_shape([1, *rows.shape[1:]])
         total = total[0]
     else:
@@ -206,10 +198,10 @@ def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None)
     own = sections[0].dtype.name
     if group.size == 1:
         return tf.cast(sections[0], own if dtype is None else dtype)
-    order = _rank_order(group)
+    order = rank_order(group)
     splits = [sections[i].shape[0] for i in order]
     packed = tf.concat([sections[i] for i in order], 0)
-    received, received_splits = _move("alltoall", packed, group, name, splits=splits)
+    received, received_splits = move("alltoall", packed, group, name, splits=splits)
     # Of a rank without a section the result is empty: TensorFlow would not compute it.
     received = tied(received, received_splits)
     rows = tf.reshape(received, [group.size, sections[group.index].shape[0]])
@@ -229,47 +221,14 @@ def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str)
         return [x]
     if not sizes[group.index]:  # nothing is a constant, which TensorFlow computes beforehand
         x = never_constant(tf.zeros([1], x.dtype))
-    order, sent = _rank_order(group), [max(size, 1) for size in sizes]
-    everyone = _move("allgather", x, group, name)
+    order, sent = rank_order(group), [max(size, 1) for size in sizes]
+    everyone = move("allgather", x, group, name)
     everyone.set_shape([sum(sent)])
     parts = tf.split(everyone, [sent[i] for i in order])
     return [parts[order.index(i)][: sizes[i]] for i in range(group.size)]
 
 
-def _move(operation, x, group, name, **options):
-    """Return what a Horovod operation that adds nothing makes of a tensor of any type.
-
-    With `splits` these are two tensors: what is received, and how much from each rank.
-    """
-    bits = _MOVED_AS.get(x.dtype.name)
-    sent = tf.bitcast(x, bits) if bits else x
-    operation = getattr(job.horovod(), operation)
-    received = operation(sent, **_key(group, name), **options)
-    received, *splits = received if "splits" in options else [received]
-    received = tf.bitcast(received, x.dtype) if bits else received
-    return (received, *splits) if splits else received
-
-
-def _key(group, name):
-    """Return what Horovod pairs the ranks' operations by."""
-    is_global = trace.current().names_are_global
-    return {"name": name, "process_set": group.process_set, "ignore_name_scope": is_global}
-
-
-# Horovod's order of a group's rows is that of the ranks' numbers.
-
-
-def _rank_order(group):
-    return [group.ranks.index(rank) for rank in sorted(group.ranks)]
-
-
-def _to_rank_order(rows, group):
-    return _take(rows, _rank_order(group))
-
-
-def _from_rank_order(rows, group):
-    return _take(rows, [sorted(group.ranks).index(rank) for rank in group.ranks])
-
-
-def _take(rows, order):
-    return rows if order == sorted(order) else tf.gather(rows, order)
+def _carrier(group, dtype):
+    """Return the module with the operations that carry a group's tensors of a type."""
+    shares_memory = group.host_key is not None and dtype.name in host_operations.DTYPES
+    return host_operations if shares_memory else horovod_operations

@@ -7,12 +7,15 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cfenv>
 #include <climits>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/cancellation.h"
+#include "tsl/platform/denormal.h"
+#include "tsl/platform/setround.h"
 
 namespace dtransformer {
 namespace {
@@ -166,6 +169,12 @@ absl::Status Exchange::Announce(const Call& call, const Key& key, int group_size
   if (!is_started_) return absl::FailedPreconditionError("no group is started");
   if (HasFailed()) return StepFailed();
   if (call.is_cancelled && *call.is_cancelled) return StepEnded();
+  if (auto begun = rounds_.find(key); std::get<0>(key) >= kFirstOwnGroup && begun != rounds_.end())
+    for (const std::shared_ptr<Round>& round : begun->second)
+      if (round->calls.count(call.device))
+        return absl::FailedPreconditionError(
+            "another operation of the same name is under way: other ranks may take the one for "
+            "the other");
   const Tensor& x = call.context->input(0);
   auto [group, operation, frame, turn] = key;
   auto data = static_cast<const char*>(x.data());
@@ -267,6 +276,9 @@ void Exchange::Advance() {
 }
 
 void Exchange::Serve() {
+  // As TensorFlow's own threads: results are the same to the last bit on all ranks.
+  tsl::port::ScopedFlushDenormal flush;
+  tsl::port::ScopedSetRound round(FE_TONEAREST);
   Shared* own = shared_[process_];
   while (!is_stopping_) {
     uint32_t bell = own->bell.load(std::memory_order_acquire);

@@ -85,6 +85,8 @@ struct Round {
 // The key of the group that has an exchange for all groups without one of their own: the mesh,
 // whose groups TensorFlow numbers by itself.
 constexpr int32_t kMesh = 0;
+// Keys of groups from here on have operations that are told apart by their names.
+constexpr int32_t kFirstOwnGroup = 1 << 30;
 
 class Exchange {
  public:

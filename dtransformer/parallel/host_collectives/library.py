@@ -38,8 +38,3 @@ def is_forbidden() -> bool:
 def is_available() -> bool:
     """Return whether the library is there, and not forbidden."""
     return not is_forbidden() and library_path().exists()
-
-
-def carries_gradients() -> bool:
-    """Return whether data-parallel groups, too, are to go through shared memory: on request."""
-    return os.environ.get("DTRANSFORMER_HOST_COLLECTIVES") == "all" and is_available()

@@ -1,6 +1,7 @@
 """Collectives of a group of ranks that share a host's memory, in place of Horovod's.
 
-TensorFlow does not compute them beforehand, nor leave them out: it takes them for stateful.
+TensorFlow does not compute them beforehand, nor leave them out: it takes them for stateful, and
+runs those of a `tf.function` one after another.
 """
 
 import zlib
@@ -8,58 +9,53 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.parallel import trace
-from dtransformer.parallel.host_collectives.start import key_of
+from dtransformer.parallel.process_groups import Group
 
 # What Horovod calls reductions -> what TensorFlow does.
 _MERGES = {"Sum": "Add", "Product": "Mul", "Min": "Min", "Max": "Max"}
-_DTYPES = ("float16", "float32", "float64", "int32", "int64")  # that all of the operations take
+DTYPES = ("float16", "float32", "float64", "int32", "int64")  # that all of the operations take
 
 
-def serve(ranks: tuple[int, ...], dtype: tf.DType) -> bool:
-    """Return whether these operations are there for tensors of a group.
-
-    Args:
-        ranks: the group's, in its order.
-        dtype: of the tensors.
-    """
-    return key_of(ranks) is not None and dtype.name in _DTYPES
-
-
-def all_reduce(x: tf.Tensor, op: str, ranks: tuple[int, ...], name: str) -> tf.Tensor:
+def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """Return a reduction of the ranks' tensors [...], the same to the last bit on every rank.
 
     Args:
         x: a tensor of the same shape and type on every rank.
         op: `"Sum"`, `"Product"`, `"Min"` or `"Max"`.
-        ranks: the group's, in its order.
+        group: a `Group` that has a `host_key`.
         name: the same on every rank, and no other collective's that is under way.
     """
     return tf.raw_ops.CollectiveReduceV2(
-        input=x, merge_op=_MERGES[op], final_op="Id", **_key(ranks, name)
+        input=x, merge_op=_MERGES[op], final_op="Id", **_key(group, name)
     )
 
 
-def all_gather(x: tf.Tensor, ranks: tuple[int, ...], name: str) -> tf.Tensor:
+def all_reduce_together(tensors: list, group: Group, name: str) -> list:
+    """Return the sums of the ranks' tensors, one by one: nothing is lost by that."""
+    return [all_reduce(x, "Sum", group, f"{name}_{i}") for i, x in enumerate(tensors)]
+
+
+def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...], in the group's order; see `all_reduce`."""
-    rows = tf.raw_ops.CollectiveGatherV2(input=x[None], **_key(ranks, name))
-    rows.set_shape([len(ranks), *x.shape])
+    rows = tf.raw_ops.CollectiveGatherV2(input=x[None], **_key(group, name))
+    rows.set_shape([group.size, *x.shape])
     return rows
 
 
-def all_to_all(rows: tf.Tensor, ranks: tuple[int, ...], name: str) -> tf.Tensor:
+def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i of [d, ...] to position i; return what comes; see `all_reduce`."""
-    received = tf.raw_ops.CollectiveAllToAllV2(input=rows, **_key(ranks, name))
+    received = tf.raw_ops.CollectiveAllToAllV2(input=rows, **_key(group, name))
     received.set_shape(rows.shape)
     return received
 
 
-def _key(ranks, name):
+def _key(group, name):
     """Return what the kernels pair the ranks' operations by: as Horovod, a name in its scope."""
     if not tf.executing_eagerly() and not trace.current().names_are_global:
         name = tf.compat.v1.get_default_graph().unique_name(name)
     return {
-        "group_size": len(ranks),
-        "group_key": key_of(ranks),
+        "group_size": group.size,
+        "group_key": group.host_key,
         "instance_key": zlib.crc32(name.encode()) & 0x7FFFFFFF,
         "ordering_token": [],
     }

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import socket
 import stat
@@ -12,7 +13,6 @@ import warnings
 import tensorflow as tf
 
 from dtransformer.parallel.host_collectives.library import (
-    carries_gradients,
     is_available,
     is_forbidden,
     library_path,
@@ -23,16 +23,16 @@ from dtransformer.parallel.watchdog.sealed import new_token
 
 # Keys of groups. TensorFlow numbers a mesh's by itself, from 1.
 MESH, DATA_PARALLEL = 0, 1 << 30
-_key_of_ranks = {}  # of groups whose ranks share memory; the mesh is not among them
 _started = []  # keys
 
 
-def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType | None) -> None:
+def start_host_collectives(
+    topology: Topology, rank: int, hvd: types.ModuleType | None
+) -> int | None:
     """Let collectives of this rank's mesh and of its data-parallel group go through shared memory.
 
     They do so where all ranks of the group are on one host, the kernels are compiled, and no rank's
-    environment has DTRANSFORMER_HOST_COLLECTIVES=0; those of data-parallel groups only where each
-    has DTRANSFORMER_HOST_COLLECTIVES=all. A mesh of a process that has used the kernels
+    environment has DTRANSFORMER_HOST_COLLECTIVES=0. A mesh of a process that has used the kernels
     once cannot go back to TensorFlow's. Every rank of the job has to call, once its mesh is there.
 
     Args:
@@ -40,41 +40,48 @@ def start_host_collectives(topology: Topology, rank: int, hvd: types.ModuleType 
         rank: this rank's number.
         hvd: the module `horovod.tensorflow`, started; None where there is one rank.
 
+    Returns:
+        The key by which the kernels know this rank's data-parallel group; None where they do not
+        serve it.
+
     Raises:
         RuntimeError: a mesh has ranks that share no memory, in processes that have used the
             kernels.
     """
     groups, shared = _groups(topology, rank), frozenset()
     num_devices = {MESH: topology.local_devices, DATA_PARALLEL: 1}
-    if hvd is not None:
+    if any(len(ranks) > 1 for ranks in groups.values()):  # on every rank or on none
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         gather = lambda text: hvd.allgather(text, name="dtransformer.host_collectives")
         with contextlib.ExitStack() as opened:
             offered = {
-                MESH: _offered(size, opened),
-                DATA_PARALLEL: _offered(size, opened) if carries_gradients() else None,
+                key: _offered(size, opened) if len(ranks) > 1 else None
+                for key, ranks in groups.items()
             }
             everyone = exchange_json(offered, gather)
             files = {
                 key: [_opened(everyone[r][str(key)], opened) for r in ranks]
                 for key, ranks in groups.items()
             }
-            found = exchange_json([key for key in groups if None not in files[key]], gather)
+            found = exchange_json(_can_be_mapped(files, size), gather)
             shared = shared_groups(topology, rank, found)
             for key in sorted(shared):
                 _start(key, groups[key].index(rank), files[key], num_devices[key], size)
         if len(groups[MESH]) > 1:
             _warn_of_missing_kernels(rank, hvd)
-    if DATA_PARALLEL in shared:
-        _key_of_ranks[groups[DATA_PARALLEL]] = DATA_PARALLEL
-    if not _is_loaded() or MESH in shared:
-        return
-    if len(groups[MESH]) > 1:
+    if _is_loaded() and MESH not in shared:
+        _start_alone(groups[MESH], num_devices[MESH])
+    return DATA_PARALLEL if DATA_PARALLEL in shared else None
+
+
+def _start_alone(mesh, num_devices):
+    """Let the kernels serve the mesh of this process, which are no slower than TensorFlow's own."""
+    if len(mesh) > 1:
         raise RuntimeError(
-            f"the ranks {groups[MESH]} of this mesh share no memory, and a group before in this "
+            f"the ranks {mesh} of this mesh share no memory, and a group before in this "
             "process had ranks that do: start a job anew for this layout"
         )
-    _start(MESH, 0, [], num_devices[MESH], 0)  # no slower than TensorFlow's own
+    _start(MESH, 0, [], num_devices, 0)
 
 
 def shared_groups(topology: Topology, rank: int, found: list[list[int]]) -> frozenset[int]:
@@ -90,7 +97,8 @@ def shared_groups(topology: Topology, rank: int, found: list[list[int]]) -> froz
     """
 
     def share(key, rank):
-        return all(key in found[other] for other in _groups(topology, rank)[key])
+        ranks = _groups(topology, rank)[key]
+        return len(ranks) == 1 or all(key in found[other] for other in ranks)
 
     groups = _groups(topology, rank)
     meshes_share = all(share(MESH, other) for other in groups[DATA_PARALLEL])
@@ -103,7 +111,6 @@ def shared_groups(topology: Topology, rank: int, found: list[list[int]]) -> froz
 
 def stop_host_collectives() -> None:
     """Stop, once every rank of the groups is done; nothing where they were not started."""
-    _key_of_ranks.clear()
     while _started:
         _library().dtransformer_stop(_started.pop())
 
@@ -111,11 +118,6 @@ def stop_host_collectives() -> None:
 def is_any_started() -> bool:
     """Return whether the kernels serve a group."""
     return bool(_started)
-
-
-def key_of(ranks: tuple[int, ...]) -> int | None:
-    """Return the key by which the kernels know a group of ranks; None if they do not serve it."""
-    return _key_of_ranks.get(ranks)
 
 
 @functools.cache
@@ -182,6 +184,21 @@ def _offered(size, opened):
     os.pwrite(memory, token.encode(), size - len(token))  # at the end, which is never used
     path = f"/proc/{os.getpid()}/fd/{memory}"
     return {"host": _host(), "path": path, "token": token, "size": size}
+
+
+def _can_be_mapped(files, size):
+    """Return the keys of groups of whose ranks all memory is there, and has room for addresses."""
+    keys = []
+    with contextlib.ExitStack() as mapped:
+        for key, of_ranks in files.items():
+            try:
+                if None not in of_ranks:
+                    for file in of_ranks:
+                        mapped.enter_context(mmap.mmap(file, size))
+                    keys.append(key)
+            except OSError:  # what 'ulimit -v' says
+                pass
+    return keys
 
 
 def _opened(offered, opened):

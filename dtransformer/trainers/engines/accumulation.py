@@ -36,7 +36,9 @@ def in_micro_batches(forward_backward, number, reduce):
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         add_up = _add_up_eagerly if tf.executing_eagerly() else _add_up_in_a_loop
-        return add_up(micro_batch, number)
+        there = [x for x in tf.nest.flatten(batch) if x is not None]
+        with tf.control_dependencies(there):  # what ranks send does not depend on it
+            return add_up(micro_batch, number)
 
     return accumulated
 
