@@ -67,21 +67,10 @@ def start_host_collectives(
             shared = shared_groups(topology, rank, found)
             for key in sorted(shared):
                 _start(key, groups[key].index(rank), files[key], num_devices[key], size)
-        if len(groups[MESH]) > 1:
-            _warn_of_missing_kernels(rank, hvd)
+        _warn_of_missing_kernels(rank, hvd)
     if _is_loaded() and MESH not in shared:
         _start_alone(groups[MESH], num_devices[MESH])
     return DATA_PARALLEL if DATA_PARALLEL in shared else None
-
-
-def _start_alone(mesh, num_devices):
-    """Let the kernels serve the mesh of this process, which are no slower than TensorFlow's own."""
-    if len(mesh) > 1:
-        raise RuntimeError(
-            f"the ranks {mesh} of this mesh share no memory, and a group before in this "
-            "process had ranks that do: start a job anew for this layout"
-        )
-    _start(MESH, 0, [], num_devices, 0)
 
 
 def shared_groups(topology: Topology, rank: int, found: list[list[int]]) -> frozenset[int]:
@@ -144,11 +133,21 @@ def _warn_of_missing_kernels(rank, hvd):
     if rank or hvd.local_size() != hvd.size() or is_forbidden() or is_available():
         return
     warnings.warn(
-        "the mesh's ranks are on one host, and the kernels that let them share its memory are not "
+        "the ranks are on one host, and the kernels that let them share its memory are not "
         "compiled; without them a step takes up to a fifth longer: run 'dtransformer doctor "
         "--install-horovod'",
         stacklevel=4,
     )
+
+
+def _start_alone(mesh, num_devices):
+    """Let the kernels serve the mesh of this process, which are no slower than TensorFlow's own."""
+    if len(mesh) > 1:
+        raise RuntimeError(
+            f"the ranks {mesh} of this mesh share no memory, and a group before in this "
+            "process had ranks that do: start a job anew for this layout"
+        )
+    _start(MESH, 0, [], num_devices, 0)
 
 
 def _start(key, index, files, num_devices, size):
