@@ -14,6 +14,7 @@ from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.variables import named_alike
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.buckets import buckets
 from dtransformer.trainers.loss_scale import LossScale
@@ -83,7 +84,8 @@ class ShardedOptimizer:
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            optimizer.build(parameters)
+            with named_alike():
+                optimizer.build(parameters)
         if self.is_sharded or on_mesh or job.stage()[1] > 1:
             check_clipping(self._optimizer)
         self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum

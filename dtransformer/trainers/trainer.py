@@ -14,6 +14,7 @@ from dtransformer.parallel import job, validators
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
+from dtransformer.parallel.variables import named_alike
 from dtransformer.reports.throughput import after, moment_of
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
@@ -234,7 +235,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         step = ForwardStep(self.network, self.objective, sees_outputs)
         if self._engine is None:
             self._engine = make_engine(step, jit_compile=self._jit is True)
-        self._engine.build(first)
+        with named_alike():
+            self._engine.build(first)
         self._weights = self._weights or weights_now(self.network)
         check_weights_unchanged(self.network, self._weights)
         if job.mesh() is not None:
