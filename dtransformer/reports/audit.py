@@ -101,7 +101,7 @@ def mesh_collectives(function_names):
         for node in nodes.values():
             if node.op not in _OPERATIONS or node.op.startswith("Horovod"):
                 continue
-            if _constant(node.input[2], nodes) != DATA_PARALLEL:  # DTensor did not make that
+            if not np.any(_constant(node.input[2], nodes) == DATA_PARALLEL):  # DTensor's own
                 found.append(_of_node(node, nodes))
     return found
 

@@ -156,7 +156,8 @@ def square_norms(
     Returns:
         A list of float32 scalars.
     """
-    squares = [2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients]
+    halves = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients])
+    squares = tf.unstack(2.0 * halves, num=len(gradients))
     over_data = [i for i, sharded in enumerate(is_sharded) if sharded]
     _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
     on_mesh = [i for i, share in enumerate(shares) if share is not None]
