@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.embedding import look_up
 
@@ -127,7 +128,7 @@ def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
     for step in (2**power for power in range((known - 1).bit_length())):
         earlier = tf.pad(first, [[0, 0], [tf.minimum(step, length), 0]])[:, :length]
         first = tf.maximum(first, earlier)
-    return first
+    return constrain(first, ("batch", None))  # DTensor cannot pad what it shards along the length
 
 
 def sinusoidal_positions(
