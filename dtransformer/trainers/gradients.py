@@ -126,9 +126,14 @@ def _reduce_rows(group, rows, division, name):
         total = tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
         return tf.ensure_shape(total, shape)
 
+    def everyones(own, kind):  # as many of each rank, the missing ones zeros
+        more = [[0, most_rows - num_rows], *[[0, 0]] * (own.shape.rank - 1)]
+        of_ranks = transport.all_gather(tf.pad(own, more), group, f"{name}_{kind}")
+        return tf.reshape(of_ranks, [-1, *own.shape[1:]])
+
     def all_gather():
-        values = transport.concatenate(rows.values, group, f"{name}_values")
-        indices = transport.concatenate(rows.indices, group, f"{name}_indices")
+        values = everyones(rows.values, "values")
+        indices = everyones(rows.indices, "indices")
         total = table(values, indices)
         return total if division is None else flat_shards.own_shard(total, group, division)
 
