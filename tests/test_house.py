@@ -14,7 +14,17 @@ PACKAGE = ROOT / "dtransformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The rooms, from top to bottom, and the rooms that each may import. All may import the bottom.
-BOTTOM = {"_compat", "architectures", "errors", "files", "quiet", "start", "tables", "version"}
+BOTTOM = {
+    "_compat",
+    "architectures",
+    "errors",
+    "files",
+    "quiet",
+    "start",
+    "tables",
+    "tensor_memory",
+    "version",
+}
 ROOMS = {
     "cli": {"planner", "trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
     "trainers": {"reports", "layers", "parallel", "inputs"},

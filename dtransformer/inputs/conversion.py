@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from dtransformer.errors import InputError
+from dtransformer.tensor_memory import empty
 
 FLOATS = {
     "F64": np.float64,
@@ -21,7 +22,6 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Infinity's bits, the least of what is not finite: NumPy knows no bfloat16.
 _INFINITIES = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
 _SIGN = 0x8000
-_ALIGNMENT = 64
 # Elements that are converted and looked at together, so that they stay in a core's cache.
 _TOGETHER = 2**16
 # Of a matrix that is stored transposed a tile is converted at once; and the elements between two
@@ -85,19 +85,6 @@ def _filled_by_tiles(result, matrix):
         _cast(rows, part)
         yield part
         columns[left : left + _COLUMNS, start : start + _ROWS] = part.view(bits).T
-
-
-def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
-    """Return an array without values, which begins where TensorFlow can take it without a copy.
-
-    It is NumPy's memory, which asks for huge pages where an array is large: to be given each page
-    of 4 KiB when it is first written takes about as long as to convert what is written.
-    """
-    kind = np.dtype(kind)
-    size = math.prod(shape) * kind.itemsize
-    raw = np.empty(size + _ALIGNMENT, "u1")
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(kind).reshape(shape)
 
 
 def _transposed_matrix(value):

@@ -1,4 +1,6 @@
-"""Connections between ranks of a pipeline or of a mesh, on CPUs: TCP, between two ranks each.
+"""Connections between ranks of a pipeline or of a mesh, on CPUs, between two ranks each.
+
+Two ranks of one host have a socket of the host's (AF_UNIX), which takes a third of TCP's time.
 
 They carry what passes between stages, and the few numbers that ranks tell each other in every step.
 On CPUs Horovod, which serves on GPUs, looks for what is to be sent at intervals, agrees on it with
@@ -14,6 +16,7 @@ import hashlib
 import hmac
 import json
 import queue
+import selectors
 import socket
 import struct
 import threading
@@ -25,8 +28,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.parallel.json_exchange import exchange_json
-from dtransformer.parallel.watchdog.address import own_address
+from dtransformer.parallel.watchdog.address import own_address, own_host
 from dtransformer.parallel.watchdog.sealed import new_token
+from dtransformer.tensor_memory import as_tensor, empty
 
 _SECONDS_TO_CONNECT, _SECONDS_TO_GREET = 60.0, 5.0
 _SECONDS_FOR_THE_WATCHDOG = 10.0  # to name the rank at fault, before this one tells of its loss
@@ -165,9 +169,9 @@ class _Link:
             asked.set_result(tensors)
 
     def _read_tensor(self, dtype, shape):
-        array = np.empty(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        array = empty(shape, tf.as_dtype(dtype).as_numpy_dtype)
         _read_into(self._connection, _bytes_of(array))
-        return tf.convert_to_tensor(array)
+        return as_tensor(array)
 
     def _lose(self, error):
         if self._is_closed:
@@ -199,16 +203,25 @@ def connect_ranks(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> Ra
     """
     rank, host = hvd.rank(), own_address(is_local=hvd.local_size() == hvd.size())
     peers = {other for pair in pairs if rank in pair for other in pair} - {rank}
-    with socket.create_server((host, 0), backlog=len(peers) + 64) as listener:
-        own = {"address": listener.getsockname()[:2], "token": new_token()}
+    with contextlib.ExitStack() as listening:
+        others = listening.enter_context(socket.create_server((host, 0), backlog=len(peers) + 64))
+        listeners = [others, listening.enter_context(socket.socket(socket.AF_UNIX))]
+        listeners[1].bind(f"\0dtransformer-{new_token()}")  # a name of no file, which ends with it
+        listeners[1].listen(len(peers) + 64)
+        own = {
+            "address": others.getsockname()[:2],
+            "host": own_host(),
+            "name": listeners[1].getsockname().decode(),
+            "token": new_token(),
+        }
         gather = lambda text: hvd.allgather(text, name="dtransformer.links")
         everyone = exchange_json(own, gather)
         token, connections = everyone[0]["token"].encode(), {}
         lower = {peer for peer in peers if peer < rank}  # they connect, and this rank listens
         for peer in sorted(peers - lower):
-            address = tuple(everyone[peer]["address"])
+            address = everyone[peer]["address"]
             try:
-                connection = socket.create_connection(address, _SECONDS_TO_CONNECT)
+                connection = _connected(everyone[peer])
                 _greeted(connection, token, rank, {peer}, _SECONDS_TO_CONNECT)
             except OSError as error:
                 raise RuntimeError(
@@ -217,30 +230,50 @@ def connect_ranks(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> Ra
                     "at any port"
                 ) from None
             connections[peer] = connection
-        connections |= _accepted(listener, token, rank, lower)
+        connections |= _accepted(listeners, token, rank, lower)
     for connection in connections.values():
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return RankLinks(connections)
 
 
-def _accepted(listener, token, rank, peers):
+def _connected(peer):
+    """Return a connection to a rank: within the host where it is on this one."""
+    if peer["host"] == own_host():
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(peer["name"])
+        except OSError:  # hosts of one name, or containers that share no network
+            connection.close()
+        else:
+            return connection
+    return socket.create_connection(tuple(peer["address"]), _SECONDS_TO_CONNECT)
+
+
+def _accepted(listeners, token, rank, peers):
     """Return a dict of ranks and the connections that they make; those of strangers are closed."""
     end, found = time.monotonic() + _SECONDS_TO_CONNECT, {}
-    while missing := peers - set(found):
-        listener.settimeout(max(end - time.monotonic(), 0.01))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise RuntimeError(
-                f"rank {rank} is not reached by the ranks {sorted(missing)}, of its pipeline or mesh, "
-                f"within {_SECONDS_TO_CONNECT:.0f} s: let the hosts of the job reach each other at any "
-                "port"
-            ) from None
-        try:
-            found[_greeted(connection, token, rank, missing, _SECONDS_TO_GREET)] = connection
-        except OSError:
-            connection.close()
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ)
+        while missing := peers - set(found):
+            ready = selector.select(max(end - time.monotonic(), 0.01))
+            if not ready:
+                raise RuntimeError(
+                    f"rank {rank} is not reached by the ranks {sorted(missing)}, of its pipeline or "
+                    f"mesh, within {_SECONDS_TO_CONNECT:.0f} s: let the hosts of the job reach each "
+                    "other at any port"
+                )
+            for key, _ in ready:
+                connection, _ = key.fileobj.accept()
+                try:
+                    number = _greeted(connection, token, rank, missing, _SECONDS_TO_GREET)
+                except OSError:
+                    connection.close()
+                else:
+                    found[number] = connection
+                    missing -= {number}
     return found
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.weight import constant_if_frozen
+from dtransformer.tensor_memory import as_tensor
 
 # Where a tensor lies in another one: (start, stop) of every dimension.
 Bounds = tuple[tuple[int, int], ...]
@@ -79,22 +80,10 @@ class StoredValue:
 
     def rectangle(self, bounds: Bounds, dtype: str) -> tf.Tensor:
         """Return what lies inside of some bounds."""
-        return _as_tensor(self._read(bounds, dtype))
+        return as_tensor(self._read(bounds, dtype))
 
     def __call__(self, shape: tuple[int, ...], dtype: str) -> tf.Tensor:
         return self.rectangle(full_bounds(shape), dtype)
-
-
-# Of the memory that TensorFlow's operations take as it is.
-_ALIGNMENT = 64
-
-
-def _as_tensor(array):
-    """Return an array that nobody will change as a tensor, of the same memory where that can be."""
-    if array.ctypes.data % _ALIGNMENT or not array.size:
-        return tf.constant(array)
-    bits = array.view(f"u{array.itemsize}")  # a type that both packages know
-    return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), array.dtype)
 
 
 @contextlib.contextmanager

@@ -46,13 +46,15 @@ class Job:
             return list(pool.map(one, range(self._size)))
 
 
-@pytest.fixture
-def make_job(monkeypatch):
+@pytest.fixture(params=["one host", "two hosts"])
+def make_job(monkeypatch, request):
     def make(size):
         job = Job(size)
         monkeypatch.setattr(rank_links, "exchange_json", job.exchange)
         return job
 
+    if request.param == "two hosts":
+        monkeypatch.setattr(rank_links, "own_host", lambda: str(threading.get_ident()))
     monkeypatch.setattr(rank_links, "_SECONDS_FOR_THE_WATCHDOG", 0.0)
     monkeypatch.setattr(rank_links, "_SECONDS_TO_GREET", 0.5)
     return make
@@ -133,6 +135,7 @@ def test_strangers_are_not_let_in(make_job):
     second.close()
 
 
+@pytest.mark.parametrize("make_job", ["two hosts"], indirect=True)
 def test_a_rank_that_cannot_be_reached_is_named(make_job, monkeypatch):
     monkeypatch.setattr(rank_links, "_SECONDS_TO_CONNECT", 1.0)
     job = make_job(2)

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import mmap
 import os
-import socket
 import stat
 import types
 import warnings
@@ -19,6 +18,7 @@ from dtransformer.parallel.host_collectives.library import (
 )
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.topology import Topology
+from dtransformer.parallel.watchdog.address import own_host
 from dtransformer.parallel.watchdog.sealed import new_token
 
 # Keys of groups. TensorFlow numbers a mesh's by itself, from 1.
@@ -160,11 +160,6 @@ def _start(key, index, files, num_devices, size):
     _started.append(key)
 
 
-def _host():
-    """Return the name by which the launcher knows this host."""
-    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-
-
 def _offered(size, opened):
     """Return where others find memory of this process, and a token that tells it; None without.
 
@@ -182,7 +177,7 @@ def _offered(size, opened):
     token = new_token()
     os.pwrite(memory, token.encode(), size - len(token))  # at the end, which is never used
     path = f"/proc/{os.getpid()}/fd/{memory}"
-    return {"host": _host(), "path": path, "token": token, "size": size}
+    return {"host": own_host(), "path": path, "token": token, "size": size}
 
 
 def _can_be_mapped(files, size):
@@ -202,7 +197,7 @@ def _can_be_mapped(files, size):
 
 def _opened(offered, opened):
     """Return the open file of the memory that a rank offers; None if it is not to be had here."""
-    if offered is None or offered["host"] != _host():
+    if offered is None or offered["host"] != own_host():
         return None
     try:
         file = os.open(offered["path"], os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
