@@ -90,6 +90,11 @@ def variable_key(variable: tf.Variable) -> str:
     return variable._unique_id
 
 
+def rename(variable: tf.Variable, name: str) -> None:
+    """Give a variable another name. Unnecessary if TensorFlow compiled nothing for each name."""
+    variable._handle_name = f"{name}:0"
+
+
 def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
     """Return a variable's value, by which Keras' optimizers know the variable.
 
@@ -182,10 +187,7 @@ def take_weights(layer: keras.layers.Layer) -> None:
 
 
 def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
-    """Let one of a layer's own variables not be its weight any more.
-
-    Unnecessary if `Layer` had the opposite of `add_weight`.
-    """
+    """Let a layer's own variable be its weight no more. Unnecessary with an opposite of `add_weight`."""
     layer._untrack_variable(variable)
 
 
@@ -233,10 +235,7 @@ def mask_of(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """Return a tensor that has a mask for the Keras layer or loss that takes it.
-
-    Unnecessary as `mask_of`.
-    """
+    """Return a tensor with a mask for the layer or loss that takes it. Unnecessary as `mask_of`."""
     tensor._keras_mask = mask
     return tensor
 

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import tensorflow as tf
 
 # Where the memory of a tensor has to begin.
 _ALIGNMENT = 64
@@ -23,9 +22,12 @@ def empty(shape: tuple[int, ...], kind: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(kind).reshape(shape)
 
 
-def as_tensor(array: np.ndarray) -> tf.Tensor:
+def as_tensor(array: np.ndarray):
     """Return an array that nobody will change as a tensor, of the same memory where that pays."""
-    if array.ctypes.data % _ALIGNMENT or array.nbytes < _LEAST_BYTES or array.dtype == bool:
+    import tensorflow as tf  # arrays alone do without
+
+    is_known = array.dtype.kind in "fiu" or array.dtype == tf.bfloat16.as_numpy_dtype
+    if array.ctypes.data % _ALIGNMENT or array.nbytes < _LEAST_BYTES or not is_known:
         return tf.constant(array)
     bits = array.view(f"u{array.itemsize}")  # a type that both packages know
     return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), array.dtype)

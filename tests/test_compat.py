@@ -19,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel.variables import named_alike
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 
 PACKAGE = pathlib.Path(_compat.__file__).parent
@@ -216,6 +217,22 @@ def test_an_optimizer_knows_a_flat_shard_by_its_key():
     np.testing.assert_array_equal(flat[1].release(), [0.0, 0.0])
     momenta = [v.numpy().tolist() for v in optimizer.variables if v.shape == (2,)]
     assert momenta == [[0, 0], [-1, -1]], "the state of the other stays"
+
+
+def test_rename():
+    """Variables that are named alike while they are made have the names that they would have."""
+
+    def names():
+        first = keras.Variable(np.ones(2, "float32"), name="first")
+        with keras.name_scope("outer"), tf.name_scope("inner"):
+            second = keras.Variable("zeros", shape=(2,), name="second")
+        return [x.name for x in (first.value, second.value, tf.Variable(1.0))]
+
+    expected = names()
+    with named_alike():
+        found = names()
+    assert found == expected
+    assert found[1].endswith("inner/second:0")
 
 
 def test_optimizer_states():

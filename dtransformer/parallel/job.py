@@ -156,13 +156,9 @@ def init(
         data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
         pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
     )
-    pairs = [
-        tuple(sorted(ranks[stage] for stage in pair))  # which send to each other
-        for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone)
-        for pair in config.placement.stage_pairs
-    ]
-    for pair in pairs:
-        agreed_group(pair)
+    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
+        for pair in config.placement.stage_pairs:  # which send to each other
+            agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
     if device_type() == "CPU":
         key = start_host_collectives(topology, rank, hvd)
         group = dataclasses.replace(_job.data_parallel_group, host_key=key)
@@ -183,7 +179,8 @@ def _leave_layout():
     stop_host_collectives()
     if rank_links() is not None:
         rank_links().close()
-    _job = dataclasses.replace(_job, mesh=None, rank_links=None)
+    group = dataclasses.replace(data_parallel_group(), host_key=None)
+    _job = dataclasses.replace(_job, mesh=None, rank_links=None, data_parallel_group=group)
 
 
 def shutdown() -> None:

@@ -16,6 +16,7 @@ from dtransformer.parallel.config import TransformerOpParallelConfig, Transforme
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.host_collectives.library import is_available
+from dtransformer.parallel.host_collectives.start import fail_host_collectives
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.refit import refit
 from dtransformer.parallel.watchdog.thread import Watchdog
@@ -33,6 +34,8 @@ _SET_BY_OTHERS = {
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 # Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
+# What errors say on the ranks that wait for one that has left.
+_OF_A_RANK_THAT_LEFT = ("Horovod has been shut down", "of the group has failed between")
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -121,8 +124,9 @@ def _leave_at_exit(hvd, watchdog):
     horovodrun, which ends the job with the first exit, names the rank at fault.
     """
     error = getattr(sys, "last_value", None)
-    if "Horovod has been shut down" in str(error):
+    if any(text in str(error) for text in _OF_A_RANK_THAT_LEFT):
         time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+    fail_host_collectives()
     if watchdog is not None:
         watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)

@@ -154,7 +154,7 @@ class _Link:
         try:
             while True:
                 self._read_one()
-        except OSError as error:
+        except Exception as error:
             self._lose(error)
 
     def _read_one(self):

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.axis_rules import Specs, mesh_axis, weight_specs
 from dtransformer.parallel.config import get_parallel_config
@@ -44,12 +45,19 @@ def values_from(read: ReadStored) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_alike() -> Iterator[None]:
-    """Variables that are made in the `with` block have one name in TensorFlow; Keras' own stay.
+    """Variables that are made in the `with` block have one name until they are there.
 
-    For every other name it compiles the operation that makes a variable, which takes four times as
-    long as all else of making it.
+    For every other name TensorFlow compiles the operation that makes a variable, which takes four
+    times as long as all else of making it.
     """
-    with tf.variable_creator_scope(lambda make, **options: make(**{**options, "name": "weight"})):
+
+    def make_variable(make, **options):
+        variable = make(**{**options, "name": "weight"})
+        scope, name = tf.get_current_name_scope(), options.get("name") or "Variable"
+        _compat.rename(variable, f"{scope}/{name}" if scope else name)
+        return variable
+
+    with tf.variable_creator_scope(make_variable):
         yield
 
 

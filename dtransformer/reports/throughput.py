@@ -30,9 +30,25 @@ def measured_peak(dtype="float32", size=1024, seconds=0.3):
 
 def moment_of(batch):
     """Return when a batch was there, in seconds since 1970, a float64 scalar tensor."""
-    tensors = tf.nest.flatten(batch, expand_composites=True)  # sparse and ragged ones, too
-    with tf.control_dependencies([x for x in tensors if tf.is_tensor(x)]):
+    with _once_there(batch):
         return tf.timestamp()
+
+
+def seconds_until(batch, moment):
+    """Return the seconds from a moment, from `moment_of`, until a batch was there.
+
+    Nothing waits for this clock. TensorFlow's own, as all that has an effect, comes after what a
+    function does before it, such as the sums over the ranks, and before all that follows.
+    """
+    with _once_there(batch):
+        return tf.numpy_function(
+            lambda moment: time.time() - moment, [moment], tf.float64, stateful=False
+        )
+
+
+def _once_there(batch):
+    tensors = tf.nest.flatten(batch, expand_composites=True)  # sparse and ragged ones, too
+    return tf.control_dependencies([x for x in tensors if tf.is_tensor(x)])
 
 
 def after(moment, batch):

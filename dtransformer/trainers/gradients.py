@@ -127,8 +127,8 @@ def _reduce_rows(group, rows, division, name):
         return tf.ensure_shape(total, shape)
 
     def everyones(own, kind):  # as many of each rank, the missing ones zeros
-        more = [[0, most_rows - num_rows], *[[0, 0]] * (own.shape.rank - 1)]
-        of_ranks = transport.all_gather(tf.pad(own, more), group, f"{name}_{kind}")
+        missing = tf.zeros([most_rows - num_rows, *own.shape[1:]], own.dtype)
+        of_ranks = transport.all_gather(tf.concat([own, missing], 0), group, f"{name}_{kind}")
         return tf.reshape(of_ranks, [-1, *own.shape[1:]])
 
     def all_gather():

@@ -15,7 +15,7 @@ from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.parallel.variables import named_alike
-from dtransformer.reports.throughput import after, moment_of
+from dtransformer.reports.throughput import after, moment_of, seconds_until
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
@@ -175,7 +175,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
         logs = self._program.finish(gradients, sums, numbers.counts, *seen)
-        return {**logs, "ready": ready, "own": moment_of(gradients) - begin}
+        return {**logs, "ready": ready, "own": seconds_until(gradients, begin)}
 
     def test_step(self, data: tuple) -> dict:
         moment_of(data)  # nothing is sent before there is a batch: there may be none

@@ -281,3 +281,12 @@ def test_two_operations_of_one_name_at_once():
         y = tf.function(lambda x: inner(x) + inner(2 * x))(x)
     with pytest.raises(tf.errors.OpError, match=r"of the same name|start the job again"):
         tape.gradient(y, x)
+
+
+@on_ranks(DATA_PARALLEL)
+def test_sums_go_on_after_a_layout_that_is_refused():
+    with pytest.raises(ValueError, match="model_parallel"):
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=3))
+    group = job.data_parallel_group()
+    total = transport.all_reduce(tf.constant(2.0), "Sum", group, "after_a_refusal")
+    assert float(total) == 4

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer._compat import uses_weight_decay
+from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer, optimizer_update
 from dtransformer.trainers.alike_calls import alike_calls
 
@@ -199,3 +201,13 @@ def test_sparse_inputs_are_trained_with():
     trainer.compile("sgd", "mse")
     logs = trainer.fit(tf.sparse.from_dense(X), Y, batch_size=4, verbose=0).history
     assert np.isfinite(logs["loss"]).all()
+
+
+def test_weights_of_our_layers_are_excluded_from_decay_by_their_names():
+    network = CausalLM(20, hidden_size=8, num_heads=2, num_layers=1, max_length=4)
+    network.build()
+    optimizer = without_biases(keras.optimizers.AdamW(0.01, weight_decay=0.1))
+    optimizer.build(network.trainable_variables)
+    decays = {w.path: uses_weight_decay(optimizer, w.value) for w in network.trainable_variables}
+    assert decays == {path: not path.endswith("bias") for path in decays}
+    assert not all(decays.values())

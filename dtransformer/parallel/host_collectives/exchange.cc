@@ -169,7 +169,11 @@ absl::Status Exchange::Announce(const Call& call, const Key& key, int group_size
   if (!is_started_) return absl::FailedPreconditionError("no group is started");
   if (HasFailed()) return StepFailed();
   if (call.is_cancelled && *call.is_cancelled) return StepEnded();
-  if (auto begun = rounds_.find(key); std::get<0>(key) >= kFirstOwnGroup && begun != rounds_.end())
+  const bool is_own_group = std::get<0>(key) >= kFirstOwnGroup;
+  if (is_own_group && group_size != num_processes_ * num_devices_)
+    return absl::InvalidArgumentError(absl::StrCat("expected a group of ", num_processes_,
+                                                   " processes, got one of ", group_size));
+  if (auto begun = rounds_.find(key); is_own_group && begun != rounds_.end())
     for (const std::shared_ptr<Round>& round : begun->second)
       if (round->calls.count(call.device))
         return absl::FailedPreconditionError(
@@ -287,8 +291,6 @@ void Exchange::Serve() {
   }
 }
 
-// Tells all processes that a step has failed here: what was announced for it cannot be taken back,
-// and what was not will never come, so that no later round would be what they think it is.
 void Exchange::Fail() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (Shared* one : shared_) {

@@ -103,6 +103,10 @@ class Exchange {
   // Ends; nothing may be under way.
   void Stop();
 
+  // Tells all processes that a step has failed here: what was announced for it cannot be taken
+  // back, and what was not will never come, so that no later round would be what they think it is.
+  void Fail();
+
   // Sends the first input of a call. Its device is the number in this process. Where each process
   // sends for one device, that is it, wherever the operation is.
   void Send(Call call, const Key& key, int group_size);
@@ -118,7 +122,6 @@ class Exchange {
   void Advance();
   void Serve();
   void Cancel(const Key& key, int device);
-  void Fail();
   void Unmap();
   std::vector<Call> TakeCalls();
   bool HasFailed() const { return !shared_.empty() && shared_[process_]->failed.load(); }

@@ -209,4 +209,6 @@ extern "C" const char* dtransformer_start(int group, int process, int num_proces
   return problem.c_str();
 }
 
+extern "C" void dtransformer_fail(int group) { dtransformer::Exchange::Of(group).Fail(); }
+
 extern "C" void dtransformer_stop(int group) { dtransformer::Exchange::Of(group).Stop(); }

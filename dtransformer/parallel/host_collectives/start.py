@@ -24,6 +24,7 @@ from dtransformer.parallel.watchdog.sealed import new_token
 # Keys of groups. TensorFlow numbers a mesh's by itself, from 1.
 MESH, DATA_PARALLEL = 0, 1 << 30
 _started = []  # keys
+_MOST_RANKS = 256  # of a group: kMostProcesses
 
 
 def start_host_collectives(
@@ -46,7 +47,7 @@ def start_host_collectives(
 
     Raises:
         RuntimeError: a mesh has ranks that share no memory, in processes that have used the
-            kernels.
+            kernels; on every rank of the job.
     """
     groups, shared = _groups(topology, rank), frozenset()
     num_devices = {MESH: topology.local_devices, DATA_PARALLEL: 1}
@@ -63,13 +64,15 @@ def start_host_collectives(
                 key: [_opened(everyone[r][str(key)], opened) for r in ranks]
                 for key, ranks in groups.items()
             }
-            found = exchange_json(_can_be_mapped(files, size), gather)
+            everyone = exchange_json([_can_be_mapped(files, size), _is_loaded()], gather)
+            found = [keys for keys, _ in everyone]
+            _check_meshes(topology, found, [loaded for _, loaded in everyone])
             shared = shared_groups(topology, rank, found)
             for key in sorted(shared):
                 _start(key, groups[key].index(rank), files[key], num_devices[key], size)
         _warn_of_missing_kernels(rank, hvd)
-    if _is_loaded() and MESH not in shared:
-        _start_alone(groups[MESH], num_devices[MESH])
+    if _is_loaded() and MESH not in shared:  # one rank's, and no slower than by TensorFlow's own
+        _start(MESH, 0, [], num_devices[MESH], 0)
     return DATA_PARALLEL if DATA_PARALLEL in shared else None
 
 
@@ -102,6 +105,12 @@ def stop_host_collectives() -> None:
     """Stop, once every rank of the groups is done; nothing where they were not started."""
     while _started:
         _library().dtransformer_stop(_started.pop())
+
+
+def fail_host_collectives() -> None:
+    """Let all that goes on in this rank's groups be an error on every rank: this one leaves."""
+    for key in _started:
+        _library().dtransformer_fail(key)
 
 
 def is_any_started() -> bool:
@@ -140,14 +149,15 @@ def _warn_of_missing_kernels(rank, hvd):
     )
 
 
-def _start_alone(mesh, num_devices):
-    """Let the kernels serve the mesh of this process, which are no slower than TensorFlow's own."""
-    if len(mesh) > 1:
-        raise RuntimeError(
-            f"the ranks {mesh} of this mesh share no memory, and a group before in this "
-            "process had ranks that do: start a job anew for this layout"
-        )
-    _start(MESH, 0, [], num_devices, 0)
+def _check_meshes(topology, found, is_loaded):
+    """Raise on every rank if a mesh without shared memory has a process with the kernels."""
+    for rank, loaded in enumerate(is_loaded):
+        mesh = topology.model_parallel_group(rank)
+        if loaded and len(mesh) > 1 and MESH not in shared_groups(topology, rank, found):
+            raise RuntimeError(
+                f"the ranks {mesh} of a mesh share no memory, and a group before in a process of "
+                "theirs had ranks that do: start a job anew for this layout"
+            )
 
 
 def _start(key, index, files, num_devices, size):
@@ -186,11 +196,11 @@ def _can_be_mapped(files, size):
     with contextlib.ExitStack() as mapped:
         for key, of_ranks in files.items():
             try:
-                if None not in of_ranks:
+                if None not in of_ranks and len(of_ranks) <= _MOST_RANKS:
                     for file in of_ranks:
                         mapped.enter_context(mmap.mmap(file, size))
                     keys.append(key)
-            except OSError:  # what 'ulimit -v' says
+            except (OSError, ValueError):  # what 'ulimit -v' says
                 pass
     return keys
 
