@@ -1,7 +1,7 @@
 """What is carried between ranks, and in which type: the one way that all tensors take.
 
-Horovod carries it; what training steps send in a data-parallel group of CPUs of one host goes
-through the host's memory.
+Horovod carries it. In a data-parallel group of CPUs of one host sums, and parts that are as large
+on every rank, go through the host's memory, in types that its kernels have.
 
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.
