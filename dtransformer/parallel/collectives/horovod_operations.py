@@ -16,13 +16,13 @@ _MOVED_AS = {"bfloat16": "uint16"}
 def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """Return a reduction of the ranks' tensors; see `transport.all_reduce`."""
     hvd = job.horovod()
-    return hvd.allreduce(never_constant(x), op=getattr(hvd, op), **key(group, name))
+    return hvd.allreduce(never_constant(x), op=getattr(hvd, op), **_key(group, name))
 
 
 def all_reduce_together(tensors: list, group: Group, name: str) -> list:
     """Return the sums of the ranks' tensors; see `transport.all_reduce_together`."""
     hvd = job.horovod()
-    return hvd.grouped_allreduce(tensors, op=hvd.Sum, **key(group, name))
+    return hvd.grouped_allreduce(tensors, op=hvd.Sum, **_key(group, name))
 
 
 def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -39,6 +39,14 @@ def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     return from_rank_order(received, group)
 
 
+def reduce_scatter(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Return the row [...] of the sum of the ranks' rows [d, ...] that has this rank's position."""
+    hvd = job.horovod()
+    total = hvd.reducescatter(to_rank_order(rows, group), op=hvd.Sum, **_key(group, name))
+    total.set_shape([1, *rows.shape[1:]])
+    return total[0]
+
+
 def move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
     """Return what a Horovod operation that adds nothing makes of a tensor of any type.
 
@@ -47,13 +55,13 @@ def move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
     bits = _MOVED_AS.get(x.dtype.name)
     sent = tf.bitcast(x, bits) if bits else x
     operation = getattr(job.horovod(), operation)
-    received = operation(sent, **key(group, name), **options)
+    received = operation(sent, **_key(group, name), **options)
     received, *splits = received if "splits" in options else [received]
     received = tf.bitcast(received, x.dtype) if bits else received
     return (received, *splits) if splits else received
 
 
-def key(group: Group, name: str) -> dict:
+def _key(group, name):
     """Return what Horovod pairs the ranks' operations by."""
     is_global = trace.current().names_are_global
     return {"name": name, "process_set": group.process_set, "ignore_name_scope": is_global}

@@ -17,7 +17,6 @@ from dtransformer.parallel import job
 from dtransformer.parallel.collectives import horovod_operations
 from dtransformer.parallel.collectives.horovod_operations import (
     from_rank_order,
-    key,
     move,
     rank_order,
     to_rank_order,
@@ -176,10 +175,7 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     if group.size == 1:
         total = rows[0]
     elif device_type() == "GPU" and own not in _REDUCED_AS:
-        hvd, sent = job.horovod(), to_rank_order(rows, group)
-        total = hvd.reducescatter(sent, op=hvd.Sum, **key(group, name))
-        total.set_shape([1, *rows.shape[1:]])
-        total = total[0]
+        total = horovod_operations.reduce_scatter(rows, group, name)
     else:
         total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
     return tf.cast(total, own if dtype is None else dtype)
