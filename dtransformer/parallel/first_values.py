@@ -9,7 +9,6 @@ import tensorflow as tf
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.dtensor.variable import MeshVariable, specs_of
-from dtransformer.parallel.process_groups import Group
 from dtransformer.parallel.sharded_variable import ShardedVariable, own_shards
 
 # Values travel together: each message waits for Horovod to ask what there is to send.
@@ -24,18 +23,20 @@ def broadcast_first_values(network_variables: list, optimizer_variables: list) -
         optimizer_variables: list of Keras variables, one or more for each shard.
     """
     same_shards = job.data_parallel_group()
-    together = collections.defaultdict(list)  # (group, type) -> shards
+    shards = collections.defaultdict(list)  # group -> what travels in it
     for number, variable in enumerate([*network_variables, *optimizer_variables]):
         if isinstance(variable, ShardedVariable) and not isinstance(variable, MeshVariable):
             continue  # each rank of the group has a shard of its own
         is_replicated = number < len(network_variables) and not any(specs_of(variable))
         group = job.whole_job() if is_replicated and job.stage()[1] == 1 else same_shards
-        for shard in own_shards([variable]):
-            together[group, shard.dtype].append(shard)
-    for (group, dtype), shards in together.items():
         if group.size > 1:
-            for number, some in enumerate(_messages(shards)):
-                _broadcast(some, group, f"first_values_{dtype}_{number}")
+            shards[group] += own_shards([variable])
+    for group, own in shards.items():
+        for number, some in enumerate(_messages(own)):
+            values = [shard.value for shard in some]
+            values = transport.broadcast_together(values, 0, group, f"first_values_{number}")
+            for shard, value in zip(some, values):
+                shard.assign(value)
 
 
 def _messages(shards: list) -> Iterator[list]:
@@ -48,10 +49,3 @@ def _messages(shards: list) -> Iterator[list]:
         some.append(shard)
         num_bytes += size
     yield some
-
-
-def _broadcast(shards: list, group: Group, name: str) -> None:
-    flat = [tf.reshape(shard.value, [-1]) for shard in shards]
-    everyones = transport.broadcast(tf.concat(flat, 0), 0, group, name)
-    for shard, value in zip(shards, tf.split(everyones, [x.shape[0] for x in flat])):
-        shard.assign(tf.reshape(value, shard.shape))

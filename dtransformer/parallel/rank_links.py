@@ -203,15 +203,15 @@ def connect_ranks(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> Ra
     """
     rank, host = hvd.rank(), own_address(is_local=hvd.local_size() == hvd.size())
     peers = {other for pair in pairs if rank in pair for other in pair} - {rank}
-    with contextlib.ExitStack() as listening:
-        others = listening.enter_context(socket.create_server((host, 0), backlog=len(peers) + 64))
-        listeners = [others, listening.enter_context(socket.socket(socket.AF_UNIX))]
-        listeners[1].bind(f"\0dtransformer-{new_token()}")  # a name of no file, which ends with it
-        listeners[1].listen(len(peers) + 64)
+    backlog = len(peers) + 64
+    by_tcp = socket.create_server((host, 0), backlog=backlog)
+    with by_tcp, socket.socket(socket.AF_UNIX) as within_host:
+        within_host.bind(f"\0dtransformer-{new_token()}")  # a name of no file, which ends with it
+        within_host.listen(backlog)
         own = {
-            "address": others.getsockname()[:2],
+            "address": by_tcp.getsockname()[:2],
             "host": own_host(),
-            "name": listeners[1].getsockname().decode(),
+            "name": within_host.getsockname().decode(),
             "token": new_token(),
         }
         gather = lambda text: hvd.allgather(text, name="dtransformer.links")
@@ -230,7 +230,7 @@ def connect_ranks(hvd: types.ModuleType, pairs: Iterable[tuple[int, int]]) -> Ra
                     "at any port"
                 ) from None
             connections[peer] = connection
-        connections |= _accepted(listeners, token, rank, lower)
+        connections |= _accepted([by_tcp, within_host], token, rank, lower)
     for connection in connections.values():
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:

@@ -22,6 +22,7 @@ from dtransformer.parallel.collectives.horovod_operations import (
     to_rank_order,
 )
 from dtransformer.parallel.collectives.impure import never_constant, tied
+from dtransformer.parallel.collectives.packing import by_dtype
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.host_collectives import operations as host_operations
 from dtransformer.parallel.process_groups import Group
@@ -51,6 +52,18 @@ def broadcast(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     y = move("broadcast", x, group, name, root_rank=group.ranks[root])
     y.set_shape(x.shape)
     return y
+
+
+def broadcast_together(tensors: list, root: int, group: Group, name: str) -> list:
+    """Return the root's tensors, of any shapes and types, by one broadcast for each type."""
+
+    def as_one(tensors, dtype):
+        flat = tf.concat([tf.reshape(x, [-1]) for x in tensors], 0)
+        flat = broadcast(flat, root, group, f"{name}_{dtype}")
+        split = tf.split(flat, [tf.size(x) for x in tensors], num=len(tensors))
+        return [tf.reshape(one, tf.shape(x)) for one, x in zip(split, tensors)]
+
+    return by_dtype(as_one, tensors)
 
 
 def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:

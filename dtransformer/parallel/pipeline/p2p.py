@@ -9,7 +9,6 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.packing import by_dtype
 
 
 class PeerToPeer:
@@ -98,14 +97,7 @@ def _rank_of(stage):
 
 
 def _broadcast(tensors, peer, sends, name):
-    """Broadcast the tensors of each type as one."""
+    """Broadcast tensors between this rank and that of another stage."""
     pair = job.known_group(sorted((job.rank(), _rank_of(peer))))
     root = pair.index if sends else 1 - pair.index
-
-    def as_one(tensors, dtype):
-        flat = tf.concat([tf.reshape(x, [-1]) for x in tensors], 0)
-        flat = transport.broadcast(flat, root, pair, f"{name}_{dtype}")
-        split = tf.split(flat, [tf.size(x) for x in tensors], num=len(tensors))
-        return [tf.reshape(one, tf.shape(x)) for one, x in zip(split, tensors)]
-
-    return by_dtype(as_one, tensors)
+    return transport.broadcast_together(tensors, root, pair, name)
