@@ -16,3 +16,25 @@ def specs_of(tensors):
     return tf.nest.map_structure(
         lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tensors
     )
+
+
+def open_specs(tensors, told):
+    """Return the specs of nested tensors, with those dimensions open that are told to vary.
+
+    Args:
+        tensors: nested tensors, or specs of known shapes, or None.
+        told: nested specs of the same structure, whose dimensions that vary are None; or None
+            where nothing is told. What is of another structure tells nothing.
+    """
+    try:
+        tf.nest.assert_same_structure(tensors, told)
+    except (TypeError, ValueError):
+        return specs_of(tensors)
+
+    def opened(x, like):
+        if x is None or not isinstance(like, tf.TensorSpec) or like.shape.rank != x.shape.rank:
+            return specs_of(x)
+        sizes = zip(x.shape, like.shape)
+        return tf.TensorSpec([None if told is None else size for size, told in sizes], x.dtype)
+
+    return tf.nest.map_structure(opened, tensors, told)

@@ -75,6 +75,14 @@ def weights_of(
     return trained, [weight for weight in weights if id(weight) not in is_trained]
 
 
+def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
+    """Return whether layers of a chunk keep what a call may change: moving means, or seeds."""
+    layers = [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]
+    inner = [one for layer in layers for one in _compat.flat_layers(layer)]
+    weights = {id(weight) for layer in inner for weight in _compat.own_trainable_variables(layer)}
+    return any(id(variable) not in weights for layer in layers for variable in layer.variables)
+
+
 def losses_of(network: keras.Model, chunk: int, placement: Placement) -> list[tf.Tensor]:
     """Return the losses that layers of a chunk have added, those of regularizers included."""
     layers = [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]

@@ -38,9 +38,10 @@ class OneDevice:
 
     Attributes:
         compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
+        takes_open_shapes: whether a function that is compiled once may take several shapes.
     """
 
-    compiles_whole_graphs = False
+    compiles_whole_graphs, takes_open_shapes = False, True
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -144,6 +145,10 @@ class _Function(_Named):
         """Return what gradients are taken of."""
         return [trained_value(weight) for weight in self.trained]
 
+    def trace(self, *specs):
+        """Trace it for arguments like `specs`, where dimensions that vary are None."""
+        self._function.get_concrete_function(*specs)
+
     def __call__(self, weights, *args):
         results = self._function(*args)
         _wait_for_gpus()
@@ -158,7 +163,7 @@ def _wait_for_gpus():
 class Mesh(OneDevice):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
 
-    compiles_whole_graphs = True
+    compiles_whole_graphs, takes_open_shapes = True, False
 
     def compile(self, function, trained, others):
         return _FunctionOnMesh(function, trained, others)

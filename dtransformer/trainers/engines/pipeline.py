@@ -23,16 +23,16 @@ from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS, wi
 from dtransformer.parallel.pipeline.measured_timeline import gather_timeline
 from dtransformer.parallel.pipeline.own_stage import own_chunks
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.parallel.pipeline.placed_layers import losses_of, weights_of
+from dtransformer.parallel.pipeline.placed_layers import has_state, losses_of, weights_of
 from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline.simulator import ideal_of
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
 from dtransformer.parallel.pipeline.timeline import most_alive, write
 from dtransformer.parallel.same_batch import check_same_batch
-from dtransformer.parallel.shapes import specs_of
+from dtransformer.parallel.shapes import open_specs, specs_of
 from dtransformer.parallel.told import listening
 from dtransformer.reports import audit
-from dtransformer.trainers.data import input_specs, input_symbols
+from dtransformer.trainers.data import batch_specs, input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import check_rows, rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
@@ -66,6 +66,8 @@ class PipelineEngine:
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
+        self._told = None  # specs of the batches that training is given
+        self._prepared = set()  # specs of micro-batches that functions were compiled for
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
         )
@@ -81,6 +83,7 @@ class PipelineEngine:
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
+        self._told = batch_specs(first)
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
@@ -111,6 +114,7 @@ class PipelineEngine:
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
         put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
+        self._prepare(batches, rows // number, *put, numbers.seed)
         step = PipelineStep(self, batches, rows // number, *put, numbers.seed)
         for instruction in self._instructions[self.stage]:
             step.run(instruction)
@@ -123,6 +127,27 @@ class PipelineEngine:
         sums = self._sums_everywhere(step.sums, "train")
         self._check_added(sums)
         return gradients, step.all_outputs(), sums
+
+    def _prepare(self, batches, rows, *numbers):
+        """Compile this stage's chunks, before it waits for others; for all shapes that may come."""
+        takes_open_shapes = self.devices.takes_open_shapes
+        specs = open_specs(batches[0], self._told if takes_open_shapes else None)
+        key = tuple(tf.nest.flatten(specs))
+        if key in self._prepared:
+            return
+        self._prepared.add(key)
+        if takes_open_shapes:
+            dataflow = self.dataflow(specs[0])
+            for chunk in own_chunks():
+                received = [(x.name, x.shape, x.dtype) for x in dataflow.received_by(chunk)]
+                received = {name: tf.TensorSpec(*spec) for name, *spec in received}
+                self.function(chunk, dataflow).trace(received, *specs, *specs_of(numbers))
+        own = [has_state(self.network, chunk, self.placement) for chunk in own_chunks()]
+        if self.placement.num_stages > 1 and not any(own):
+            step = PipelineStep(self, batches, rows, *numbers)
+            step.rehearse()
+            step.finish()
+            self._compiled = step.compiled or self._compiled
 
     def dataflow(self, inputs):
         """Return the `Dataflow` of a micro-batch, from its tensors or specs."""

@@ -6,7 +6,8 @@ import time
 import tensorflow as tf
 
 from dtransformer.parallel.dtensor.function import new_functions
-from dtransformer.parallel.pipeline.instruction import COMPUTATIONS
+from dtransformer.parallel.pipeline.instruction import COMPUTATIONS, FORWARD, Instruction
+from dtransformer.parallel.pipeline.own_stage import own_chunks
 from dtransformer.parallel.pipeline.timeline import Event
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.engines.accumulation import seed_of
@@ -57,6 +58,27 @@ class PipelineStep:
         if instruction.kind in COMPUTATIONS:
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
+
+    def rehearse(self):
+        """Compute the first micro-batch, on zeros in place of what other stages send.
+
+        All stages compile at the same time then, not one when the other's results have come.
+        """
+        for chunk in own_chunks():
+            one = Instruction(FORWARD, 0, chunk)
+            if chunk:
+                self._handed[_activations(0, chunk - 1)] = self._zeros(chunk - 1)
+            self._forward(one)
+            if (chunk, 0) in self._tapes:
+                self._handed[_gradients(0, chunk)] = self._zeros(chunk)
+                self._backward(one)
+                if self._left[chunk, 0]:
+                    self._weight_gradients(one)
+
+    def _zeros(self, border):
+        crossing = self.dataflow.sent_after(border)
+        shards = [tf.zeros(*spec) for spec in self._devices.shard_specs(crossing)]
+        return self._devices.from_shards(crossing, shards)
 
     def finish(self):
         """Wait until everything has left."""
