@@ -190,6 +190,29 @@ def reports():
     }
 
 
+class CountedLoss(CrossEntropyLoss):
+    """Counts how often it is traced."""
+
+    traces = 0
+
+    def per_token(self, *args, **kwargs):
+        CountedLoss.traces += 1
+        return super().per_token(*args, **kwargs)
+
+
+def shapes():
+    """Texts of three lengths, of which the dataset says that they vary."""
+    trainer = Trainer(small_model())
+    trainer.compile(keras.optimizers.SGD(0.1), CountedLoss())
+    texts = [words(seed)[0][:, : WIDTH - seed] for seed in range(3)]
+    spec = tf.TensorSpec([ROWS, None], "int32")
+    batches = tf.data.Dataset.from_generator(
+        lambda: ((x[:, :-1], x[:, 1:]) for x in texts), output_signature=(spec, spec)
+    )
+    history = trainer.fit(batches, epochs=2, verbose=0).history
+    return {"loss": history["loss"], "traces": CountedLoss.traces}
+
+
 def errors():
     """What is said of wrong batches, before anything is built, and when stages differ."""
     found = {}
@@ -212,6 +235,6 @@ def errors():
 
 _ALL = (
     *(overflow_on_one_stage, keras_metrics, losses, losses_by_horovod, v_shaped, frozen),
-    *(reports, errors),
+    *(reports, shapes, errors),
 )
 TASKS = {task.__name__: task for task in _ALL}
