@@ -2,9 +2,11 @@
 
 It is given the weights of the block, and the numbers that its dropout masks are drawn by. Its
 gradient is traced once, too. In a stack of few blocks TensorFlow puts a copy where each is, as
-computing calls takes 3 to 5 % more time; copies of many would take minutes to be optimized.
+computing calls takes 3 to 5 % more time; copies of many would take minutes to be optimized. On a
+mesh there are copies always: DTensor compiles no calls.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -12,12 +14,19 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel import trace
-from dtransformer.parallel.dropout_seed import current_dropout_seed, dropout_numbers, dropout_seed
+from dtransformer.parallel.dropout_seed import (
+    current_dropout_seed,
+    dropout_numbers,
+    dropout_seed,
+    layer_number,
+)
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use, trained_value
 from dtransformer.parallel.told import is_listening, listening, tell_all
 
 # Stacks of more blocks call their function where each block is.
 _MOST_COPIES = 12
+
+_numbers = itertools.count()
 
 
 class AlikeBlocks:
@@ -29,7 +38,7 @@ class AlikeBlocks:
 
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
-        self._functions = {}  # what alike blocks have in common -> function
+        self._functions = {}  # what alike blocks have in common -> function, scope of its names
         self._like_inputs = set()  # what those have in common that keep shapes as they are
 
     def __reduce__(self):  # a copy traces its own
@@ -51,15 +60,18 @@ class AlikeBlocks:
         if _compat.in_symbolic_scope():
             return self._symbolic(key, compute, tensors)
         if key not in self._functions:
-            is_called = self._num_blocks > _MOST_COPIES
-            self._functions[key] = _function(block, compute, _dropouts(layers), is_called)
+            is_called = self._num_blocks > _MOST_COPIES and not trace.is_on_mesh()
+            scope = f"alike_{next(_numbers)}"
+            function = _function(block, compute, _dropouts(layers), is_called, scope)
+            self._functions[key] = function, scope
+        function, scope = self._functions[key]
+        if trace.current().calls is not None:
+            trace.current().calls.setdefault(scope, []).append(tf.get_current_name_scope())
         with _compat.without_autocast():  # gradients are taken of the type that is stored
             values = [tf.convert_to_tensor(trained_value(weight)) for weight in block.variables]
         seed = current_dropout_seed() if training else None
-        numbers = tf.constant([layer.number for layer in _dropouts(layers)], "int32")
-        # TensorFlow would make, and optimize, a function for each constant that one is given.
-        numbers = tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
-        result, losses, told = self._functions[key](list(tensors), values, seed, numbers)
+        numbers, ends_gradients = _numbers_of(layers), _ends_gradients(tensors, values)
+        result, losses, told = function(list(tensors), values, seed, numbers, ends_gradients)
         block.add_loss(losses)
         tell_all({f"{block.path}{name}": value for name, value in told.items()})
         return result
@@ -76,14 +88,19 @@ class AlikeBlocks:
         return result
 
 
-def _function(block, compute, dropouts, is_called):
+def _function(block, compute, dropouts, is_called, name_scope):
     """Return the function of the blocks that are like one, which may be called or copied."""
     weights = block.variables
 
-    def run(tensors, values, seed, numbers):
+    def run(tensors, values, seed, numbers, ends_gradients):
+        if ends_gradients:
+            tensors = tf.nest.map_structure(
+                lambda x: None if x is None else tf.stop_gradient(x), tensors
+            )
         own = {id(layer): numbers[i] for i, layer in enumerate(dropouts)}
         scope = keras.StatelessScope(zip(weights, values), collect_losses=True)
-        with dropout_seed(seed), dropout_numbers(own), scope, listening(is_listening()) as told:
+        named, drawn = tf.name_scope(name_scope), dropout_numbers(own)
+        with named, dropout_seed(seed), drawn, scope, listening(is_listening()) as told:
             result = compute(*tensors)
         # The layers that tell are those of the block that was traced.
         told = {name.removeprefix(block.path): value for name, value in told.items()}
@@ -91,6 +108,25 @@ def _function(block, compute, dropouts, is_called):
 
     attributes = {"_noinline": True} if is_called else None
     return tf.function(run, autograph=False, experimental_attributes=attributes)
+
+
+def _numbers_of(layers):
+    """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
+    numbers = [layer_number(layer) for layer in _dropouts(layers)]
+    if any(map(tf.is_tensor, numbers)):
+        return tf.stack(numbers)
+    # TensorFlow would make, and optimize, a function for each constant that one is given.
+    numbers = tf.constant(numbers, "int32")
+    return tf.raw_ops.PlaceholderWithDefault(input=numbers, shape=numbers.shape)
+
+
+def _ends_gradients(tensors, values):
+    """Return whether a tape watches weights of a block, and none of its inputs.
+
+    The function would compute gradients of these, too, and send for them.
+    """
+    inputs = [x for x in tf.nest.flatten(tensors) if x is not None]
+    return _compat.is_on_a_tape(values) and not _compat.is_on_a_tape(inputs)
 
 
 def _can_be_shared(block, layers):
@@ -103,7 +139,6 @@ def _can_be_shared(block, layers):
     return (
         block.built
         and not tf.executing_eagerly()
-        and not trace.is_on_mesh()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
         and not any(getattr(layer, "sends", False) for layer in layers)
@@ -120,6 +155,7 @@ def _key(layers, training):
     configs = [{**layer.get_config(), "name": None} for layer in layers]
     return (
         training,
+        context.on_mesh,
         context.has_gradients,
         context.told is not None,
         tuple(type(layer) for layer in layers),

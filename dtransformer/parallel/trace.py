@@ -33,6 +33,8 @@ class TraceContext:
         deferred: dict of what kernels are multiplied with whose gradients are left for later; None
             where they are computed at once. See `deferred_gradients`.
         told: dict of what layers tell besides their results; None where nobody listens. See `told`.
+        calls: dict of the scope of the names in a function that alike blocks share, and the list of
+            the scopes in which it is called; None where nobody asks.
         around_loop: the graph that a loop of `decoding` lies in, in which what does not change is
             computed once; None outside of such loops. Caches are updated in place in it.
         collective: name of the collective whose gradient is being made; None outside of one.
@@ -56,6 +58,7 @@ class TraceContext:
     )
     deferred: dict | None = None
     told: dict | None = None
+    calls: dict | None = None
     around_loop: object = None
     collective: str | None = None
     names_are_global: bool = False

@@ -4,8 +4,10 @@ On the mesh they are read from the functions that DTensor has lowered for the de
 after all of its passes; between data-parallel ranks from the operations of the traced graph.
 """
 
+import collections
 import dataclasses
 import math
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +35,9 @@ _OPERATIONS = {
     "HorovodAlltoall": "all-to-all",
     "HorovodBroadcast": "broadcast",
 }
+
+# What the names of gradients begin with, and the rest of a name.
+_IN_GRADIENT = re.compile(rf"((?:{GRADIENT_SCOPE}|gradients/|gradient_tape/)*)(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +91,12 @@ class Collective:
         return round(self.elements_sent * tf.as_dtype(self.dtype).size)
 
 
-def mesh_collectives(function_names):
+def mesh_collectives(function_names, calls):
     """Return the `Collective`s of functions that DTensor has lowered.
 
     Args:
         function_names: names of functions of TensorFlow's context.
+        calls: of functions that were copied into them, see `TraceContext.calls`.
     """
     found = []
     for name in function_names:
@@ -98,19 +104,42 @@ def mesh_collectives(function_names):
             nodes = {n.name: n for n in _compat.function_def(name).node_def}
         except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
             continue
-        for node in nodes.values():
-            if node.op not in _OPERATIONS or node.op.startswith("Horovod"):
-                continue
-            if not np.any(_constant(node.input[2], nodes) == DATA_PARALLEL):  # DTensor's own
-                found.append(_of_node(node, nodes))
+        own = [
+            node
+            for node in nodes.values()
+            if node.op in _OPERATIONS
+            and not node.op.startswith("Horovod")
+            and not np.any(_constant(node.input[2], nodes) == DATA_PARALLEL)  # DTensor's own
+        ]
+        names = _told_apart([node.name for node in own], calls)
+        found += [_of_node(node, nodes, name) for node, name in zip(own, names)]
     return found
 
 
-def _of_node(node, nodes):
+def _told_apart(names, calls):
+    """Return names of a function's collectives, with the callers of what was copied into it.
+
+    A collective is there as often as its block is called, in this order; in gradients from the last
+    block to the first. Only a number at the end of its name, which TensorFlow gives, differs.
+    """
+    copies = collections.defaultdict(list)
+    for place, name in enumerate(names):
+        copies[re.sub(r"(_\d+)*$", "", name)].append(place)
+    result = list(names)
+    for name, places in copies.items():
+        gradient, name = _IN_GRADIENT.match(name).groups()
+        scope, _, rest = name.partition("/")
+        callers = calls.get(scope, [])[:: -1 if gradient else 1]
+        for number, place in enumerate(places) if callers else ():
+            caller = callers[number * len(callers) // len(places)]
+            result[place] = f"{gradient}{caller}/{rest}"
+    return result
+
+
+def _of_node(node, nodes, name):
     shape = node.attr["_output_shapes"].list.shape[0]
     size, key = (_constant(node.input[position], nodes) for position in (1, 2))
-    backward = node.name.startswith((GRADIENT_SCOPE, "gradient_tape/"))
-    name = node.name.removeprefix(GRADIENT_SCOPE).removeprefix("gradient_tape/")
+    gradient, name = _IN_GRADIENT.match(name).groups()
     sent_as = _OPERATIONS[node.op]
     return Collective(
         kind="all-gather" if "DTensorAllGather" in node.name else sent_as,
@@ -120,7 +149,7 @@ def _of_node(node, nodes):
         over=_axis_of(key, size),
         group_size=int(size),
         layer=name,
-        backward=backward,
+        backward=bool(gradient),
     )
 
 

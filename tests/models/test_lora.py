@@ -24,6 +24,7 @@ from dtransformer.models import (
 from dtransformer.trainers import Trainer
 from tests.models.test_freezing import IDS, network_of, train, trainer_of
 from tests.on_mesh import on_mesh, start
+from tests.tolerances import BLOCKS
 
 LLAMA = {
     "positions": "rotary",
@@ -48,7 +49,8 @@ def logits_of(network):
 
 
 def test_first_outputs_are_those_without_adapters():
-    np.testing.assert_array_equal(logits_of(adapted()), logits_of(network_of(**LLAMA)))
+    expected = logits_of(network_of(**LLAMA))  # by other products on some processors
+    np.testing.assert_allclose(logits_of(adapted()), expected, rtol=0, atol=BLOCKS["float32"])
 
 
 def test_factors_depend_on_the_seed_and_their_paths_only():

@@ -39,10 +39,11 @@ class MeshFunction:
         self._traced = _compat.expect_many_traces(tf.function(self._trace, autograph=False))
         self._is_new = False
         self.compiled = []  # names of functions, of the last compilation
+        self.calls = {}  # of the last compilation, see `TraceContext.calls`
         self.adds_losses = False  # whether layers did, in the last compilation
 
     def _trace(self, weights, args):
-        self._is_new = True
+        self._is_new, self.calls = True, {}
         mapping = list(zip(self._variables, weights))
         with keras.StatelessScope(mapping, collect_losses=True) as scope, self._on_mesh():
             results = self._function(*args)
@@ -55,7 +56,7 @@ class MeshFunction:
         return results, updates
 
     def _on_mesh(self):
-        return trace.scope(on_mesh=True, has_gradients=self._gradients)
+        return trace.scope(on_mesh=True, has_gradients=self._gradients, calls=self.calls)
 
     def __call__(self, *args):
         """Return what the function returns; every device is done with it."""

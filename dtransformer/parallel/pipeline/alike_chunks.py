@@ -146,6 +146,11 @@ class AlikeChunk:
         return self._function.compiled
 
     @property
+    def calls(self) -> dict:
+        """Of the last compilation, see `TraceContext.calls`."""
+        return self._function.calls
+
+    @property
     def is_new(self) -> bool:
         """Whether it was compiled since this was last set to False."""
         return self._function.is_new

@@ -4,6 +4,7 @@ Both compile functions of a model chunk, and know which shards of what passes be
 this rank holds, sends and receives.
 """
 
+import types
 from collections.abc import Callable
 
 import keras
@@ -131,9 +132,10 @@ class _Function(_Named):
         trained: list of the Keras variables that gradients are taken of.
         is_new: whether it was compiled since this was last set to False; on a mesh alone.
         compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
+        calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
     """
 
-    is_new, compiled = False, ()
+    is_new, compiled, calls = False, (), types.MappingProxyType({})
 
     def __init__(self, function, trained):
         self.trained = trained

@@ -53,7 +53,7 @@ class MeshEngine:
 
     def collectives(self):
         times = get_parallel_config().micro_batch_num
-        return times * audit.mesh_collectives(self._train.compiled)
+        return times * audit.mesh_collectives(self._train.compiled, self._train.calls)
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         check_mesh_batch((inputs, labels, sample_weight))

@@ -251,7 +251,7 @@ class PipelineEngine:
         on_mesh = [
             dataclasses.replace(one, layer=function.layer_name(one.layer))
             for function, names in self._compiled
-            for one in audit.mesh_collectives(names)
+            for one in audit.mesh_collectives(names, function.calls)
         ]
         return self._num_micro_batches * on_mesh + self.transfers()
 
