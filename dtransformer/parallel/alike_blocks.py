@@ -121,10 +121,12 @@ def _numbers_of(layers):
 
 
 def _ends_gradients(tensors, values):
-    """Return whether a tape watches weights of a block, and none of its inputs.
+    """Return whether the step's tape watches weights of a block, and none of its inputs.
 
     The function would compute gradients of these, too, and send for them.
     """
+    if trace.current().tape_graph is not tf.compat.v1.get_default_graph():
+        return False
     inputs = [x for x in tf.nest.flatten(tensors) if x is not None]
     return _compat.is_on_a_tape(values) and not _compat.is_on_a_tape(inputs)
 
@@ -156,6 +158,7 @@ def _key(layers, training):
     return (
         training,
         context.on_mesh,
+        repr(sorted(context.rules.items())),
         context.has_gradients,
         context.told is not None,
         tuple(type(layer) for layer in layers),

@@ -35,6 +35,8 @@ class TraceContext:
         told: dict of what layers tell besides their results; None where nobody listens. See `told`.
         calls: dict of the scope of the names in a function that alike blocks share, and the list of
             the scopes in which it is called; None where nobody asks.
+        tape_graph: the graph in which the tape of a step was opened; None where it is another's. In
+            functions and loops inside of it nobody can say what a tape watches.
         around_loop: the graph that a loop of `decoding` lies in, in which what does not change is
             computed once; None outside of such loops. Caches are updated in place in it.
         collective: name of the collective whose gradient is being made; None outside of one.
@@ -59,6 +61,7 @@ class TraceContext:
     deferred: dict | None = None
     told: dict | None = None
     calls: dict | None = None
+    tape_graph: object = None
     around_loop: object = None
     collective: str | None = None
     names_are_global: bool = False

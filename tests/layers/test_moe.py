@@ -83,7 +83,8 @@ def test_a_single_expert_is_the_plain_feed_forward_layer(gated, use_bias):
     layer.build(x.shape)
     for weight in plain.weights:
         getattr(layer, weight.name).assign(weight.numpy()[None])
-    np.testing.assert_array_equal(layer(x), plain(x))
+    # Its probability is 1 but for the rounding of some processors.
+    np.testing.assert_allclose(layer(x), plain(x), rtol=1e-6)
     with tf.GradientTape() as tape, tf.GradientTape() as plain_tape:
         total, plain_total = tf.reduce_sum(layer(x) ** 2), tf.reduce_sum(plain(x) ** 2)
     wanted_ones = plain_tape.gradient(plain_total, [w.value for w in plain.weights])

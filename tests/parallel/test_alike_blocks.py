@@ -148,3 +148,27 @@ def test_a_copy_traces_its_own():
     assert blocks is not layers.blocks[0].alike and not blocks._functions
     for own, other in zip(results(layers), expected, strict=True):
         np.testing.assert_array_equal(own, other)
+
+
+def in_a_function(layers, x):
+    return tf.function(layers, autograph=False)(x, None)
+
+
+def in_a_loop(layers, x):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, layers(x, None)), (0, x))[1]
+
+
+@pytest.mark.parametrize("call", [in_a_function, in_a_loop])
+def test_gradients_go_through_functions_and_loops_under_a_tape(call):
+    """Their own inputs are on no tape there, which what is traced inside cannot know."""
+
+    def gradients(layers):
+        x = tf.constant(X)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = call(layers, x)
+        return tape.gradient(y, [x, *(weight.value for weight in layers.trainable_variables)])
+
+    expected, found = gradients(by_themselves(stack())), tf.function(gradients)(stack())
+    for own, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ import typing
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -79,8 +79,9 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        listens = listening()
-        with tape, dropout_seed(numbers.seed), unsharding("train"), listens as told:
+        own_tape = trace.scope(tape_graph=tf.compat.v1.get_default_graph())
+        seed, listens = dropout_seed(numbers.seed), listening()
+        with tape, own_tape, seed, unsharding("train"), listens as told:
             tape.watch(values)
             outputs = self.outputs(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight

@@ -67,7 +67,8 @@ class PipelineEngine:
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
         self._told = None  # specs of the batches that training is given
-        self._prepared = set()  # specs of micro-batches that functions were compiled for
+        self._traced = set()  # specs of micro-batches, with open dimensions
+        self._is_prepared = False
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
         )
@@ -83,7 +84,7 @@ class PipelineEngine:
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
-        self._told = batch_specs(first)
+        self._told = batch_specs(first) or self._told  # an evaluation may come between
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
@@ -130,24 +131,31 @@ class PipelineEngine:
 
     def _prepare(self, batches, rows, *numbers):
         """Compile this stage's chunks, before it waits for others; for all shapes that may come."""
-        takes_open_shapes = self.devices.takes_open_shapes
-        specs = open_specs(batches[0], self._told if takes_open_shapes else None)
-        key = tuple(tf.nest.flatten(specs))
-        if key in self._prepared:
+        if self.devices.takes_open_shapes and self._told is not None:
+            self._trace(batches[0], numbers)
+        # In the first step alone, which all ranks take together: layers may send.
+        is_first, self._is_prepared = not self._is_prepared, True
+        if not is_first or self.placement.num_stages == 1:
             return
-        self._prepared.add(key)
-        if takes_open_shapes:
-            dataflow = self.dataflow(specs[0])
-            for chunk in own_chunks():
-                received = [(x.name, x.shape, x.dtype) for x in dataflow.received_by(chunk)]
-                received = {name: tf.TensorSpec(*spec) for name, *spec in received}
-                self.function(chunk, dataflow).trace(received, *specs, *specs_of(numbers))
-        own = [has_state(self.network, chunk, self.placement) for chunk in own_chunks()]
-        if self.placement.num_stages > 1 and not any(own):
+        if not any(has_state(self.network, chunk, self.placement) for chunk in own_chunks()):
             step = PipelineStep(self, batches, rows, *numbers)
             step.rehearse()
             step.finish()
             self._compiled = step.compiled or self._compiled
+
+    def _trace(self, batch, numbers):
+        """Trace this stage's chunks for the open dimensions that are told, once."""
+        specs = open_specs(batch, self._told)
+        key = repr(specs)
+        if key in self._traced:
+            return
+        dataflow, own = self.dataflow(specs[0]), self.dataflow(batch[0])
+        if self.devices.cache_key(dataflow) == self.devices.cache_key(own):
+            for chunk in own_chunks():
+                received = [(x.name, x.shape, x.dtype) for x in dataflow.received_by(chunk)]
+                received = {name: tf.TensorSpec(*spec) for name, *spec in received}
+                self.function(chunk, dataflow).trace(received, *specs, *specs_of(numbers))
+        self._traced.add(key)
 
     def dataflow(self, inputs):
         """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
