@@ -11,7 +11,7 @@ import keras
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline.dataflow import Dataflow
-from dtransformer.parallel.pipeline.placed_layers import chunk_of, placed_layers
+from dtransformer.parallel.pipeline.placed_layers import layers_of, placed_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def likeness_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Likenes
         dataflow: the `Dataflow` of the computation.
     """
     placement = dataflow.placement
-    layers = [layer for layer in placed_layers(network) if chunk_of(layer, placement) == chunk]
+    layers = layers_of(network, chunk, placement)
     has_copies = any(chunk in dataflow.copies_of(layer) for layer in placed_layers(network))
     stack = _stack_of(network, layers)
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:

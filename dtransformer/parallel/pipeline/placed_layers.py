@@ -41,6 +41,11 @@ def placed_layers(network: keras.Model) -> list:
     return list(dict.fromkeys(found))
 
 
+def layers_of(network: keras.Model, chunk: int, placement: Placement) -> list:
+    """Return the placed layers of a chunk, without those of which it has copies."""
+    return [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]
+
+
 def layers_of_stages(network: keras.Model, placement: Placement) -> list[list[str]]:
     """Return the names of the placed layers that each stage has, copies included.
 
@@ -77,7 +82,7 @@ def weights_of(
 
 def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
     """Return whether layers of a chunk keep what a call may change: moving means, or seeds."""
-    layers = [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]
+    layers = layers_of(network, chunk, placement)
     inner = [one for layer in layers for one in _compat.flat_layers(layer)]
     weights = {id(weight) for layer in inner for weight in _compat.own_trainable_variables(layer)}
     return any(id(variable) not in weights for layer in layers for variable in layer.variables)
@@ -85,5 +90,4 @@ def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
 
 def losses_of(network: keras.Model, chunk: int, placement: Placement) -> list[tf.Tensor]:
     """Return the losses that layers of a chunk have added, those of regularizers included."""
-    layers = [layer for layer in placed_layers(network) if chunk == chunk_of(layer, placement)]
-    return [loss for layer in layers for loss in layer.losses]
+    return [loss for layer in layers_of(network, chunk, placement) for loss in layer.losses]
