@@ -52,8 +52,9 @@ def named_alike() -> Iterator[None]:
     """
 
     def make_variable(make, **options):
-        variable = make(**{**options, "name": "weight"})
         scope, name = tf.get_current_name_scope(), options.get("name") or "Variable"
+        with tf.name_scope(""):
+            variable = make(**{**options, "name": "weight"})
         _compat.rename(variable, f"{scope}/{name}" if scope else name)
         return variable
 

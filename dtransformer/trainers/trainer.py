@@ -139,8 +139,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             ValueError: the layout cannot do what is asked for.
         """
         # TensorFlow would reorder sums and products by what else a step computes: recompute
-        # changes that, and is not to change one bit of the results.
-        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+        # changes that, and is not to change one bit of the results. Functions are inlined without
+        # the other, but for those that are to stay calls; it copies them all, and changes nothing.
+        tf.config.optimizer.set_experimental_options(
+            {"arithmetic_optimization": False, "function_optimization": False}
+        )
         loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
         names = getattr(self.network, "output_names", None)
         self.objective = Objective(loss, loss_weights, names)
