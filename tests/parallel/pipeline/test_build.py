@@ -9,7 +9,7 @@ from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline.build import place_all
 from dtransformer.parallel.pipeline.call_views import ChunkView, view
 from dtransformer.parallel.pipeline.dataflow import Dataflow
-from dtransformer.parallel.pipeline.placed_layers import losses_of
+from dtransformer.parallel.pipeline.placed_layers import has_state, losses_of
 from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.pipeline.places import by_use, spread
 
@@ -48,6 +48,36 @@ def test_a_sequential_model_is_spread_by_the_sizes_of_its_products():
     # Weights that multiply: none of the table's, 288, 1,056, 264.
     assert stages(*layers) == [0, 0, 1, 1]
     assert_chunks_give(network, IDS, dataflow, expected)
+
+
+class Counted(keras.layers.Layer):
+    """Keeps what Keras does not know."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: keras.layers.Dense(8), [False, False]),
+        (lambda: keras.layers.BatchNormalization(), [True, False]),
+        (lambda: keras.layers.Dropout(0.1), [True, False]),
+        (lambda: Counted(tf.Variable(0)), [True, True]),
+        (lambda: Counted({"of": [1], "generator": tf.random.Generator.from_seed(1)}), [True, True]),
+        (lambda: Counted([tf.Variable(0)]), [True, True]),
+        (lambda: Counted([1, "two"]), [False, False]),
+    ],
+    ids=["none", "means", "seed", "variable", "generator", "variables", "others"],
+)
+def test_a_chunk_tells_whether_a_call_changes_anything(make, expected):
+    network = keras.Sequential([keras.layers.Dense(8), make(), keras.layers.Dense(8)])
+    placed(network, X)
+    assert [has_state(network, chunk, TWO) for chunk in (0, 1)] == expected
 
 
 def functional():
