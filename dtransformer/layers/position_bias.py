@@ -44,9 +44,10 @@ class PositionBias:
         if isinstance(s, int) and s == 1:
             return values[:, None, :]
         # Row i has the values from place s - 1 - i on. All rows one after the other, each with all
-        # of the values, are read in rows that are one shorter: so no element is looked up.
+        # of the values, are read in rows that are one shorter: so no element is looked up. Zeros are
+        # added to repeat them, as DTensor has to know the shapes in the gradient, too.
         n, length = values.shape[0], s + t - 1
-        rows = tf.reshape(tf.repeat(values[:, None, :], s, axis=1), [n, s * length])
+        rows = tf.reshape(values[:, None, :] + tf.zeros([s, 1], values.dtype), [n, s * length])
         rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
         return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
 

@@ -93,8 +93,9 @@ class FitLoop(keras.Model):
     def _one_step(self, step):
         """Return a function of an iterator that runs a step, or None where Keras' own does it.
 
-        Keras' has a function of a batch inside of that of an iterator. To trace, copy and inline
-        the whole step once more takes an eighth of the time until the first step is done.
+        Keras' has a function of a batch inside of that of an iterator: to trace, copy and inline
+        the whole step once more takes an eighth of the time until the first step is done; and at
+        the end of data of which the number is not known it counts a batch that is not there.
         """
         if self._engine.compiles_itself:
             return self._each_step(step)
@@ -104,17 +105,15 @@ class FitLoop(keras.Model):
         def step_on_batch(batch):
             return step(tf.nest.map_structure(_none_if_optional, batch))
 
-        on_batch = tf.function(step_on_batch, reduce_retracing=True, autograph=False)
-        on_iterator = tf.function(
-            lambda iterator: step_on_batch(iterator.get_next()),
-            reduce_retracing=True,
-            autograph=False,
-        )
+        compiled = tf.function(step_on_batch, reduce_retracing=True, autograph=False)
+        traced = []
 
         def run(batches):
-            if isinstance(batches, tf.data.Iterator):
-                return on_iterator(batches)
-            return on_batch(next(batches))  # of train_on_batch
+            told = getattr(batches, "element_spec", None)  # dimensions that vary are open
+            if told is not None and told not in traced:
+                compiled.get_concrete_function(told)
+                traced.append(told)
+            return compiled(next(iter(batches)))
 
         return run
 
@@ -252,14 +251,16 @@ class FitLoop(keras.Model):
         **kwargs,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        if self._validation_shard is not None:  # called by `fit`, for data that it has checked
+        shards, train_function = self._shards_rows, self.train_function
+        is_in_fit = self._validation_shard is not None
+        if is_in_fit:  # for data that it has checked
             self._set_sharding(self._validation_shard)
             first, data = None, as_data(x)
         else:
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
         with job.doing("validating"), told_in_one_line():
-            return super().evaluate(
+            results = super().evaluate(
                 data,
                 y,
                 batch_size=batch_size,
@@ -270,6 +271,10 @@ class FitLoop(keras.Model):
                 return_dict=return_dict,
                 **kwargs,
             )
+        if is_in_fit and shards != self._shards_rows:  # `fit` goes on with its own
+            self._set_sharding(shards)
+            self.train_function = train_function
+        return results
 
     def predict(
         self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None

@@ -9,7 +9,7 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import Dropout
 from dtransformer.parallel import job
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import Trainer, fit_loop
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.optimizer_checks import check_constraints
 from tests.tolerances import TRAINING
@@ -179,3 +179,48 @@ def test_constraints_on_a_mesh_are_refused_or_need_whole_weights(monkeypatch):
     monkeypatch.setattr(job, "mesh", lambda: "a mesh")
     with pytest.raises(ValueError, match="the_weight.*optimizer_shard_partition='whole'"):
         check_constraints([weight])
+
+
+def test_data_that_end_count_no_batch_that_is_not_there():
+    """Where nothing tells how many there are."""
+    x, y = points(num_classes=4)
+    batches = [(x[i : i + 5], y[i : i + 5]) for i in range(0, 15, 5)]
+    signature = tf.TensorSpec([5, *x.shape[1:]], "float32"), tf.TensorSpec([5], "int32")
+    endless = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    trainer = Trainer(dense_network(4))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer.compile("sgd", loss, metrics=["accuracy"])
+    found = trainer.evaluate(endless, verbose=0)
+    np.testing.assert_allclose(
+        found, trainer.evaluate(x[:15], y[:15], batch_size=5, verbose=0), 1e-6
+    )
+
+
+def test_an_error_of_a_step_says_where_it_comes_from():
+    class Fails(keras.layers.Layer):
+        def call(self, x):
+            return tf.reshape(x, [tf.size(x) + 1])
+
+    trainer = Trainer(keras.Sequential([dense_network(4), Fails()]))
+    trainer.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="test_trainer.py"):
+        trainer.fit(*points(), verbose=0)
+
+
+def test_validation_data_whose_rows_are_taken_otherwise(monkeypatch):
+    """Training goes on with its own function after it."""
+    x, y = points()
+    monkeypatch.setattr(fit_loop, "shards_rows", lambda data, shard: isinstance(data, np.ndarray))
+    monkeypatch.setattr(fit_loop, "own_rows", lambda data: data)
+    trainer = Trainer(dense_network())
+    trainer.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    history = trainer.fit(x, y, batch_size=5, epochs=3, validation_data=data, verbose=0).history
+    assert len(history["val_loss"]) == len(history["loss"]) == 3
+
+
+def test_one_batch_of_arrays_without_compiling():
+    x, y = points()
+    trainer = Trainer(dense_network())
+    trainer.compile("sgd", "mse", run_eagerly=True)
+    assert np.isfinite(trainer.train_on_batch(x, y))

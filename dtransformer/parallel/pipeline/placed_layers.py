@@ -84,14 +84,15 @@ def has_state(network: keras.Model, chunk: int, placement: Placement) -> bool:
     """Return whether layers that a chunk computes keep what a call may change.
 
     Those are moving means and seeds of its own layers, and in any layer what Keras does not know:
-    a `tf.Variable` or `tf.random.Generator` that is an attribute, or in a list or dict that is one.
+    a `tf.Variable`, a `tf.random.Generator` or a metric that is an attribute, or in a list or dict
+    that is one.
     """
     layers = layers_of(network, chunk, placement)
     inner = [one for layer in layers for one in _compat.flat_layers(layer)]
     weights = {id(weight) for layer in inner for weight in _compat.own_trainable_variables(layer)}
     known = [variable for layer in layers for variable in layer.variables]
     return any(id(variable) not in weights for variable in known) or any(
-        isinstance(value, (tf.Variable, tf.random.Generator))
+        isinstance(value, (tf.Variable, tf.random.Generator, keras.metrics.Metric))
         for layer in _compat.flat_layers(network)
         for attribute in vars(layer).values()
         for value in _items(attribute)

@@ -70,9 +70,10 @@ class Counted(keras.layers.Layer):
         (lambda: Counted(tf.Variable(0)), [True, True]),
         (lambda: Counted({"of": [1], "generator": tf.random.Generator.from_seed(1)}), [True, True]),
         (lambda: Counted([tf.Variable(0)]), [True, True]),
+        (lambda: Counted(keras.metrics.Mean()), [True, True]),
         (lambda: Counted([1, "two"]), [False, False]),
     ],
-    ids=["none", "means", "seed", "variable", "generator", "variables", "others"],
+    ids=["none", "means", "seed", "variable", "generator", "variables", "metric", "others"],
 )
 def test_a_chunk_tells_whether_a_call_changes_anything(make, expected):
     network = keras.Sequential([keras.layers.Dense(8), make(), keras.layers.Dense(8)])
