@@ -45,6 +45,26 @@ def test_relative(causal, first_query, s, first_key, t):
             np.testing.assert_allclose(bias[:, i, j], table[number])
 
 
+def test_the_gradient_has_known_shapes():
+    """On a mesh DTensor has to know them, in a block's function, too, which gets no constants."""
+
+    @tf.function(autograph=False)
+    def of_block(table):
+        bias = relative_bias(table, 8, causal=True)
+        return bias.block(bias.tensors, 0, 6, 0, 6)
+
+    @tf.function(autograph=False)
+    def gradient(table):
+        with tf.GradientTape() as tape:
+            tape.watch(table)
+            bias = of_block(table)
+        return tape.gradient(bias, table)
+
+    graph = gradient.get_concrete_function(tf.TensorSpec([4, 2])).graph.as_graph_def()
+    ops = {node.op for function in graph.library.function for node in function.node_def}
+    assert "Sum" in ops and not ops & {"Shape", "Tile", "BroadcastTo", "BroadcastGradientArgs"}
+
+
 @pytest.mark.parametrize("max_distance", [0, 3])
 def test_wrong_ranges(max_distance):
     with pytest.raises(ValueError, match="relative_max_distance"):
