@@ -8,6 +8,7 @@ Of Horovod none is used.
 import collections
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator
 
 import keras
@@ -18,13 +19,12 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope
 from keras.src.trainers import compile_utils
-from keras.src.trainers.data_adapters.array_slicing import (
-    train_validation_split as train_validation_split,
-)
+from keras.src.trainers.data_adapters import array_slicing
 from keras.src.utils.naming import to_snake_case as to_snake_case
 from tensorflow.dtensor.python import api
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import error_interpolation
 from tensorflow.python.framework.func_graph import FuncGraph
 
 # What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
@@ -161,18 +161,12 @@ def flat_layers(layer: keras.layers.Layer, include_self=True, recursive=True) ->
 
 
 def own_variables(layer: keras.layers.Layer) -> list:
-    """Return the variables of a layer without those of the layers inside of it.
-
-    Unnecessary as `flat_layers`.
-    """
+    """Return a layer's variables without those of layers inside. Unnecessary as `flat_layers`."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def own_trainable_variables(layer: keras.layers.Layer) -> list:
-    """Return those of `own_variables` that were made to be trained, frozen or not.
-
-    `trainable_variables` leaves frozen ones out. Unnecessary as `flat_layers`.
-    """
+    """Return those of `own_variables` made to be trained, frozen or not. Unnecessary as they."""
     return list(layer._trainable_variables)
 
 
@@ -210,10 +204,7 @@ def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callab
 
 
 def dropped_value(variable: keras.Variable):
-    """Return what is read of a variable without a value; None where it has one.
-
-    Unnecessary together with `drop_value`.
-    """
+    """Return what is read of a variable without a value, or None. Unnecessary as `drop_value`."""
     read = variable._initializer
     return None if read is None else read(variable._shape, variable._dtype)
 
@@ -287,6 +278,7 @@ class _OfOne(list):
 
 # `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
 # are trained with before Keras does. Unnecessary if Keras exported it.
+train_validation_split = array_slicing.train_validation_split
 
 
 # TensorFlow: datasets and functions.
@@ -372,7 +364,18 @@ def constants_are_copied() -> Iterator[None]:
         FuncGraph.capture = capture
 
 
-# TensorFlow: its context, which DTensor starts anew.
+# TensorFlow: its context, which DTensor starts anew, and its errors.
+
+
+def read_long_errors() -> None:
+    """Let TensorFlow read an error in a time that grows with its length, not with the square.
+
+    DTensor's errors hold a whole function, which would take it many minutes. Unnecessary if its
+    pattern looked for what is before a tag where the last one ends alone.
+    """
+    pattern = error_interpolation._INTERPOLATION_REGEX
+    pattern = pattern.replace("(?P<sep>", r"(?P<sep>(?:\A|(?<=}}))", 1)
+    error_interpolation._INTERPOLATION_PATTERN = re.compile(pattern, re.DOTALL)
 
 
 def forget_context() -> None:

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
 from dtransformer.parallel.variables import named_alike
@@ -424,3 +425,18 @@ def test_what_outlives_a_mesh_is_forgotten(monkeypatch):
     monkeypatch.setattr(_compat.api, "_dtensor_singleton", device)
     _compat.forget_dtensor_device()
     assert _compat.api._dtensor_singleton is None
+
+
+def test_long_errors_are_read():
+    """As TensorFlow reads them, by tags, in a time that does not grow with the square."""
+    odd = "of {{node a}}{{function_node __f_1}} }} and {{odd {{node c}} end"
+    texts = ["", "none", "{{node a/b}}", odd]
+    expected = [error_interpolation.parse_message(text) for text in texts]
+    found_before = error_interpolation._INTERPOLATION_PATTERN
+    try:
+        _compat.read_long_errors()
+        assert [error_interpolation.parse_message(text) for text in texts] == expected
+        long = "%1 = {a} " * 10**5  # an hour in TensorFlow's own way
+        assert error_interpolation.parse_message(long)[0] == long
+    finally:
+        error_interpolation._INTERPOLATION_PATTERN = found_before

@@ -57,6 +57,7 @@ def start_mesh(
     if len(ranks) > 1:
         values = ("worker", ",".join(addresses[r] for r in ranks), str(ranks.index(rank)))
         os.environ.update(zip(_CLUSTER, (*values, str(len(ranks)))))
+    _compat.read_long_errors()
     _compat.forget_context()
     dtensor.initialize_accelerator_system(
         device_type,
