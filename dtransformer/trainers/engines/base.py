@@ -131,7 +131,8 @@ class ForwardStep:
         """
         share = divided
         if share is None:
-            first = tf.convert_to_tensor(tf.nest.flatten(inputs)[0])
+            first = tf.nest.flatten(inputs)[0]
+            first = first if tf.is_tensor(first) else tf.convert_to_tensor(first)
             rows = static_or_dynamic_shape(first)[0]
             share = tf.cast(rows, "float32") / self.objective.rows(counts)
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
