@@ -131,9 +131,7 @@ class ForwardStep:
         """
         share = divided
         if share is None:
-            first = tf.nest.flatten(inputs)[0]
-            first = first if tf.is_tensor(first) else tf.convert_to_tensor(first)
-            rows = static_or_dynamic_shape(first)[0]
+            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
             share = tf.cast(rows, "float32") / self.objective.rows(counts)
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
 
