@@ -1,9 +1,34 @@
 """How items of which many are alike are put into few calls of even fewer functions."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+
+import tensorflow as tf
 
 
-def alike_calls(keys: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
+def traced_apart(function: Callable, *args, jit_compile: bool | None = None) -> Callable:
+    """Return a function that TensorFlow traces, and optimizes, once for all of its calls.
+
+    Args:
+        function: a function of nested tensors.
+        *args: arguments of it; others that it is called with are of their shapes and types.
+        jit_compile: whether it is compiled with XLA.
+    """
+    traced = tf.function(
+        function,
+        jit_compile=jit_compile,
+        autograph=False,
+        experimental_attributes={"_noinline": True},  # Grappler, too, sees it once
+    )
+    specs = tf.nest.map_structure(
+        lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, args
+    )
+    with tf.init_scope():  # no device: it runs on that of each call
+        return traced.get_concrete_function(*specs)
+
+
+def alike_calls(
+    keys: Sequence[Hashable], sizes: Sequence[int] | None = None, most: int = 0
+) -> list[list[int]]:
     """Return calls, lists of the items' positions; many of them have the same list of keys.
 
     Items that are alike are dealt out to as many equal calls as make the fewest different
@@ -11,7 +36,7 @@ def alike_calls(keys: Sequence[Hashable], sizes: Sequence[int], most: int) -> li
 
     Args:
         keys: of the items, equal where they are alike.
-        sizes: of the items.
+        sizes: of the items; None where calls may be of any size.
         most: size of a call, but for its last item's.
 
     Example:
@@ -34,6 +59,7 @@ def alike_calls(keys: Sequence[Hashable], sizes: Sequence[int], most: int) -> li
         for i, call in enumerate(equal):
             call += positions[i * share : (i + 1) * share]
         left += positions[number * share :]
+    sizes = [0] * len(keys) if sizes is None else sizes
     return [part for call in [*equal, left] for part in _parts(call, sizes, most)]
 
 

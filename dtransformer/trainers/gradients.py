@@ -14,6 +14,7 @@ from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.impure import never_constant
 from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.trainers.square_norms import own_square_norms
 
 Gradient = tf.Tensor | tf.IndexedSlices
 
@@ -147,8 +148,11 @@ def _reduce_rows(group, rows, division, name):
 
 
 def square_norms(
-    gradients: list, is_sharded: Sequence[bool] = (), shares: Sequence[float | None] = ()
-) -> list:
+    gradients: list,
+    is_sharded: Sequence[bool] = (),
+    shares: Sequence[float | None] = (),
+    devices: Sequence[str] | None = None,
+) -> tf.Tensor:
     """Return the square of each gradient's Euclidean norm, that of the full weight's.
 
     Args:
@@ -157,39 +161,36 @@ def square_norms(
             where it is not given.
         shares: for each gradient 1 over the number of the mesh's ranks that have the same
             shard; None, or not given, where every rank has the full gradient.
+        devices: for each gradient the name of the device that has it.
 
     Returns:
-        A list of float32 scalars.
+        A float32 tensor [number of gradients].
     """
-    halves = tf.stack([tf.nn.l2_loss(tf.cast(gradient, "float32")) for gradient in gradients])
-    squares = tf.unstack(2.0 * halves, num=len(gradients))
+    squares = own_square_norms(gradients, devices)
     over_data = [i for i, sharded in enumerate(is_sharded) if sharded]
-    _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
+    squares = _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
     on_mesh = [i for i, share in enumerate(shares) if share is not None]
-    for i in on_mesh:
-        squares[i] *= shares[i]
-    _sum_some(squares, on_mesh, job.model_parallel_group(), "square_norms")
-    return squares
+    if on_mesh:
+        squares *= tf.constant([1.0 if share is None else share for share in shares], "float32")
+    return _sum_some(squares, on_mesh, job.model_parallel_group(), "square_norms")
 
 
 def sum_over_stages(scalar: tf.Tensor) -> tf.Tensor:
     """Return the sum of a scalar over the stages of a pipeline."""
-    total = [scalar]
-    _sum_some(total, [0], job.pipeline_group(), "sum_of_stages")
-    return total[0]
+    return _sum_some(scalar[tf.newaxis], [0], job.pipeline_group(), "sum_of_stages")[0]
 
 
-def _sum_some(scalars, positions, group, name):
-    """Replace some of a list of scalars by their sums over a group, by one collective."""
+def _sum_some(vector, positions, group, name):
+    """Return a vector with the sums over a group at some positions, by one collective."""
     if group.size == 1 or not positions:
-        return
-    own = tf.stack([scalars[i] for i in positions])
-    sums = transport.sum_linked(own, group, name)
-    for i, total in zip(positions, tf.unstack(sums, num=len(positions))):
-        scalars[i] = total
+        return vector
+    sums = transport.sum_linked(tf.gather(vector, positions), group, name)
+    return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
 
 
-def clip_shards(optimizer, gradients: list, squares: list, owners: list, norm: tf.Tensor) -> list:
+def clip_shards(
+    optimizer, gradients: list, squares: tf.Tensor, owners: list, norm: tf.Tensor
+) -> list:
     """Clip shards of gradients as an optimizer asks, by the norms of the full gradients.
 
     Args:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.zero.held_parameter import HeldParameter
-from dtransformer.trainers.alike_calls import alike_calls
+from dtransformer.trainers.alike_calls import alike_calls, traced_apart
 from dtransformer.trainers.optimizer_states import optimizer_states
 
 # Elements of the weights that a function updates, but for the last weight's: it has the old and
@@ -134,17 +134,8 @@ class _UpdateInCalls:
         """Return the function of the call of some units, of what it is given."""
         key = tuple(self._keys[i] for i in numbers)
         if key not in self._functions:
-            function = tf.function(
-                functools.partial(self._update, numbers),
-                jit_compile=self._jit_compile,
-                autograph=False,
-                experimental_attributes={"_noinline": True},  # Grappler, too, sees it once
-            )
-            specs = tf.nest.map_structure(
-                lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, given
-            )
-            with tf.init_scope():  # no device: it runs on that of each call
-                self._functions[key] = function.get_concrete_function(*specs)
+            update = functools.partial(self._update, numbers)
+            self._functions[key] = traced_apart(update, *given, jit_compile=self._jit_compile)
         return self._functions[key]
 
     def _update(self, numbers, gradients, values, states, scalars):

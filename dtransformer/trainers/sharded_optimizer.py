@@ -4,7 +4,6 @@ It knows nothing of layers: gradients come in, weights have changed when it is d
 """
 
 import contextlib
-import itertools
 import math
 
 import tensorflow as tf
@@ -95,7 +94,8 @@ class ShardedOptimizer:
                 [bucket_ids[one.number] for one in self.shards], config.gradient_aggregation_group
             )
         ]
-        devices = [self.shards[unit.positions[0]].shard.value.device for unit in self.units]
+        self._devices = [one.shard.value.device for one in self.shards]
+        devices = [self._devices[unit.positions[0]] for unit in self.units]
         self._update = optimizer_update(self._optimizer, parameters, devices, jit_compile)
 
     @property
@@ -155,17 +155,17 @@ class ShardedOptimizer:
     def _apply(self, gradients):
         """Update the weights with reduced gradients; return the norm of all of them."""
         norm_shares = [one.norm_share for one in self.shards]
-        squares = grads.square_norms(gradients, self._is_sharded, norm_shares)
-        counts = [one.counts for one in self.shards]
-        counted = list(itertools.compress(self._others(squares), self._others(counts)))
-        norm = tf.sqrt(grads.sum_over_stages(tf.add_n([tf.zeros([]), *counted])))
+        squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
+        others = self._others(range(len(gradients)))
+        counted = [i for i in others if self.shards[i].counts]
+        norm = tf.sqrt(grads.sum_over_stages(tf.reduce_sum(tf.gather(squares, counted))))
         scale = self.loss_scale.value()
         norm /= scale
         if self.loss_scale.is_used:
             gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
-            squares = [square / scale**2 for square in squares]
+            squares /= scale**2
         if self._clips:
-            own = self._others(squares), self._others([one.number for one in self.shards])
+            own = tf.gather(squares, others), [self.shards[i].number for i in others]
             gradients = self._of_others(
                 lambda some: grads.clip_shards(self._optimizer, some, *own, norm), gradients
             )
