@@ -50,8 +50,8 @@ def work(args):
 
     layout, blocks = args.worker.split(":")
     _, local_devices, fields = LAYOUTS[layout]
-    if layout == "mesh_in_chunks":  # of four blocks
-        fields = fields | {"pipeline_chunks": int(blocks) // 4}
+    if layout == "mesh_in_chunks":  # of four blocks, of two at both ends
+        fields = fields | {"pipeline_chunks": int(blocks) // 4 + 1}
         fields = fields if int(blocks) > 4 else LAYOUTS["mesh"][2]
     dtransformer.init(
         dtransformer.TransformerOpParallelConfig(**fields), local_devices=local_devices

@@ -260,6 +260,9 @@ def spread_evenly(
 ) -> None:
     """Spread blocks evenly over the stages, or their model chunks: the default `lambda_func`.
 
+    Of several chunks of a single stage those between the first and the last are alike, and have as
+    many blocks as they can have; see `pipeline.alike_chunks`.
+
     Args:
         network: the block.
         layer_id: its number in its stack.
@@ -270,8 +273,12 @@ def spread_evenly(
     number = layer_id + offset
     chunks = parallel_config.placement.num_chunks
     groups = parallel_config.gradient_aggregation_group
-    per_chunk = max(layers // chunks, 1)
-    network.pipeline_stage = min(number // per_chunk, chunks - 1)
+    if parallel_config.pipeline_stage == 1 and layers >= chunks > 2:
+        per_chunk = (layers - 2) // (chunks - 2)
+        first = (layers - per_chunk * (chunks - 2)) // 2
+        network.pipeline_stage = min(max(number - first + per_chunk, 0) // per_chunk, chunks - 1)
+    else:
+        network.pipeline_stage = min(number // max(layers // chunks, 1), chunks - 1)
     network.set_comm_fusion(number // max(layers // groups, 1) + 1)
 
 

@@ -35,6 +35,29 @@ def test_lambda_func_is_called_once_a_block(encoder_layers, decoder_layers):
     )
 
 
+@pytest.mark.parametrize(
+    "layers, chunks, sizes",
+    [
+        (48, 13, [2, *[4] * 11, 2]),
+        (80, 21, [2, *[4] * 19, 2]),
+        (6, 3, [1, 4, 1]),
+        (9, 4, [1, 3, 3, 2]),
+        (50, 13, [3, *[4] * 11, 3]),
+        (48, 25, [1, *[2] * 23, 1]),
+        (4, 3, [1, 2, 1]),
+        (8, 2, [4, 4]),
+        (5, 5, [1] * 5),
+        (7, 5, [2, 1, 1, 1, 2]),
+    ],
+)
+def test_the_inner_chunks_of_a_single_stage_are_alike(layers, chunks, sizes):
+    fields = {"pipeline_schedule": "interleaved", "pipeline_chunks": chunks}
+    with parallel_config(**fields):
+        network = TransformerEncoder(layers, 12, 3, 7)
+    places = [block.pipeline_stage for block in network.blocks]
+    assert places == [chunk for chunk, size in enumerate(sizes) for _ in range(size)]
+
+
 def test_lambda_func_places_blocks():
     def place(network, layer_id, offset, parallel_config, layers):
         network.pipeline_stage = int(layer_id + offset >= 1)
