@@ -146,11 +146,15 @@ class LocalShards:
         self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the DTensor of shards, which are in the order of `distinct`."""
+        """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
+        values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
         for device, number in zip(job.mesh().local_devices(), self._number_of):
-            with tf.device(device):
-                on_devices.append(tf.identity(shards[number]))
+            value = values[number]
+            if value.device != device:
+                with tf.device(device):
+                    value = tf.identity(value)
+            on_devices.append(value)
         return dtensor.pack(on_devices, self._layout)
 
     def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
