@@ -50,7 +50,7 @@ def work(args):
 
     layout, blocks = args.worker.split(":")
     _, local_devices, fields = LAYOUTS[layout]
-    if layout == "mesh_in_chunks":  # of four blocks, of two at both ends
+    if layout == "mesh_in_chunks":  # of about four blocks
         fields = fields | {"pipeline_chunks": int(blocks) // 4 + 1}
         fields = fields if int(blocks) > 4 else LAYOUTS["mesh"][2]
     dtransformer.init(

@@ -157,7 +157,7 @@ class ShardedOptimizer:
         norm_shares = [one.norm_share for one in self.shards]
         squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
         others = self._others(range(len(gradients)))
-        counted = [i for i in others if self.shards[i].counts]
+        counted = tf.constant([i for i in others if self.shards[i].counts], "int32")
         norm = tf.sqrt(grads.sum_over_stages(tf.reduce_sum(tf.gather(squares, counted))))
         scale = self.loss_scale.value()
         norm /= scale
@@ -165,9 +165,10 @@ class ShardedOptimizer:
             gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
             squares /= scale**2
         if self._clips:
-            own = tf.gather(squares, others), [self.shards[i].number for i in others]
+            own = tf.gather(squares, tf.constant(others, "int32"))
+            owners = [self.shards[i].number for i in others]
             gradients = self._of_others(
-                lambda some: grads.clip_shards(self._optimizer, some, *own, norm), gradients
+                lambda some: grads.clip_shards(self._optimizer, some, own, owners, norm), gradients
             )
         # Weight decay needs no gradient: at the end of the data, where the step fails for want
         # of a batch, it would go on without one.

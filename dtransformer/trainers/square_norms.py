@@ -17,7 +17,7 @@ def own_square_norms(gradients: list, devices: list | None = None) -> tf.Tensor:
     """
     if tf.executing_eagerly() or not gradients:
         return _squares(gradients)
-    keys = [(tuple(x.shape), x.dtype) for x in gradients]
+    keys = [(str(x.shape), x.dtype) for x in gradients]
     devices = [None] * len(gradients) if devices is None else devices
     functions, order, squares = {}, [], []
     for device in dict.fromkeys(devices):

@@ -248,3 +248,20 @@ def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
     norm = step.step([tf.constant([4.0, 8.0, 8.0])])
     assert float(norm) == pytest.approx(3.0)
     np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.1}, {"global_clipnorm": 0.1}])
+@pytest.mark.parametrize("kind", ["none", "copies", "overwritten"])
+def test_a_rank_with_no_weight_that_counts_in_the_norm(kind, clip, traced):
+    weights = [] if kind == "none" else [keras.Variable(np.ones(2, "float32"))]
+    for weight in weights:
+        weight.overwrite_with_gradient = kind == "overwritten"
+    copies = weights if kind == "copies" else []
+    optimizer = keras.optimizers.SGD(1.0, **clip)
+    step = ShardedOptimizer(optimizer, weights, [None] * len(weights), False, copies)
+    run = tf.function(step.step) if traced else step.step
+    assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0
+    assert int(optimizer.iterations) == 1
+    if kind == "overwritten":
+        np.testing.assert_array_equal(weights[0].numpy(), [3, 4])
