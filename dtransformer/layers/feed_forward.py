@@ -5,6 +5,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from dtransformer.layers.activations import get_activation
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import (
     Layer,
@@ -18,40 +19,6 @@ from dtransformer.layers.settings import as_config
 from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
-
-
-@register
-def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
-    """The approximation of GELU by tanh that GPT-2 and BERT were trained with (arXiv 1606.08415)."""
-    return keras.activations.gelu(x, approximate=True)
-
-
-# Activations of published models that Keras has under no name of their own.
-_ACTIVATIONS = {"gelu_tanh": gelu_tanh}
-
-
-def get_activation(identifier: str | dict | Callable) -> Callable:
-    """Return an activation by its Keras name, or "gelu_tanh"; or the callable itself.
-
-    Raises:
-        ValueError: the name is unknown; lists what exists.
-    """
-    if isinstance(identifier, dict):  # from a config
-        identifier = keras.saving.deserialize_keras_object(identifier)
-    if isinstance(identifier, type):  # the class of a layer
-        identifier = identifier()
-    if callable(identifier):
-        return identifier
-    if identifier in _ACTIVATIONS:
-        return _ACTIVATIONS[identifier]
-    names = sorted(
-        name
-        for name, value in vars(keras.activations).items()
-        if callable(value) and name not in ("get", "serialize", "deserialize")
-    )
-    if identifier not in names:
-        raise ValueError(f"hidden_act {identifier!r} is unknown; there are {', '.join(names)}")
-    return keras.activations.get(identifier)
 
 
 class BaseFeedForward(Layer):

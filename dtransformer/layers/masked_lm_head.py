@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer.layers.activations import get_activation
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.embedding import VocabHead
-from dtransformer.layers.feed_forward import get_activation
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.norm import LayerNorm
 from dtransformer.layers.settings import as_config
