@@ -22,13 +22,14 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
     @custom_gradient
     def activate(x):
-        share = 0.5 * tf.math.erfc(x * -math.sqrt(0.5))
+        share = 0.5 * tf.math.erfc(_wide(x) * -math.sqrt(0.5))
+        y, kept = tf.cast(_wide(x) * share, x.dtype), tf.cast(share, x.dtype)
 
         def gradient(dy):
-            density = tf.exp(-0.5 * tf.square(x)) * (1 / math.sqrt(2 * math.pi))
-            return dy * (share + x * density)
+            density = tf.exp(-0.5 * tf.square(_wide(x))) * (1 / math.sqrt(2 * math.pi))
+            return tf.cast(_wide(dy) * (_wide(kept) + _wide(x) * density), x.dtype)
 
-        return x * share, gradient
+        return y, gradient
 
     return activate(tf.convert_to_tensor(x))
 
@@ -43,15 +44,22 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
 
     @custom_gradient
     def activate(x):
-        bent = tf.tanh(x * (scale + scale * cubic * tf.square(x)))
+        bent = tf.tanh(_wide(x) * (scale + scale * cubic * tf.square(_wide(x))))
+        y, kept = tf.cast(0.5 * _wide(x) * (1 + bent), x.dtype), tf.cast(bent, x.dtype)
 
         def gradient(dy):
-            slope = scale + 3 * scale * cubic * x * x  # in this order float16 holds it longer
-            return (0.5 * dy) * (1 + bent + x * (1 - tf.square(bent)) * slope)
+            slope = scale + 3 * scale * cubic * tf.square(_wide(x))
+            share = 1 + _wide(kept) + _wide(x) * (1 - tf.square(_wide(kept))) * slope
+            return tf.cast(0.5 * _wide(dy) * share, x.dtype)
 
-        return 0.5 * x * (1 + bent), gradient
+        return y, gradient
 
     return activate(tf.convert_to_tensor(x))
+
+
+def _wide(x):
+    """Return a tensor in float32, where its own type is of 16 bits: each operation would round."""
+    return tf.cast(x, "float32") if x.dtype.size < 4 else x
 
 
 # Names that are not Keras', or whose gradient is not.
