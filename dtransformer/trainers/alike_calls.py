@@ -63,6 +63,32 @@ def alike_calls(
     return [part for call in [*equal, left] for part in _parts(call, sizes, most)]
 
 
+def alike_calls_on(
+    devices: Sequence[str | None],
+    keys: Sequence[Hashable],
+    sizes: Sequence[int] | None = None,
+    most: int = 0,
+) -> list[tuple[str | None, list[list[int]]]]:
+    """Return for each device the calls of the items that are there; see `alike_calls`.
+
+    Args:
+        devices: of the items.
+        keys, sizes, most: as those of `alike_calls`.
+
+    Example:
+
+    >>> alike_calls_on(["a", "b", "a", "b"], ["kernel", "kernel", "kernel", "bias"])
+    [('a', [[0], [2]]), ('b', [[1, 3]])]
+    """
+    found = []
+    for device in dict.fromkeys(devices):
+        here = [i for i, other in enumerate(devices) if other == device]
+        own_sizes = None if sizes is None else [sizes[i] for i in here]
+        calls = alike_calls([keys[i] for i in here], own_sizes, most)
+        found.append((device, [[here[i] for i in call] for call in calls]))
+    return found
+
+
 def _parts(call, sizes, most):
     """Yield the parts of a call, each of which ends as soon as it has more than the most."""
     part, size = [], 0

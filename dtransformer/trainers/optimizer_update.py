@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.zero.held_parameter import HeldParameter
-from dtransformer.trainers.alike_calls import alike_calls, traced_apart
+from dtransformer.trainers.alike_calls import alike_calls_on, traced_apart
 from dtransformer.trainers.optimizer_states import optimizer_states
 
 # Elements of the weights that a function updates, but for the last weight's: it has the old and
@@ -80,13 +80,8 @@ class _UpdateInCalls:
         self._variables = [None if unit is held else unit for unit, held in zip(units, self._units)]
         self._states = [[variable for _, variable in own] for own in states]
         self._keys = [self._key(i, unit, states[i]) for i, unit in enumerate(units)]
-        self._calls = []  # (device, list of calls, each a list of numbers of units)
-        for device in dict.fromkeys(devices):
-            numbers = [i for i, own in enumerate(devices) if own == device]
-            keys = [self._keys[i] for i in numbers]
-            sizes = [math.prod(units[i].shape) for i in numbers]
-            calls = alike_calls(keys, sizes, _ELEMENTS_AT_ONCE)
-            self._calls.append((device, [[numbers[i] for i in call] for call in calls]))
+        sizes = [math.prod(unit.shape) for unit in units]
+        self._calls = alike_calls_on(devices, self._keys, sizes, _ELEMENTS_AT_ONCE)
         self._functions = {}  # keys of the units of a call -> function
 
     def _key(self, number, unit, states):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from dtransformer.trainers.alike_calls import alike_calls, traced_apart
+from dtransformer.trainers.alike_calls import alike_calls_on, traced_apart
 
 
 def own_square_norms(gradients: list, devices: list | None = None) -> tf.Tensor:
@@ -20,15 +20,13 @@ def own_square_norms(gradients: list, devices: list | None = None) -> tf.Tensor:
     keys = [(str(x.shape), x.dtype) for x in gradients]
     devices = [None] * len(gradients) if devices is None else devices
     functions, order, squares = {}, [], []
-    for device in dict.fromkeys(devices):
-        here = [i for i, other in enumerate(devices) if other == device]
-        for call in alike_calls([keys[i] for i in here]):
-            positions = [here[i] for i in call]
-            key = tuple(keys[i] for i in positions)
+    for device, calls in alike_calls_on(devices, keys):
+        for positions in calls:
+            key, own = tuple(keys[i] for i in positions), [gradients[i] for i in positions]
             if key not in functions:
-                functions[key] = traced_apart(_squares, [gradients[i] for i in positions])
+                functions[key] = traced_apart(_squares, own)
             with tf.device(device):
-                squares.append(functions[key]([gradients[i] for i in positions]))
+                squares.append(functions[key](own))
             order += positions
     place = {position: number for number, position in enumerate(order)}
     return tf.gather(tf.concat(squares, 0), [place[i] for i in range(len(gradients))])
