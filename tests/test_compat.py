@@ -1,6 +1,6 @@
-"""Promise: each private name of TensorFlow and Keras is used in one file, and does what it did.
+"""Promise: each private name of TensorFlow and Keras is used in one folder, and does what it did.
 
-When a test here fails after an update of theirs, `dtransformer/_compat.py` says what the name
+When a test here fails after an update of theirs, `dtransformer/_compat` says what the name
 is for, and what may have made it unnecessary.
 """
 
@@ -20,11 +20,12 @@ import tensorflow as tf
 from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
+from dtransformer._compat import of_tensorflow
 from dtransformer.parallel.variables import named_alike
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 
-PACKAGE = pathlib.Path(_compat.__file__).parent
-COMPAT = pathlib.Path(_compat.__file__)
+COMPAT = pathlib.Path(_compat.__file__).parent
+PACKAGE = COMPAT.parent
 PRIVATE_MODULES = ("keras.src", "tensorflow.python", "tensorflow.dtensor", "horovod.common")
 NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, despite their names
 HOOKS = {name for names in _compat.SUBCLASS_HOOKS.values() for name in names}
@@ -32,8 +33,12 @@ HOOKS = {name for names in _compat.SUBCLASS_HOOKS.values() for name in names}
 
 @functools.cache
 def trees():
-    paths = sorted(set(PACKAGE.rglob("*.py")) - {COMPAT})
+    paths = sorted(set(PACKAGE.rglob("*.py")) - set(COMPAT.glob("*.py")))
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def trees_of_the_folder():
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in COMPAT.glob("of_*.py")]
 
 
 def private_attributes(tree):
@@ -60,7 +65,7 @@ def is_own(attribute):
     return ast.unparse(attribute.value) in ("self", "cls", "super()")
 
 
-# --- Nothing private past the one file. ---
+# --- Nothing private past the one folder. ---
 
 
 def test_no_private_module_is_imported():
@@ -73,34 +78,33 @@ def test_no_private_module_is_imported():
                 modules = [f"{node.module}.{alias.name}" for alias in node.names]
             for module in modules:
                 assert not f"{module}.".startswith(tuple(f"{m}." for m in PRIVATE_MODULES)), (
-                    f"{path}:{node.lineno} imports {module}: do so in dtransformer/_compat.py"
+                    f"{path}:{node.lineno} imports {module}: do so in dtransformer/_compat"
                 )
 
 
 def test_no_private_attribute_of_others_is_used():
     found = trees()
     ours = defined_names(found.values())
-    theirs = {node.attr for node in private_attributes(ast.parse(COMPAT.read_text("utf-8")))}
+    theirs = {node.attr for tree in trees_of_the_folder() for node in private_attributes(tree)}
     for path, tree in found.items():
         for node in private_attributes(tree):
             if is_own(node) and (node.attr in HOOKS or node.attr in ours):
                 continue
             assert node.attr in NAMEDTUPLES or node.attr in ours - theirs - HOOKS, (
                 f"{path}:{node.lineno} uses {ast.unparse(node)}, which the package does not "
-                "define: use a function of dtransformer/_compat.py"
+                "define: use a function of dtransformer/_compat"
             )
         for node in ast.walk(tree):  # getattr and the like
             assert not (isinstance(node, ast.Constant) and node.value in theirs), (
-                f"{path}:{node.lineno} names {node.value!r}: use a function of "
-                "dtransformer/_compat.py"
+                f"{path}:{node.lineno} names {node.value!r}: use a function of dtransformer/_compat"
             )
 
 
-def test_the_file_has_nothing_that_is_not_used():
+def test_the_folder_has_nothing_that_is_not_used():
     text = "\n".join(path.read_text(encoding="utf-8") for path in trees())
-    tree = ast.parse(COMPAT.read_text(encoding="utf-8"))
-    given = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    given += [one.name for node in tree.body if isinstance(node, ast.ImportFrom)
+    body = [node for tree in trees_of_the_folder() for node in tree.body]
+    given = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    given += [one.name for node in body if isinstance(node, ast.ImportFrom)
               for one in node.names if one.asname]  # fmt: skip
     unused = [name for name in given if name[0] != "_" and f"_compat.{name}" not in text]
     assert unused == []
@@ -388,20 +392,53 @@ def test_constants_are_copied():
     assert captures() == 1, "TensorFlow copies constants by itself now, or it stays patched"
 
 
+def test_a_function_keeps_what_its_gradient_reads():
+    """And not all arguments, as with `tf.custom_gradient`; gradients are those that it says."""
+
+    def halved(custom):
+        @tf.function(autograph=False)
+        def inner(x, y):
+            return custom(x + 1.0, y)
+
+        @tf.function(autograph=False)
+        def gradients(x, y):
+            with tf.GradientTape() as tape:
+                tape.watch([x, y])
+                result = inner(x, y)
+            return tape.gradient(result, [x, y])
+
+        x = tf.constant([3.0, 5.0])
+        graph = gradients.get_concrete_function(x, x).graph
+        calls = [op for op in graph.get_operations() if op.type == "PartitionedCall"]
+        return [len(op.outputs) for op in calls], [one.numpy().tolist() for one in gradients(x, x)]
+
+    formula = lambda x, y: (x * y, lambda dy: (0.5 * dy, y * dy))
+    ours = lambda x, y: _compat.with_gradient([x * y], [x, y], formula(x, y)[1])[0]
+    expected = [[0.5, 0.5], [3.0, 5.0]]
+    # A result and y, which the gradient reads, forward; two gradients backward.
+    assert halved(ours) == ([2, 2], expected)
+    assert halved(tf.custom_gradient(formula)) == ([4, 2], expected)
+    x = tf.constant([3.0, 5.0])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        result = tf.function(ours)(x, x)
+    assert tape.gradient(result, x).numpy().tolist() == [3.5, 5.5]
+
+
 def test_functions_of_a_forgotten_context_are_deleted_without_a_complaint(monkeypatch):
     complaints = []
     monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    counts = _compat.atomic_function.RUNTIME_FUNCTION_REFS
+    counts = of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS
 
     def delete_a_forgotten_function():
         concrete = tf.function(lambda: tf.zeros([]), autograph=False).get_concrete_function()
         assert concrete() == 0
-        _compat.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # as a new context has none
+        of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS.clear()  # as a new context has none
         del concrete
         gc.collect()
 
     for forgets in (False, True):
-        monkeypatch.setattr(_compat.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts))
+        monkeypatch.setattr(of_tensorflow.atomic_function, "RUNTIME_FUNCTION_REFS", dict(counts))
         complaints.clear()
         if forgets:
             _compat.forget_context()
@@ -412,19 +449,19 @@ def test_functions_of_a_forgotten_context_are_deleted_without_a_complaint(monkey
 def test_what_outlives_a_mesh_is_forgotten(monkeypatch):
     """That a second mesh works then, tests/distributed/mesh_checks.py shows."""
     monkeypatch.setattr(
-        _compat.atomic_function,
+        of_tensorflow.atomic_function,
         "RUNTIME_FUNCTION_REFS",
-        dict(_compat.atomic_function.RUNTIME_FUNCTION_REFS),
+        dict(of_tensorflow.atomic_function.RUNTIME_FUNCTION_REFS),
     )
     with tf.device("CPU:0"):
         tf.zeros([])
-    assert _compat.context._device_parsing_cache
+    assert of_tensorflow.context._device_parsing_cache
     _compat.forget_context()
-    assert not _compat.context._device_parsing_cache
+    assert not of_tensorflow.context._device_parsing_cache
     device = types.SimpleNamespace(clear_tpu_core_ids=lambda: None)
-    monkeypatch.setattr(_compat.api, "_dtensor_singleton", device)
+    monkeypatch.setattr(of_tensorflow.api, "_dtensor_singleton", device)
     _compat.forget_dtensor_device()
-    assert _compat.api._dtensor_singleton is None
+    assert of_tensorflow.api._dtensor_singleton is None
 
 
 def test_long_errors_are_read():

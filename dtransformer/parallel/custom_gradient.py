@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import trace
 
 # Where the operations of gradients have their names.
@@ -11,10 +12,10 @@ GRADIENT_SCOPE = "gradient/"
 
 
 def custom_gradient(function: Callable) -> Callable:
-    """As `tf.custom_gradient`, where gradients may be asked for.
+    """As `tf.custom_gradient` of tensors, where gradients may be asked for.
 
-    Inside a loop on the mesh DTensor does not know the operation that it makes. The
-    gradient's operations are named after the layer's.
+    What the gradient does not read is not kept for it. Inside a loop on the mesh DTensor does not
+    know the operation that it makes. The gradient's operations are named after the layer's.
 
     Args:
         function: a function of tensors that returns its result, and a function of the
@@ -23,7 +24,6 @@ def custom_gradient(function: Callable) -> Callable:
     if not trace.current().has_gradients:
         return lambda *args: function(*args)[0]
 
-    @tf.custom_gradient
     def named(*args):
         result, gradient = function(*args)
         scope = tf.get_current_name_scope()
@@ -34,4 +34,11 @@ def custom_gradient(function: Callable) -> Callable:
 
         return result, named_gradient
 
-    return named
+    def in_graph(*args):
+        args = [tf.convert_to_tensor(arg) for arg in args]
+        result, gradient = named(*args)
+        results = tf.nest.flatten(result)
+        of_args = lambda *upstream: tf.nest.flatten(gradient(*upstream))
+        return tf.nest.pack_sequence_as(result, _compat.with_gradient(results, args, of_args))
+
+    return tf.custom_gradient(named) if tf.executing_eagerly() else in_graph

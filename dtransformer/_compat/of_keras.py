@@ -1,15 +1,7 @@
-"""Every private name of TensorFlow, Keras and Horovod that the package uses: none elsewhere.
+"""Private names of Keras."""
 
-Each has its reason, and what would make it unnecessary. tests/test_compat.py fails for each
-one that a new version has taken away or changed, and for each one that is used past this file.
-Of Horovod none is used.
-"""
-
-import collections
 import contextlib
-import gc
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -21,11 +13,6 @@ from keras.src.backend.common.variables import AutocastScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.utils.naming import to_snake_case as to_snake_case
-from tensorflow.dtensor.python import api
-from tensorflow.python.eager import context, record
-from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import error_interpolation
-from tensorflow.python.framework.func_graph import FuncGraph
 
 # What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
 # own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
@@ -279,121 +266,3 @@ class _OfOne(list):
 # `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
 # are trained with before Keras does. Unnecessary if Keras exported it.
 train_validation_split = array_slicing.train_validation_split
-
-
-# TensorFlow: datasets and functions.
-
-
-def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
-    """Return a dataset that says it has a number of batches, and may end before.
-
-    Keras counts an epoch by it; without it the first epoch's number would hold for all, and
-    `assert_cardinality` stops an epoch that begins in its midst. Unnecessary if Keras took the
-    number of steps from each epoch.
-    """
-    dataset.cardinality = lambda: tf.constant(number, tf.int64)
-    return dataset
-
-
-def expect_many_traces(function):
-    """Return a `tf.function` that may be traced often without a warning.
-
-    Each name of a collective, and each shape on the mesh, is a trace that is meant. Unnecessary if
-    `tf.function` had an option for it.
-    """
-    function._omit_frequent_tracing_warning = True
-    return function
-
-
-def is_on_a_tape(tensors: list) -> bool:
-    """Return whether a `tf.GradientTape` watches one of the tensors.
-
-    The ranks of a collective have to agree on it. Unnecessary if a tape said what it watches.
-    """
-    return record.should_record_backprop(tensors)
-
-
-def function_names() -> list:
-    """Return the names of all functions that TensorFlow has at present.
-
-    Those that DTensor has lowered for the devices hold what it really sends. Unnecessary if
-    DTensor told its collectives.
-    """
-    return context.context().list_function_names()
-
-
-def function_def(name: str):
-    """Return the `FunctionDef` of one of `function_names`.
-
-    Raises:
-        ValueError or tf.errors.NotFoundError: there is none any more.
-    """
-    return context.context().get_function_def(name)
-
-
-def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
-    """Return the graph of a function that a graph calls, with shapes; None if it is not known.
-
-    `as_graph_def` has the functions without the shapes of what they compute. Unnecessary if
-    it had them.
-    """
-    return getattr(graph._get_function(name), "graph", None)
-
-
-@contextlib.contextmanager
-def constants_are_copied() -> Iterator[None]:
-    """Functions of gradients that are traced in the `with` block have constants of their own.
-
-    TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
-    of a transpose, and DTensor has to know them when it compiles. Unnecessary if DTensor knew
-    the constants that a function is given.
-    """
-    capture = FuncGraph.capture
-
-    def copied(graph, tensor, name=None, shape=None):
-        if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
-            if tensor.op.type == "Const":
-                with graph.as_default(), tf.control_dependencies(None):
-                    return tf.constant(tf.get_static_value(tensor), tensor.dtype)
-        return capture(graph, tensor, name, shape)
-
-    FuncGraph.capture = copied
-    try:
-        yield
-    finally:
-        FuncGraph.capture = capture
-
-
-# TensorFlow: its context, which DTensor starts anew, and its errors.
-
-
-def read_long_errors() -> None:
-    """Let TensorFlow read an error in a time that grows with its length, not with the square.
-
-    DTensor's errors hold a whole function, which would take it many minutes. Unnecessary if its
-    pattern looked for what is before a tag where the last one ends alone.
-    """
-    pattern = error_interpolation._INTERPOLATION_REGEX
-    pattern = pattern.replace("(?P<sep>", r"(?P<sep>(?:\A|(?<=}}))", 1)
-    error_interpolation._INTERPOLATION_PATTERN = re.compile(pattern, re.DOTALL)
-
-
-def forget_context() -> None:
-    """Drop what TensorFlow remembers of a context beyond its end: devices and functions.
-
-    Functions of the old context that are deleted later do so without a complaint. Unnecessary
-    if `initialize_accelerator_system(experimental_reset_context=True)` did so.
-    """
-    context._device_parsing_cache.clear()
-    gc.collect()
-    counts = atomic_function.RUNTIME_FUNCTION_REFS
-    never_zero = lambda: 1 << 40
-    atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
-
-
-def forget_dtensor_device() -> None:
-    """Drop DTensor's device, which outlives the context that it belongs to.
-
-    Unnecessary if `shutdown_accelerator_system` did so.
-    """
-    api._reset()

@@ -1,0 +1,177 @@
+"""Private names of TensorFlow, DTensor's among them."""
+
+import collections
+import contextlib
+import functools
+import gc
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+from tensorflow.dtensor.python import api
+from tensorflow.python.eager import context, record
+from tensorflow.python.eager.polymorphic_function import atomic_function
+from tensorflow.python.framework import error_interpolation
+from tensorflow.python.framework.func_graph import FuncGraph
+
+
+def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
+    """Return a dataset that says it has a number of batches, and may end before.
+
+    Keras counts an epoch by it; without it the first epoch's number would hold for all, and
+    `assert_cardinality` stops an epoch that begins in its midst. Unnecessary if Keras took the
+    number of steps from each epoch.
+    """
+    dataset.cardinality = lambda: tf.constant(number, tf.int64)
+    return dataset
+
+
+def expect_many_traces(function):
+    """Return a `tf.function` that may be traced often without a warning.
+
+    Each name of a collective, and each shape on the mesh, is a trace that is meant. Unnecessary if
+    `tf.function` had an option for it.
+    """
+    function._omit_frequent_tracing_warning = True
+    return function
+
+
+def is_on_a_tape(tensors: list) -> bool:
+    """Return whether a `tf.GradientTape` watches one of the tensors.
+
+    The ranks of a collective have to agree on it. Unnecessary if a tape said what it watches.
+    """
+    return record.should_record_backprop(tensors)
+
+
+def function_names() -> list:
+    """Return the names of all functions that TensorFlow has at present.
+
+    Those that DTensor has lowered for the devices hold what it really sends. Unnecessary if
+    DTensor told its collectives.
+    """
+    return context.context().list_function_names()
+
+
+def function_def(name: str):
+    """Return the `FunctionDef` of one of `function_names`.
+
+    Raises:
+        ValueError or tf.errors.NotFoundError: there is none any more.
+    """
+    return context.context().get_function_def(name)
+
+
+def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
+    """Return the graph of a function that a graph calls, with shapes; None if it is not known.
+
+    `as_graph_def` has the functions without the shapes of what they compute. Unnecessary if
+    it had them.
+    """
+    return getattr(graph._get_function(name), "graph", None)
+
+
+_gradients = itertools.count()
+
+
+def with_gradient(
+    results: list[tf.Tensor], args: list[tf.Tensor], gradient: Callable
+) -> list[tf.Tensor]:
+    """Return tensors like the results of which gradients are taken as a function says.
+
+    In a graph `tf.custom_gradient` makes an operation of which the arguments are results, too.
+    TensorFlow wants a gradient of each, zeros like it: a function whose gradient is taken outside
+    of it keeps all arguments until then. This one has the results alone. Unnecessary if
+    `tf.custom_gradient` made no zeros.
+
+    Args:
+        results: list of tensors of a graph.
+        args: list of those that they are computed from.
+        gradient: a function of the results' gradients that returns a list of the arguments'.
+    """
+    name, tensors = f"dtransformer_gradient_{next(_gradients)}", [*results, *args]
+
+    def backward(*upstream):
+        return [*[None] * len(results), *gradient(*upstream)]
+
+    tf.RegisterGradient(name)(lambda _, *upstream: backward(*upstream))
+    graph = tf.compat.v1.get_default_graph()
+    with record.stop_recording(), graph.gradient_override_map({"PartitionedCall": name}):
+        first = tf.raw_ops.PartitionedCall(
+            args=tensors,
+            Tout=[x.dtype for x in results],
+            f=_first_of(len(results), tuple(map(tf.TensorSpec.from_tensor, tensors))),
+        )
+    for x, like in zip(first, results):
+        x.set_shape(like.shape)
+    record.record_operation(name, first, tensors, backward)
+    return first
+
+
+@functools.cache
+def _first_of(number, specs):
+    """Return TensorFlow's function that returns the first ones of its arguments."""
+    with tf.init_scope():
+        function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
+        return function.get_concrete_function(*specs)
+
+
+@contextlib.contextmanager
+def constants_are_copied() -> Iterator[None]:
+    """Functions of gradients that are traced in the `with` block have constants of their own.
+
+    TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
+    of a transpose, and DTensor has to know them when it compiles. Unnecessary if DTensor knew
+    the constants that a function is given.
+    """
+    capture = FuncGraph.capture
+
+    def copied(graph, tensor, name=None, shape=None):
+        if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
+            if tensor.op.type == "Const":
+                with graph.as_default(), tf.control_dependencies(None):
+                    return tf.constant(tf.get_static_value(tensor), tensor.dtype)
+        return capture(graph, tensor, name, shape)
+
+    FuncGraph.capture = copied
+    try:
+        yield
+    finally:
+        FuncGraph.capture = capture
+
+
+# TensorFlow: its context, which DTensor starts anew, and its errors.
+
+
+def read_long_errors() -> None:
+    """Let TensorFlow read an error in a time that grows with its length, not with the square.
+
+    DTensor's errors hold a whole function, which would take it many minutes. Unnecessary if its
+    pattern looked for what is before a tag where the last one ends alone.
+    """
+    pattern = error_interpolation._INTERPOLATION_REGEX
+    pattern = pattern.replace("(?P<sep>", r"(?P<sep>(?:\A|(?<=}}))", 1)
+    error_interpolation._INTERPOLATION_PATTERN = re.compile(pattern, re.DOTALL)
+
+
+def forget_context() -> None:
+    """Drop what TensorFlow remembers of a context beyond its end: devices and functions.
+
+    Functions of the old context that are deleted later do so without a complaint. Unnecessary
+    if `initialize_accelerator_system(experimental_reset_context=True)` did so.
+    """
+    context._device_parsing_cache.clear()
+    gc.collect()
+    counts = atomic_function.RUNTIME_FUNCTION_REFS
+    never_zero = lambda: 1 << 40
+    atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
+    _first_of.cache_clear()
+
+
+def forget_dtensor_device() -> None:
+    """Drop DTensor's device, which outlives the context that it belongs to.
+
+    Unnecessary if `shutdown_accelerator_system` did so.
+    """
+    api._reset()
