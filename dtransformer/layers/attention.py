@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer.layers import elementwise
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
 from dtransformer.layers.attention_inputs import check_inputs, check_layout, check_mask
 from dtransformer.layers.attention_mask import Segments
@@ -250,7 +251,7 @@ class MultiHeadAttention(Layer):
             (q,), bias = self._project({"query": query}), None
         keys, values = ([k], [v]) if not decodes else kept(cache)
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
-        q = q * tf.cast(scale, q.dtype) if scale != 1 else q
+        q = elementwise.scale(q, tf.cast(scale, q.dtype)) if scale != 1 else q
         if decodes:
             q = kv_cache.side_by_side(q, static_or_dynamic_shape(keys[0])[0])
             context = self._attend(q, keys, values, attention_mask, bias)

@@ -7,8 +7,9 @@ from dtransformer.layers.attention_scores import context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.dropout import DropoutMasks
+from dtransformer.layers.elementwise import add_to_each, scale, select
 from dtransformer.layers.position_bias import PositionBias
-from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.axis_rules import constrain_both
 from dtransformer.parallel.context_parallel.exchange import context_exchange
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -72,19 +73,21 @@ def attention(
         return blockwise_attention(q, keys[0], values[0], *options)
     scores = [scores_of(q, k) for k in keys]
     scores = joined(scores, axis=-1)
-    scores = constrain(scores, ("batch", "heads", None, "memory_length"))
+    scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
     if soft_cap is not None:
         scores = soft_cap * tf.tanh(scores / soft_cap)
     s, t = static_or_dynamic_shape(scores)[2:]
     if bias is not None:
         if isinstance(bias, PositionBias):
-            bias = bias.block(bias.tensors, 0, s, 0, t)
-        scores += tf.cast(bias, scores.dtype)
+            bias = tf.cast(bias.block(bias.tensors, 0, s, 0, t), scores.dtype)
+            scores = add_to_each(scores, bias)
+        else:
+            scores += tf.cast(bias, scores.dtype)
     seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
     any_seen = None
     if seen is not None:
-        scores = tf.where(seen, scores, tf.constant(scores.dtype.min, scores.dtype))
+        scores = select(seen, scores, scores.dtype.min)
     if mask is not None:
         any_seen = tf.reduce_any(seen, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
@@ -97,8 +100,8 @@ def attention(
     parts = [context_of(p, v) for p, v in zip(probabilities, values)]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
     if any_seen is not None:
-        context *= tf.cast(any_seen, context.dtype)
-    return constrain(context, ("batch", "heads", None, "head_dim"))
+        context = scale(context, tf.cast(any_seen, context.dtype))
+    return constrain_both(context, ("batch", "heads", None, "head_dim"))
 
 
 def chosen_implementation(

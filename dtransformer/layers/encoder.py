@@ -10,6 +10,7 @@ from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_mask import Segments, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
+from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.layers.moe import MoE
@@ -198,8 +199,8 @@ class TransformerEncoderLayer(TransformerBlock):
     def residual(self, norm: Callable, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
         """Apply a sublayer, with its norm and the residual connection around both."""
         if self.post_layernorm_residual:
-            return norm(inputs + sublayer(inputs))
-        return inputs + sublayer(norm(inputs))
+            return norm(add(inputs, sublayer(inputs)))
+        return add(inputs, sublayer(norm(inputs)))
 
     def build(self, input_shape: tuple, *args) -> None:
         self.complete()

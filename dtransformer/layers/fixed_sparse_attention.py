@@ -6,6 +6,7 @@ import tensorflow as tf
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention_mask import Segments, expand_mask
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.layers.elementwise import select
 from dtransformer.layers.sparse_pattern import NUM_LOCAL_BLOCKS, FixedSparsePattern
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
@@ -202,7 +203,7 @@ class FixedSparseAttention(Layer):
 
 def _masked(scores, seen):
     scores = tf.cast(scores, "float64" if scores.dtype == "float64" else "float32")
-    return tf.where(seen, scores, tf.constant(scores.dtype.min, scores.dtype))
+    return select(seen, scores, scores.dtype.min)
 
 
 def _part_of(mask, rows, columns):

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel.custom_gradient import custom_gradient
+
 # What each way of scaling has to be told.
 _SCALING = {
     "linear": ("factor",),
@@ -126,8 +128,16 @@ def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Te
     cos, sin = (
         tf.cast(function(angles), x.dtype)[None, None, :, :] for function in (tf.cos, tf.sin)
     )
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x.shape[-1]:
-        turned.append(x[..., 2 * half :])
-    return tf.concat(turned, axis=-1)
+
+    def turn(x, sin):
+        first, second = x[..., :half], x[..., half : 2 * half]
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        if 2 * half < x.shape[-1]:
+            turned.append(x[..., 2 * half :])
+        return tf.concat(turned, axis=-1)
+
+    @custom_gradient
+    def turned(x):
+        return turn(x, sin), lambda dy: turn(dy, -sin)  # which is turned back, and needs no x
+
+    return turned(x)

@@ -19,7 +19,7 @@ from dtransformer.parallel.config import (
     TransformerOpParallelConfig,
     get_parallel_config,
 )
-from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.dtensor.layouts import axis_size, laid_out, relayout
 
 # A mesh axis, or None where it is replicated, for every dimension of a tensor.
 Specs = tuple[str | None, ...]
@@ -200,8 +200,17 @@ def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
         The same values, laid out as the rules say; `x` itself where there is no
         mesh. A dimension that the mesh axis does not divide is replicated.
     """
+    return _constrained(x, axes, relayout)
+
+
+def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
+    """As `constrain`, for a tensor and for its gradient; see `layouts.laid_out`."""
+    return _constrained(x, axes, laid_out)
+
+
+def _constrained(x, axes, put):
     check_axes(axes, len(x.shape), "an activation")
-    return relayout(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
+    return put(x, activation_specs(axes, x.shape)) if trace.is_on_mesh() else x
 
 
 def activation_specs(axes: tuple, shape: Iterable[int | None]) -> Specs:

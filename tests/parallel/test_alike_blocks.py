@@ -172,3 +172,25 @@ def test_gradients_go_through_functions_and_loops_under_a_tape(call):
     expected, found = gradients(by_themselves(stack())), tf.function(gradients)(stack())
     for own, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_for_gradients_only_what_they_read_is_kept():
+    """A block's function hands out two tensors like its probabilities, and what is not so large."""
+    layers = stack(num_layers=13, hidden_act="relu")  # so many are called, not copied
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape, dropout_seed(tf.constant(SEED)):
+            tape.watch(x)
+            loss = tf.reduce_sum(layers(x, training=True))
+        return tape.gradient(loss, [x, *layers.trainable_weights])
+
+    graph = run.get_concrete_function(tf.TensorSpec([None, None, 8])).graph
+    calls = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
+    blocks = [op for op in calls if len(op.outputs) > len(layers.blocks[0].weights) + 5]
+    assert len(blocks) == 13
+    for block in blocks:
+        shapes = [tuple(x.shape) for x in block.outputs if x.dtype == tf.float32]
+        assert shapes.count((None, 2, None, None)) == 2  # before and after dropout
+        # The result, the factors of two products, and what each norm has made of its input.
+        assert sum(x == (None, None, 8) for x in shapes) <= 5, shapes

@@ -6,6 +6,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer.parallel import job
+from dtransformer.parallel.custom_gradient import custom_gradient
 
 
 def axis_size(axis: str | None) -> int:
@@ -25,6 +26,19 @@ def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
     are four or more: DTensor's all-to-all gives wrong numbers between the others.
     """
     return dtensor.relayout(x, make_layout(specs))
+
+
+def laid_out(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
+    """As `relayout`, of a tensor that as a rule is laid out so already: its gradient is, too.
+
+    `relayout` lays the gradient out like the tensor, which functions keep for it.
+    """
+
+    @custom_gradient
+    def put(x):
+        return relayout(x, specs), lambda dy: relayout(dy, specs)
+
+    return put(x)
 
 
 def replicate(tensors):

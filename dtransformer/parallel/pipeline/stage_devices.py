@@ -22,7 +22,7 @@ from dtransformer.parallel.dtensor.batch import (
     put_sharded,
 )
 from dtransformer.parallel.dtensor.function import MeshFunction, wait
-from dtransformer.parallel.dtensor.layouts import relayout, replicate
+from dtransformer.parallel.dtensor.layouts import laid_out, replicate
 from dtransformer.parallel.dtensor.variable import LocalShards, packed, specs_of, unpacked
 from dtransformer.parallel.pipeline.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.same_batch import check_mesh_batch
@@ -192,7 +192,7 @@ class Mesh(OneDevice):
         return tf.reshape(put[: tf.TensorShape(shape).num_elements()], shape)
 
     def relayout(self, tensor, x):
-        return relayout(x, self._specs(tensor))  # the gradient is laid out alike
+        return laid_out(x, self._specs(tensor))
 
     def replicate(self, results):
         return replicate(results)
@@ -257,5 +257,5 @@ class _FunctionOnMesh(_Named, MeshFunction):
     def _trace(self, weights, args):
         self.is_new = True
         # The gradient of a weight is laid out as the weight is here.
-        trained = [relayout(w, specs_of(v)) for w, v in zip(weights, self.trained)]
+        trained = [laid_out(w, specs_of(v)) for w, v in zip(weights, self.trained)]
         return super()._trace([*trained, *weights[len(trained) :]], args)

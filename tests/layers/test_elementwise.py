@@ -1,0 +1,65 @@
+"""Promise: values and gradients are those of TensorFlow's operations, and what is kept is less."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import elementwise
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(2, 3, 4)), RNG.normal(size=(2, 3, 4))
+ROWS, MASK = RNG.normal(size=(3, 4)), RNG.random(size=(2, 1, 4)) < 0.5
+
+# Ours, TensorFlow's, the arguments that have gradients.
+CASES = {
+    "add": (elementwise.add, lambda x, y: x + y, [X, Y]),
+    "add_to_each": (elementwise.add_to_each, lambda x, y: x + y, [X, ROWS]),
+    "scale": (
+        lambda x: elementwise.scale(x, tf.constant(MASK, x.dtype)),
+        lambda x: x * tf.constant(MASK, x.dtype),
+        [X],
+    ),
+    "select": (
+        lambda x: elementwise.select(tf.constant(MASK), x, x.dtype.min),
+        lambda x: tf.where(tf.constant(MASK), x, tf.constant(x.dtype.min, x.dtype)),
+        [X],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_and_gradients(case, dtype, compiled):
+    ours, tensorflows, arguments = CASES[case]
+    arguments = [tf.constant(x, dtype) for x in arguments]
+
+    def results(function):
+        with tf.GradientTape() as tape:
+            tape.watch(arguments)
+            y = function(*arguments)
+            loss = tf.reduce_sum(tf.tanh(tf.cast(y, "float32")))
+        return [y, *tape.gradient(loss, arguments)]
+
+    run = tf.function(results, autograph=False) if compiled else results
+    for own, other in zip(run(ours), results(tensorflows), strict=True):
+        assert own.dtype == other.dtype
+        np.testing.assert_array_equal(own, other)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_function_keeps_no_argument(case):
+    ours, _, arguments = CASES[case]
+    inner = tf.function(lambda *args: ours(*(tf.identity(x) for x in args)), autograph=False)
+
+    @tf.function(autograph=False)
+    def gradients(*args):
+        with tf.GradientTape() as tape:
+            tape.watch(args)
+            y = inner(*args)
+        return tape.gradient(y, args)
+
+    open_shapes = [tf.TensorSpec([None] * x.ndim, "float32") for x in arguments]
+    graph = gradients.get_concrete_function(*open_shapes).graph
+    forward = next(op for op in graph.get_operations() if op.type == "PartitionedCall")
+    assert [x.dtype for x in forward.outputs].count(tf.float32) == 1 + (case == "scale")  # its mask
