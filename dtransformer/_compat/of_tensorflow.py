@@ -101,7 +101,7 @@ def with_gradient(
         first = tf.raw_ops.PartitionedCall(
             args=tensors,
             Tout=[x.dtype for x in results],
-            f=_first_of(len(results), tuple(map(tf.TensorSpec.from_tensor, tensors))),
+            f=_first_of(len(results), tuple((x.shape, x.dtype) for x in tensors)),
         )
     for x, like in zip(first, results):
         x.set_shape(like.shape)
@@ -114,7 +114,7 @@ def _first_of(number, specs):
     """Return TensorFlow's function that returns the first ones of its arguments."""
     with tf.init_scope():
         function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
-        return function.get_concrete_function(*specs)
+        return function.get_concrete_function(*(tf.TensorSpec(*spec) for spec in specs))
 
 
 @contextlib.contextmanager
