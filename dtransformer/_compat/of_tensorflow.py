@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import gc
-import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -72,13 +71,8 @@ def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
     return getattr(graph._get_function(name), "graph", None)
 
 
-_gradients = itertools.count()
-
-
-def with_gradient(
-    results: list[tf.Tensor], args: list[tf.Tensor], gradient: Callable
-) -> list[tf.Tensor]:
-    """Return tensors like the results of which gradients are taken as a function says.
+def with_gradient(compute: Callable, args: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Compute results in a graph, of which gradients are taken as a function says.
 
     In a graph `tf.custom_gradient` makes an operation of which the arguments are results, too.
     TensorFlow wants a gradient of each, zeros like it: a function whose gradient is taken outside
@@ -86,26 +80,38 @@ def with_gradient(
     `tf.custom_gradient` made no zeros.
 
     Args:
-        results: list of tensors of a graph.
-        args: list of those that they are computed from.
-        gradient: a function of the results' gradients that returns a list of the arguments'.
+        compute: a function of the arguments that returns a list of tensors, and a function of
+            their gradients that returns a list of the arguments'.
+        args: list of tensors.
+
+    Raises:
+        TypeError: it reads a variable that is trained: its gradient would be lost.
     """
-    name, tensors = f"dtransformer_gradient_{next(_gradients)}", [*results, *args]
+    with record.VariableWatcher() as watcher:
+        results, gradient = compute(*args)
+    if watcher.watched_variables():
+        names = ", ".join(variable.name for variable in watcher.watched_variables())
+        raise TypeError(
+            f"a function with a gradient of its own reads {names}, whose gradient would be lost: "
+            "give it the value as an argument"
+        )
+    tensors = [*results, *args]
 
     def backward(*upstream):
         return [*[None] * len(results), *gradient(*upstream)]
 
-    tf.RegisterGradient(name)(lambda _, *upstream: backward(*upstream))
-    graph = tf.compat.v1.get_default_graph()
-    with record.stop_recording(), graph.gradient_override_map({"PartitionedCall": name}):
-        first = tf.raw_ops.PartitionedCall(
-            args=tensors,
-            Tout=[x.dtype for x in results],
-            f=_first_of(len(results), tuple((x.shape, x.dtype) for x in tensors)),
-        )
+    graph, of_operation = tf.compat.v1.get_default_graph(), lambda _, *dys: backward(*dys)
+    # Not by a registered name: all that is registered stays, with its graph.
+    with graph._override_gradient_function({"PartitionedCall": of_operation}):
+        with record.stop_recording():
+            first = tf.raw_ops.PartitionedCall(
+                args=tensors,
+                Tout=[x.dtype for x in results],
+                f=_first_of(len(results), tuple((x.shape, x.dtype) for x in tensors)),
+            )
     for x, like in zip(first, results):
         x.set_shape(like.shape)
-    record.record_operation(name, first, tensors, backward)
+    record.record_operation("with_gradient", first, tensors, backward)
     return first
 
 
@@ -162,11 +168,11 @@ def forget_context() -> None:
     if `initialize_accelerator_system(experimental_reset_context=True)` did so.
     """
     context._device_parsing_cache.clear()
+    _first_of.cache_clear()
     gc.collect()
     counts = atomic_function.RUNTIME_FUNCTION_REFS
     never_zero = lambda: 1 << 40
     atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
-    _first_of.cache_clear()
 
 
 def forget_dtensor_device() -> None:

@@ -1,7 +1,8 @@
 """Elementwise operations whose gradients read the least.
 
-TensorFlow's read the shapes of what was computed with where they are open, and the gradients of
-factors, which nobody asks for: a function whose gradient is taken outside of it keeps all that.
+TensorFlow's gradients read the shapes of what was computed with where they are open, and compute
+gradients of factors, which nobody asks for: a function whose gradient is taken outside of it keeps
+all that. Where shapes are not known to be as is said here, the operations are TensorFlow's.
 """
 
 import tensorflow as tf
@@ -11,6 +12,8 @@ from dtransformer.parallel.custom_gradient import custom_gradient
 
 def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     """Return the sum of tensors of one shape."""
+    if not _are_alike(x.shape, y.shape):
+        return x + y
 
     @custom_gradient
     def total(x, y):
@@ -20,7 +23,9 @@ def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """Return the sum of x [b, ...] and of y [...], which is added to each of b."""
+    """Return x [b, ...] and y [...], which is added to each of b."""
+    if not _are_alike(x.shape[1:], y.shape):
+        return x + y
 
     @custom_gradient
     def total(x, y):
@@ -30,7 +35,9 @@ def add_to_each(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 
 
 def scale(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Return x times a factor that has no gradient, and whose shape broadcasts to that of x."""
+    """Return x times a factor that has no gradient, and that broadcasts to the shape of x."""
+    if not _broadcasts(factor, x):
+        return x * factor
 
     @custom_gradient
     def times(x):
@@ -40,11 +47,28 @@ def scale(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
 
 
 def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
-    """Return x where a bool mask is true and a number elsewhere; it broadcasts to the shape of x."""
+    """Return x where a mask is true, and a number elsewhere.
+
+    Args:
+        mask: bool tensor that broadcasts to the shape of x.
+        x: tensor.
+        other: the number.
+    """
     number = lambda value: tf.constant(value, x.dtype)
+    if not _broadcasts(mask, x):
+        return tf.where(mask, x, number(other))
 
     @custom_gradient
     def chosen(x):
         return tf.where(mask, x, number(other)), lambda dy: tf.where(mask, dy, number(0))
 
     return chosen(x)
+
+
+def _are_alike(shape, other):
+    return shape.rank is not None and shape == other
+
+
+def _broadcasts(y, x):
+    """Return whether y is known to broadcast to the shape of x; open dimensions are alike."""
+    return _are_alike(tf.broadcast_static_shape(y.shape, x.shape), x.shape)

@@ -129,15 +129,15 @@ def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Te
         tf.cast(function(angles), x.dtype)[None, None, :, :] for function in (tf.cos, tf.sin)
     )
 
-    def turn(x, sin):
+    def turn(x, sine):
         first, second = x[..., :half], x[..., half : 2 * half]
-        turned = [first * cos - second * sin, second * cos + first * sin]
+        turned = [first * cos - second * sine, second * cos + first * sine]
         if 2 * half < x.shape[-1]:
             turned.append(x[..., 2 * half :])
         return tf.concat(turned, axis=-1)
 
     @custom_gradient
-    def turned(x):
-        return turn(x, sin), lambda dy: turn(dy, -sin)  # which is turned back, and needs no x
+    def turn_there_and_back(x):  # the gradient is turned back, which needs no x
+        return turn(x, sin), lambda dy: turn(tf.convert_to_tensor(dy), -sin)
 
-    return turned(x)
+    return turn_there_and_back(x)

@@ -14,8 +14,9 @@ GRADIENT_SCOPE = "gradient/"
 def custom_gradient(function: Callable) -> Callable:
     """As `tf.custom_gradient` of tensors, where gradients may be asked for.
 
-    What the gradient does not read is not kept for it. Inside a loop on the mesh DTensor does not
-    know the operation that it makes. The gradient's operations are named after the layer's.
+    What the gradient does not read is not kept for it. The gradient's operations are named after
+    the layer's. Where no gradients are asked for there is only the result: DTensor compiles few
+    kinds of operations in loops.
 
     Args:
         function: a function of tensors that returns its result, and a function of the
@@ -35,10 +36,15 @@ def custom_gradient(function: Callable) -> Callable:
         return result, named_gradient
 
     def in_graph(*args):
-        args = [tf.convert_to_tensor(arg) for arg in args]
-        result, gradient = named(*args)
-        results = tf.nest.flatten(result)
-        of_args = lambda *upstream: tf.nest.flatten(gradient(*upstream))
-        return tf.nest.pack_sequence_as(result, _compat.with_gradient(results, args, of_args))
+        structure = []
+
+        def flat(*args):
+            result, gradient = named(*args)
+            structure.append(result)
+            of_args = lambda *upstream: tf.nest.flatten(gradient(*upstream))
+            return tf.nest.flatten(result), of_args
+
+        results = _compat.with_gradient(flat, [tf.convert_to_tensor(arg) for arg in args])
+        return tf.nest.pack_sequence_as(structure[0], results)
 
     return tf.custom_gradient(named) if tf.executing_eagerly() else in_graph

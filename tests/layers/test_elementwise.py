@@ -59,7 +59,23 @@ def test_a_function_keeps_no_argument(case):
             y = inner(*args)
         return tape.gradient(y, args)
 
-    open_shapes = [tf.TensorSpec([None] * x.ndim, "float32") for x in arguments]
+    open_shapes = [tf.TensorSpec([*x.shape[:-2], None, x.shape[-1]], "float32") for x in arguments]
     graph = gradients.get_concrete_function(*open_shapes).graph
     forward = next(op for op in graph.get_operations() if op.type == "PartitionedCall")
     assert [x.dtype for x in forward.outputs].count(tf.float32) == 1 + (case == "scale")  # its mask
+
+
+def test_what_may_be_larger_than_x_is_as_in_tensorflow():
+    x, y = tf.constant(X[:1]), tf.constant(Y)
+    mask = tf.constant(MASK)
+    for ours, tensorflows in (
+        (elementwise.add, lambda x: x + y),
+        (elementwise.add_to_each, lambda x: x + y),
+        (lambda x, _: elementwise.select(mask, x, 0.0), lambda x: tf.where(mask, x, 0.0)),
+        (lambda x, y: elementwise.scale(x, y), lambda x: x * y),
+    ):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            own, other = ours(x, y), tensorflows(x)
+        np.testing.assert_array_equal(own, other)
+        np.testing.assert_array_equal(tape.gradient(own, x), tape.gradient(other, x))
