@@ -50,7 +50,7 @@ def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
     """Return x where a mask is true, and a number elsewhere.
 
     Args:
-        mask: bool tensor that broadcasts to the shape of x.
+        mask: bool tensor or array that broadcasts to the shape of x.
         x: tensor.
         other: the number.
     """
@@ -71,4 +71,5 @@ def _are_alike(shape, other):
 
 def _broadcasts(y, x):
     """Return whether y is known to broadcast to the shape of x; open dimensions are alike."""
-    return _are_alike(tf.broadcast_static_shape(y.shape, x.shape), x.shape)
+    shape = tf.broadcast_static_shape(tf.TensorShape(y.shape), x.shape)  # a mask may be an array
+    return _are_alike(shape, x.shape)
