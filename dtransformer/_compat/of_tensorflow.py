@@ -71,34 +71,35 @@ def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
     return getattr(graph._get_function(name), "graph", None)
 
 
-def with_gradient(compute: Callable, args: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Compute results in a graph, of which gradients are taken as a function says.
+def with_gradient(compute: Callable, args: list[tf.Tensor]):
+    """Return what `tf.custom_gradient(compute)(*args)` does, in a graph.
 
-    In a graph `tf.custom_gradient` makes an operation of which the arguments are results, too.
+    There `tf.custom_gradient` makes an operation of which the arguments are results, too.
     TensorFlow wants a gradient of each, zeros like it: a function whose gradient is taken outside
     of it keeps all arguments until then. This one has the results alone. Unnecessary if
     `tf.custom_gradient` made no zeros.
 
     Args:
-        compute: a function of the arguments that returns a list of tensors, and a function of
-            their gradients that returns a list of the arguments'.
+        compute: a function of the arguments that returns nested tensors, and a function of their
+            gradients that returns those of the arguments.
         args: list of tensors.
 
     Raises:
         TypeError: it reads a variable that is trained: its gradient would be lost.
     """
     with record.VariableWatcher() as watcher:
-        results, gradient = compute(*args)
+        result, gradient = compute(*args)
     if watcher.watched_variables():
         names = ", ".join(variable.name for variable in watcher.watched_variables())
         raise TypeError(
             f"a function with a gradient of its own reads {names}, whose gradient would be lost: "
             "give it the value as an argument"
         )
+    results = tf.nest.flatten(result)
     tensors = [*results, *args]
 
     def backward(*upstream):
-        return [*[None] * len(results), *gradient(*upstream)]
+        return [*[None] * len(results), *tf.nest.flatten(gradient(*upstream))]
 
     graph, of_operation = tf.compat.v1.get_default_graph(), lambda _, *dys: backward(*dys)
     # Not by a registered name: all that is registered stays, with its graph.
@@ -112,7 +113,7 @@ def with_gradient(compute: Callable, args: list[tf.Tensor]) -> list[tf.Tensor]:
     for x, like in zip(first, results):
         x.set_shape(like.shape)
     record.record_operation("with_gradient", first, tensors, backward)
-    return first
+    return tf.nest.pack_sequence_as(result, first)
 
 
 @functools.cache

@@ -35,16 +35,9 @@ def custom_gradient(function: Callable) -> Callable:
 
         return result, named_gradient
 
-    def in_graph(*args):
-        structure = []
+    def run(*args):
+        if tf.executing_eagerly():
+            return tf.custom_gradient(named)(*args)
+        return _compat.with_gradient(named, [tf.convert_to_tensor(arg) for arg in args])
 
-        def flat(*args):
-            result, gradient = named(*args)
-            structure.append(result)
-            of_args = lambda *upstream: tf.nest.flatten(gradient(*upstream))
-            return tf.nest.flatten(result), of_args
-
-        results = _compat.with_gradient(flat, [tf.convert_to_tensor(arg) for arg in args])
-        return tf.nest.pack_sequence_as(structure[0], results)
-
-    return tf.custom_gradient(named) if tf.executing_eagerly() else in_graph
+    return run

@@ -23,7 +23,7 @@ def halves(x):
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("kind", ["eager", "function", "inner function", "xla"])
 def test_of_several_results_some_may_not_be_used(used, kind):
-    inner = tf.function(halves, autograph=False) if kind == "inner function" else custom(kind)
+    inner = tf.function(halves, autograph=False) if kind == "inner function" else halves
 
     def gradient(x):
         with tf.GradientTape() as tape:
@@ -36,15 +36,6 @@ def test_of_several_results_some_may_not_be_used(used, kind):
         gradient = tf.function(gradient, autograph=False, jit_compile=kind == "xla")
     expected = (0.5 if 0 in used else 0.0) + (10.0 if 1 in used else 0.0)
     np.testing.assert_array_equal(gradient(X), [expected] * 2)
-
-
-def custom(kind):
-    """Whether a graph is built is found out when the function is made."""
-    return halves if kind == "eager" else lambda x: custom_gradient(halves_of)(x)
-
-
-def halves_of(x):
-    return (x * x, x + 1.0), lambda dy, dz: 0.5 * dy + 10.0 * dz
 
 
 def test_a_variable_that_is_read_inside_is_an_error():
