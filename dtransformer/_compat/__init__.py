@@ -42,6 +42,7 @@ from dtransformer._compat.of_tensorflow import (
     function_names,
     graph_of_function,
     is_on_a_tape,
+    packer,
     read_long_errors,
     with_cardinality,
     with_gradient,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from tensorflow.dtensor.python import api
+from tensorflow.python import _pywrap_dtensor_device
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import error_interpolation
@@ -149,6 +150,29 @@ def constants_are_copied() -> Iterator[None]:
 
 
 # TensorFlow: its context, which DTensor starts anew, and its errors.
+
+
+def packer(layout) -> Callable:
+    """Return a function of a list of dense tensors that returns `dtensor.pack` of them.
+
+    A step packs every weight, and `dtensor.pack` looks the mesh up and writes the layout as text each
+    time, which takes four times as long as the rest. Unnecessary if it remembered them.
+
+    Args:
+        layout: a `dtensor.Layout`.
+    """
+    text, registered = layout.to_string(), None
+
+    def pack(tensors):
+        nonlocal registered
+        device = api._dtensor_device()
+        if device is not registered:  # the first time, and on a mesh started since
+            device._register_mesh(layout.mesh)
+            registered = device
+        handle, is_sparse = context.context()._handle, False
+        return _pywrap_dtensor_device.Pack(handle, tensors, text, device._device_info, is_sparse)
+
+    return pack
 
 
 def read_long_errors() -> None:

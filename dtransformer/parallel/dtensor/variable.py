@@ -138,29 +138,37 @@ class LocalShards:
     def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
         mesh = job.mesh()
         of_devices = bounds_of(shape, specs, mesh.local_device_ids())
-        self._layout = make_layout(specs)
+        self._pack = _compat.packer(make_layout(specs))
         self.distinct = list(dict.fromkeys(of_devices))
-        self._number_of = [self.distinct.index(bounds) for bounds in of_devices]  # every device's
-        self._firsts = [self._number_of.index(number) for number in range(len(self.distinct))]
+        number_of = [self.distinct.index(bounds) for bounds in of_devices]
+        self._places = list(zip(mesh.local_devices(), number_of))  # of every device
+        self._firsts = [number_of.index(number) for number in range(len(self.distinct))]
         self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
         self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
-        values = [tf.convert_to_tensor(shard) for shard in shards]
+        values = [_tensor(shard) for shard in shards]
         on_devices = []
-        for device, number in zip(job.mesh().local_devices(), self._number_of):
+        for device, number in self._places:
             value = values[number]
             if value.device != device:
                 with tf.device(device):
                     value = tf.identity(value)
             on_devices.append(value)
-        return dtensor.pack(on_devices, self._layout)
+        return self._pack(on_devices)
 
     def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return the shards of a DTensor, in the order of `distinct`."""
         of_devices = dtensor.unpack(value)
         return [of_devices[first] for first in self._firsts]
+
+
+def _tensor(value):
+    """Return the tensor of a variable, read as directly as can be: a step reads all of them."""
+    if isinstance(value, tf.Variable):
+        return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+    return tf.convert_to_tensor(value)
 
 
 def bounds_of(

@@ -2,9 +2,13 @@
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 from dtransformer import layers
+from dtransformer.parallel import job
 from dtransformer.parallel.dtensor.batch import put_sharded
+from dtransformer.parallel.dtensor.layouts import make_layout
+from dtransformer.parallel.dtensor.variable import packed
 from dtransformer.parallel.sharded_variable import own_shards
 from tests.on_mesh import (
     HIDDEN,
@@ -43,6 +47,23 @@ def test_first_weights_depend_on_seed_and_name_only():
             true = tuple(slice(size) for size in alone[v.path].shape)
             np.testing.assert_array_equal(v.numpy()[true], alone[v.path], v.path)
         stop()
+
+
+@on_mesh
+def test_shards_are_packed_as_dtensor_packs_them():
+    start(model_parallel=4)
+    layer = layers.FeedForward(HIDDEN, 4 * HIDDEN)
+    layer.build((None, None, HIDDEN))
+    for variable, number in ((layer.mapping_kernel, 4), (layer.projection_bias, 1)):
+        shards = [shard.numpy() for shard in variable.shards]
+        assert len(shards) == number
+        found = packed(variable)
+        assert found.device == dtensor.device_name()
+        assert dtensor.fetch_layout(found) == make_layout(variable.specs)
+        on_devices = dtensor.unpack(found)
+        for i, device in enumerate(job.mesh().local_devices()):
+            assert on_devices[i].device == device
+            np.testing.assert_array_equal(on_devices[i], shards[i % number])
 
 
 @on_mesh
