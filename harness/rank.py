@@ -8,6 +8,7 @@ of results. One that does not end prints where all threads are, and the rank end
 
 import argparse
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -75,7 +76,8 @@ def main():
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
-        keras.backend.clear_session()
+        keras.backend.clear_session()  # collects garbage
+        gc.freeze()  # what is left is not looked at again and again
     signal.alarm(arguments.seconds)
     dtransformer.shutdown()  # waits for ranks that are still reading
 

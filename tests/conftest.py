@@ -1,6 +1,7 @@
 """What all tests share: a clean parallel config, the place of the real data, ranks' results."""
 
 import contextlib
+import gc
 import os
 import pathlib
 import resource
@@ -36,6 +37,14 @@ def clean_state():
     dtransformer.shutdown()
     dtransformer.set_seed(0)
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap():
+    """What a file's tests leave, most of it TensorFlow's, is not searched for garbage once more."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

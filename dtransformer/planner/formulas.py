@@ -62,7 +62,7 @@ def kept_bytes(
     With items of i bytes: a norm and an input of products keep i·s·h each, dropout a byte an
     element, attention queries and context, i·s·n·d each, keys and values, i·t·m·d each, and for
     each head two of i·s·t and a mask; by blocks a float32 a query instead. The feed-forward layer
-    keeps two of i·s·f, four where it is gated. A block that is recomputed keeps its inputs.
+    keeps two of i·s·f, three where it is gated. A block that is recomputed keeps its inputs.
 
     Args:
         length: positions s of the block's stream.
@@ -106,7 +106,7 @@ def kept_bytes(
             sharded += (2 * item + 1) * num_heads * length * other
     if "feed_forward" not in recomputed:
         rows = length if expert_rows is None else expert_rows + shared_experts * length
-        sharded += (4 if gated else 2) * item * rows * ffn_hidden_size
+        sharded += (3 if gated else 2) * item * rows * ffn_hidden_size
         if experts_chosen:
             replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:

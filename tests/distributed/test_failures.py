@@ -1,16 +1,20 @@
 """Promise: a rank that fails ends the job, with its name, instead of a hang."""
 
+import re
+
 import pytest
 
 from dtransformer.trainers.checkpoint.folders import saved_steps
 from harness.launch import launch, tail
 from tests.shared_runs import needs_horovod
 
-# How the last rank fails, what the ranks are together -> what the output says.
+# On a busy machine another rank, which tells of it, may end the job before the one that fails ends.
+ENDED = "Process name: 1|the job ends: rank 1 on host localhost: failed"
+# How the last rank fails, what the ranks are together -> patterns of what the output says.
 FAILURES = {
     ("kill", "model"): ["Process name: 1", "Exit code: 137"],
-    ("raise", "model"): ["this rank has had enough", "Process name: 1"],
-    ("midst", "stage"): ["this rank has had enough", "Process name: 1"],
+    ("raise", "model"): ["this rank has had enough", ENDED],
+    ("midst", "stage"): ["this rank has had enough", ENDED],
     ("save", "data"): ["Process name: 1", "Exit code: 137"],
     # What Horovod and DTensor would wait in for ever.
     ("freeze", "model"): ["rank 1 on host localhost: not heard of for", "rank 0 on host localhost"],
@@ -48,7 +52,7 @@ def test_a_rank_that_fails_ends_the_job(how, axis, tmp_path):
     assert "step 5" in output, output
     assert "step 7" not in output
     for words in FAILURES[how, axis]:
-        assert words in output, output
+        assert re.search(words, output), output
 
 
 @needs_horovod

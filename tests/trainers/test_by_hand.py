@@ -205,7 +205,7 @@ class TestTheSameInOtherWays:
         [
             (dataset, {}),
             (Batches, {"steps_per_execution": 3}),
-            (dataset, {"jit_compile": True}),
+            pytest.param(dataset, {"jit_compile": True}, marks=pytest.mark.long),
             (dataset, {"run_eagerly": True}),
         ],
         ids=["tf.data", "steps_per_execution", "jit_compile", "run_eagerly"],
