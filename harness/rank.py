@@ -76,8 +76,9 @@ def main():
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
+        gc.unfreeze()
         keras.backend.clear_session()  # collects garbage
-        gc.freeze()  # what is left is not looked at again and again
+        gc.freeze()  # what is left is not searched for garbage meanwhile
     signal.alarm(arguments.seconds)
     dtransformer.shutdown()  # waits for ranks that are still reading
 

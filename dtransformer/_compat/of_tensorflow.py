@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 from tensorflow.dtensor.python import api
 from tensorflow.python import _pywrap_dtensor_device
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import context, core, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import error_interpolation
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -153,7 +153,7 @@ def constants_are_copied() -> Iterator[None]:
 
 
 def packer(layout) -> Callable:
-    """Return a function of a list of dense tensors that returns `dtensor.pack` of them.
+    """Return a function that packs a list of dense tensors as `dtensor.pack` does, eagerly.
 
     A step packs every weight, and `dtensor.pack` looks the mesh up and writes the layout as text each
     time, which takes four times as long as the rest. Unnecessary if it remembered them.
@@ -166,11 +166,16 @@ def packer(layout) -> Callable:
     def pack(tensors):
         nonlocal registered
         device = api._dtensor_device()
-        if device is not registered:  # the first time, and on a mesh started since
+        if device is not registered:
             device._register_mesh(layout.mesh)
             registered = device
         handle, is_sparse = context.context()._handle, False
-        return _pywrap_dtensor_device.Pack(handle, tensors, text, device._device_info, is_sparse)
+        try:
+            return _pywrap_dtensor_device.Pack(
+                handle, tensors, text, device._device_info, is_sparse
+            )
+        except core._NotOkStatusException as error:
+            raise core._status_to_exception(error) from None
 
     return pack
 

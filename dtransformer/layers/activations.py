@@ -21,7 +21,19 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
     The gradient keeps two tensors like x, where TensorFlow's keeps five.
     """
-    return _activated(x, _SHARES[gelu])
+
+    @custom_gradient
+    def activate(x):
+        share = _gelu_share(_wide(x))
+        y, kept = tf.cast(_wide(x) * share, x.dtype), tf.cast(share, x.dtype)
+
+        def gradient(dy):
+            with _not_before(dy):
+                return tf.cast(_wide(dy) * _gelu_slope(_wide(x), _wide(kept)), x.dtype)
+
+        return y, gradient
+
+    return activate(tf.convert_to_tensor(x))
 
 
 @register
@@ -30,53 +42,74 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
 
     Its gradient keeps two tensors like x, too.
     """
-    return _activated(x, _SHARES[gelu_tanh])
+
+    @custom_gradient
+    def activate(x):
+        bent = _bent(_wide(x))
+        y, kept = tf.cast(0.5 * _wide(x) * (1 + bent), x.dtype), tf.cast(bent, x.dtype)
+
+        def gradient(dy):
+            with _not_before(dy):
+                slope = _tanh_slope(_wide(x), 0.5 + 0.5 * _wide(kept))
+                return tf.cast(_wide(dy) * slope, x.dtype)
+
+        return y, gradient
+
+    return activate(tf.convert_to_tensor(x))
 
 
 @register
 def silu(x: tf.Tensor) -> tf.Tensor:
     """Return x · σ(x), σ the logistic function; the gradient keeps x alone."""
-    return _activated(x, _SHARES[silu])
+
+    @custom_gradient
+    def activate(x):
+        def gradient(dy):
+            with _not_before(dy):
+                slope = _silu_slope(_wide(x), tf.sigmoid(_wide(x)))
+                return tf.cast(_wide(dy) * slope, x.dtype)
+
+        return x * tf.sigmoid(x), gradient
+
+    return activate(tf.convert_to_tensor(x))
 
 
-def gated(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Return activation(gate) · x, tensors of one shape and type.
+def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Return activation(gate) · x, elementwise, of tensors of one shape and type.
 
-    With an activation of this module the gradient computes activation(gate) again, which takes no
-    product: it keeps the two tensors, and the share if the activation's own gradient does.
+    With an activation of this module the gradient keeps these two alone: it computes the
+    activation once more, which is little beside the matrix products around it.
     """
-    if activation not in _SHARES:
+    kind = next((kind for own, kind in _KINDS.items() if own is activation), None)
+    if kind is None:
         return activation(gate) * x
-    kind = _SHARES[activation]
 
     @custom_gradient
     def multiply(gate, x):
-        active, share_again = _times_share(gate, kind)
-
         def gradients(dy):
-            with tf.control_dependencies([dy]):  # or TensorFlow takes, and keeps, the first ones
-                share = share_again()
-                active = tf.cast(_wide(gate) * share, gate.dtype)
-            slope = kind.slope(_wide(gate), share)
-            return tf.cast(_wide(dy) * _wide(x) * slope, gate.dtype), dy * active
+            with _not_before(dy):
+                share = kind.share(_wide(gate))
+                slope = kind.slope(_wide(gate), share)
+                active = tf.cast(_wide(gate) * share, x.dtype)
+                return tf.cast(_wide(dy) * _wide(x) * slope, gate.dtype), dy * active
 
-        return active * x, gradients
+        return kind.value(gate) * x, gradients
 
     return multiply(gate, x)
 
 
-class _Share(NamedTuple):
-    """An activation of the form x · share(x).
+class _Kind(NamedTuple):
+    """An activation of the form x · share(x), without a gradient.
 
     Args:
-        share: a function of x.
-        slope: a function of x and its share, which returns the activation's derivative.
-        is_cheap: whether the share is computed again rather than kept for the gradient.
+        value: the activation.
+        share: the share of x that it lets through, a function of x.
+        slope: its derivative, a function of x and the share.
     """
 
+    value: Callable
     share: Callable
     slope: Callable
-    is_cheap: bool = False
 
 
 def _gelu_share(x):
@@ -90,37 +123,40 @@ def _gelu_slope(x, share):
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
+def _bent(x):
+    return tf.tanh(x * (_SCALE + _SCALE * _CUBIC * tf.square(x)))
+
+
 def _tanh_share(x):
-    return 0.5 + 0.5 * tf.tanh(x * (_SCALE + _SCALE * _CUBIC * tf.square(x)))
+    return 0.5 + 0.5 * _bent(x)
 
 
 def _tanh_slope(x, share):
-    return share + x * 2 * share * (1 - share) * (_SCALE + 3 * _SCALE * _CUBIC * tf.square(x))
+    return share + 2 * x * share * (1 - share) * (_SCALE + 3 * _SCALE * _CUBIC * tf.square(x))
 
 
-def _activated(x, kind):
-    @custom_gradient
-    def activate(x):
-        y, share_again = _times_share(x, kind)
-
-        def gradient(dy):
-            with tf.control_dependencies([dy]):
-                share = share_again()
-            return tf.cast(_wide(dy) * kind.slope(_wide(x), share), x.dtype)
-
-        return y, gradient
-
-    return activate(tf.convert_to_tensor(x))
+def _silu_slope(x, share):
+    return share * (1 + x * (1 - share))
 
 
-def _times_share(x, kind):
-    """Return x · share(x), and a function that returns the share once more, in `_wide`'s type."""
-    share = kind.share(_wide(x))
-    y = tf.cast(_wide(x) * share, x.dtype)
-    if kind.is_cheap:
-        return y, lambda: kind.share(_wide(x))
-    kept = tf.cast(share, x.dtype)
-    return y, lambda: _wide(kept)
+def _times(share):
+    return lambda x: tf.cast(_wide(x) * share(_wide(x)), x.dtype)
+
+
+_KINDS = {
+    gelu: _Kind(_times(_gelu_share), _gelu_share, _gelu_slope),
+    gelu_tanh: _Kind(_times(_tanh_share), _tanh_share, _tanh_slope),
+    silu: _Kind(lambda x: x * tf.sigmoid(x), tf.sigmoid, _silu_slope),  # rounded as Keras' is
+}
+
+
+def _not_before(dy):
+    """Return a context in which what is computed again waits for the gradient.
+
+    Else TensorFlow would take the first results, and keep them. On a mesh and with XLA, which
+    respect a dependence on values only, the compiler decides.
+    """
+    return tf.control_dependencies([dy])
 
 
 def _wide(x):
@@ -130,11 +166,6 @@ def _wide(x):
 
 # Names that are not Keras', or whose gradient is not.
 _ACTIVATIONS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "swish": silu}
-_SHARES = {
-    gelu: _Share(_gelu_share, _gelu_slope),
-    gelu_tanh: _Share(_tanh_share, _tanh_slope),
-    silu: _Share(tf.sigmoid, lambda x, share: share * (1 + x * (1 - share)), is_cheap=True),
-}
 
 
 def get_activation(identifier: str | dict | Callable) -> Callable:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.activations import gated, get_activation
+from dtransformer.layers.activations import gated_product, get_activation
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import (
     Layer,
@@ -158,7 +158,7 @@ class FeedForward(BaseFeedForward):
         if self.use_bias:
             x = add_bias(x, self.mapping_bias)
             gate = [add_bias(y, self.gate_bias) for y in gate]
-        x = gated(self.activation, gate[0], x) if self.gated else self.activation(x)
+        x = gated_product(self.activation, gate[0], x) if self.gated else self.activation(x)
         # [batch, length, mlp] -> [batch, length, embed]
         x = row_parallel(x, self.projection_kernel, ("mlp",))
         if self.use_bias:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.activations import gated
+from dtransformer.layers.activations import gated_product
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import register
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
@@ -230,7 +230,7 @@ class MoE(BaseFeedForward):
             gates = products.column_parallel(tokens, self.gate_kernel)
             if self.use_bias:
                 gates = products.add_bias(gates, self.gate_bias)
-            xs = [gated(self.activation, gate, x) for gate, x in zip(gates, xs)]
+            xs = [gated_product(self.activation, gate, x) for gate, x in zip(gates, xs)]
         else:
             xs = [self.activation(x) for x in xs]
         ys = products.row_parallel(xs, self.projection_kernel)

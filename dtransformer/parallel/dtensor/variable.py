@@ -165,7 +165,7 @@ class LocalShards:
 
 
 def _tensor(value):
-    """Return the tensor of a variable, read as directly as can be: a step reads all of them."""
+    """Return what is given as a tensor; a step reads every variable, so it is read directly."""
     if isinstance(value, tf.Variable):
         return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     return tf.convert_to_tensor(value)

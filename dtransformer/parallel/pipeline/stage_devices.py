@@ -4,6 +4,7 @@ Both compile functions of a model chunk, and know which shards of what passes be
 this rank holds, sends and receives.
 """
 
+import functools
 import types
 from collections.abc import Callable
 
@@ -167,6 +168,10 @@ class Mesh(OneDevice):
 
     compiles_whole_graphs, takes_open_shapes = True, False
 
+    def __init__(self):
+        # What this rank holds of a `CrossStageTensor`, found out once.
+        self._held = functools.cache(lambda x: LocalShards(x.shape, self._specs(x)))
+
     def compile(self, function, trained, others):
         return _FunctionOnMesh(function, trained, others)
 
@@ -222,9 +227,6 @@ class Mesh(OneDevice):
         """Rows are sharded as those of a batch, the second dimension as a sequence."""
         axes = ("batch", "length", *[None] * len(tensor.shape))[: len(tensor.shape)]
         return activation_specs(axes, tensor.shape)
-
-    def _held(self, tensor):
-        return LocalShards(tensor.shape, self._specs(tensor))
 
 
 class _FunctionOnMesh(_Named, MeshFunction):

@@ -61,6 +61,8 @@ def test_shards_are_packed_as_dtensor_packs_them():
         assert found.device == dtensor.device_name()
         assert dtensor.fetch_layout(found) == make_layout(variable.specs)
         on_devices = dtensor.unpack(found)
+        again = dtensor.pack(on_devices, make_layout(variable.specs))
+        assert (again.shape, again.dtype) == (found.shape, found.dtype)
         for i, device in enumerate(job.mesh().local_devices()):
             assert on_devices[i].device == device
             np.testing.assert_array_equal(on_devices[i], shards[i % number])
