@@ -149,9 +149,6 @@ def constants_are_copied() -> Iterator[None]:
         FuncGraph.capture = capture
 
 
-# TensorFlow: its context, which DTensor starts anew, and its errors.
-
-
 def packer(layout) -> Callable:
     """Return a function that packs a list of dense tensors as `dtensor.pack` does, eagerly.
 
@@ -161,23 +158,20 @@ def packer(layout) -> Callable:
     Args:
         layout: a `dtensor.Layout`.
     """
-    text, registered = layout.to_string(), None
+    text, is_sparse = layout.to_string(), False
+    api._dtensor_device()._register_mesh(layout.mesh)
 
     def pack(tensors):
-        nonlocal registered
-        device = api._dtensor_device()
-        if device is not registered:
-            device._register_mesh(layout.mesh)
-            registered = device
-        handle, is_sparse = context.context()._handle, False
+        handle, device = context.context()._handle, api._dtensor_device()._device_info
         try:
-            return _pywrap_dtensor_device.Pack(
-                handle, tensors, text, device._device_info, is_sparse
-            )
+            return _pywrap_dtensor_device.Pack(handle, tensors, text, device, is_sparse)
         except core._NotOkStatusException as error:
             raise core._status_to_exception(error) from None
 
     return pack
+
+
+# TensorFlow: its context, which DTensor starts anew, and its errors.
 
 
 def read_long_errors() -> None:

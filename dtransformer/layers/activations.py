@@ -21,19 +21,7 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
 
     The gradient keeps two tensors like x, where TensorFlow's keeps five.
     """
-
-    @custom_gradient
-    def activate(x):
-        share = _gelu_share(_wide(x))
-        y, kept = tf.cast(_wide(x) * share, x.dtype), tf.cast(share, x.dtype)
-
-        def gradient(dy):
-            with _not_before(dy):
-                return tf.cast(_wide(dy) * _gelu_slope(_wide(x), _wide(kept)), x.dtype)
-
-        return y, gradient
-
-    return activate(tf.convert_to_tensor(x))
+    return _activated(x, _KINDS[gelu])
 
 
 @register
@@ -42,36 +30,13 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
 
     Its gradient keeps two tensors like x, too.
     """
-
-    @custom_gradient
-    def activate(x):
-        bent = _bent(_wide(x))
-        y, kept = tf.cast(0.5 * _wide(x) * (1 + bent), x.dtype), tf.cast(bent, x.dtype)
-
-        def gradient(dy):
-            with _not_before(dy):
-                slope = _tanh_slope(_wide(x), 0.5 + 0.5 * _wide(kept))
-                return tf.cast(_wide(dy) * slope, x.dtype)
-
-        return y, gradient
-
-    return activate(tf.convert_to_tensor(x))
+    return _activated(x, _KINDS[gelu_tanh])
 
 
 @register
 def silu(x: tf.Tensor) -> tf.Tensor:
     """Return x · σ(x), σ the logistic function; the gradient keeps x alone."""
-
-    @custom_gradient
-    def activate(x):
-        def gradient(dy):
-            with _not_before(dy):
-                slope = _silu_slope(_wide(x), tf.sigmoid(_wide(x)))
-                return tf.cast(_wide(dy) * slope, x.dtype)
-
-        return x * tf.sigmoid(x), gradient
-
-    return activate(tf.convert_to_tensor(x))
+    return _activated(x, _KINDS[silu])
 
 
 def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
@@ -86,6 +51,8 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
 
     @custom_gradient
     def multiply(gate, x):
+        active, _ = kind.forward(gate)
+
         def gradients(dy):
             with _not_before(dy):
                 share = kind.share(_wide(gate))
@@ -93,23 +60,44 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
                 active = tf.cast(_wide(gate) * share, x.dtype)
                 return tf.cast(_wide(dy) * _wide(x) * slope, gate.dtype), dy * active
 
-        return kind.value(gate) * x, gradients
+        return active * x, gradients
 
     return multiply(gate, x)
 
 
 class _Kind(NamedTuple):
-    """An activation of the form x · share(x), without a gradient.
+    """An activation of the form x · share(x).
 
     Args:
-        value: the activation.
+        forward: a function of x that returns its activation, and a function that returns the
+            share for the gradient: computed again, or from what was kept.
         share: the share of x that it lets through, a function of x.
         slope: its derivative, a function of x and the share.
     """
 
-    value: Callable
+    forward: Callable
     share: Callable
     slope: Callable
+
+
+def _activated(x, kind):
+    @custom_gradient
+    def activate(x):
+        y, share_again = kind.forward(x)
+
+        def gradient(dy):
+            with _not_before(dy):
+                return tf.cast(_wide(dy) * kind.slope(_wide(x), share_again()), x.dtype)
+
+        return y, gradient
+
+    return activate(tf.convert_to_tensor(x))
+
+
+def _gelu(x):
+    share = _gelu_share(_wide(x))
+    kept = tf.cast(share, x.dtype)
+    return tf.cast(_wide(x) * share, x.dtype), lambda: _wide(kept)
 
 
 def _gelu_share(x):
@@ -121,6 +109,12 @@ def _gelu_slope(x, share):
 
 
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_tanh(x):
+    bent = _bent(_wide(x))
+    kept = tf.cast(bent, x.dtype)
+    return tf.cast(0.5 * _wide(x) * (1 + bent), x.dtype), lambda: 0.5 + 0.5 * _wide(kept)
 
 
 def _bent(x):
@@ -135,18 +129,18 @@ def _tanh_slope(x, share):
     return share + 2 * x * share * (1 - share) * (_SCALE + 3 * _SCALE * _CUBIC * tf.square(x))
 
 
+def _silu(x):
+    return x * tf.sigmoid(x), lambda: tf.sigmoid(_wide(x))  # rounded as Keras' is
+
+
 def _silu_slope(x, share):
     return share * (1 + x * (1 - share))
 
 
-def _times(share):
-    return lambda x: tf.cast(_wide(x) * share(_wide(x)), x.dtype)
-
-
 _KINDS = {
-    gelu: _Kind(_times(_gelu_share), _gelu_share, _gelu_slope),
-    gelu_tanh: _Kind(_times(_tanh_share), _tanh_share, _tanh_slope),
-    silu: _Kind(lambda x: x * tf.sigmoid(x), tf.sigmoid, _silu_slope),  # rounded as Keras' is
+    gelu: _Kind(_gelu, _gelu_share, _gelu_slope),
+    gelu_tanh: _Kind(_gelu_tanh, _tanh_share, _tanh_slope),
+    silu: _Kind(_silu, tf.sigmoid, _silu_slope),
 }
 
 

@@ -82,6 +82,15 @@ def test_gates_have_the_gradients_of_products(name, way, dtype, tolerance):
         np.testing.assert_allclose(own, reference, rtol=tolerance, atol=4 * tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_gates_are_the_activation_times_x_to_the_last_bit(name, dtype):
+    """Eagerly: TensorFlow's optimizing moves constants along a graph's products."""
+    own = PAIRS[name][0]
+    gate, x = tf.cast(np.random.default_rng(0).normal(size=(2, 500)) * 3, dtype)
+    np.testing.assert_array_equal(gated_product(own, gate, x), own(gate) * x)
+
+
 def product_and_gradients(function, gate, x):
     with tf.GradientTape() as tape:
         tape.watch([gate, x])

@@ -63,7 +63,7 @@ def test_an_overflow_skips_the_step_on_every_device():
 
 @on_mesh
 def test_optimizers_clip_by_the_norms_of_unsharded_gradients():
-    for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):
+    for options in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}, {"clipvalue": 0.01}):
         optimizer = lambda: keras.optimizers.SGD(0.5, momentum=0.9, **options)
         expected = losses(trainer_of(network(), optimizer()))
         start(vocab_emb_dp=False)
