@@ -55,10 +55,11 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
 
         def gradients(dy):
             with _not_before(dy):
-                share = kind.share(_wide(gate))
-                slope = kind.slope(_wide(gate), share)
-                active = tf.cast(_wide(gate) * share, x.dtype)
-                return tf.cast(_wide(dy) * _wide(x) * slope, gate.dtype), dy * active
+                z, wide = kind.wide(gate), kind.wide
+                share = kind.share(z)
+                active = tf.cast(z * share, x.dtype)
+                to_gate = wide(dy) * wide(x) * kind.slope(z, share)
+                return tf.cast(to_gate, gate.dtype), dy * active
 
         return active * x, gradients
 
@@ -73,11 +74,13 @@ class _Kind(NamedTuple):
             share for the gradient: computed again, or from what was kept.
         share: the share of x that it lets through, a function of x.
         slope: its derivative, a function of x and the share.
+        wide: a function that returns a tensor in the type that the gradient is computed in.
     """
 
     forward: Callable
     share: Callable
     slope: Callable
+    wide: Callable
 
 
 def _activated(x, kind):
@@ -87,7 +90,8 @@ def _activated(x, kind):
 
         def gradient(dy):
             with _not_before(dy):
-                return tf.cast(_wide(dy) * kind.slope(_wide(x), share_again()), x.dtype)
+                slope = kind.slope(kind.wide(x), share_again())
+                return tf.cast(kind.wide(dy) * slope, x.dtype)
 
         return y, gradient
 
@@ -130,17 +134,23 @@ def _tanh_slope(x, share):
 
 
 def _silu(x):
-    return x * tf.sigmoid(x), lambda: tf.sigmoid(_wide(x))  # rounded as Keras' is
+    return x * tf.sigmoid(x), lambda: tf.sigmoid(x)
 
 
 def _silu_slope(x, share):
     return share * (1 + x * (1 - share))
 
 
+def _wide(x):
+    """Return a tensor in float32, where its own type is of 16 bits: each operation would round."""
+    return tf.cast(x, "float32") if x.dtype.size < 4 else x
+
+
 _KINDS = {
-    gelu: _Kind(_gelu, _gelu_share, _gelu_slope),
-    gelu_tanh: _Kind(_gelu_tanh, _tanh_share, _tanh_slope),
-    silu: _Kind(_silu, tf.sigmoid, _silu_slope),
+    gelu: _Kind(_gelu, _gelu_share, _gelu_slope, _wide),
+    gelu_tanh: _Kind(_gelu_tanh, _tanh_share, _tanh_slope, _wide),
+    # Rounded as Keras' is: casts take longer than its few operations.
+    silu: _Kind(_silu, tf.sigmoid, _silu_slope, tf.convert_to_tensor),
 }
 
 
@@ -151,11 +161,6 @@ def _not_before(dy):
     respect a dependence on values only, the compiler decides.
     """
     return tf.control_dependencies([dy])
-
-
-def _wide(x):
-    """Return a tensor in float32, where its own type is of 16 bits: each operation would round."""
-    return tf.cast(x, "float32") if x.dtype.size < 4 else x
 
 
 # Names that are not Keras', or whose gradient is not.

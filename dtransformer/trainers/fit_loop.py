@@ -1,5 +1,6 @@
 """The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from dtransformer.trainers.data import (
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
+from dtransformer.trainers.garbage import garbage_waits
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
@@ -57,7 +59,8 @@ class FitLoop(keras.Model):
                 self._beginning.count_step()
             start, called = time.perf_counter(), time.time()
             number = int(self.optimizer.iterations) + 1
-            with job.doing("step" if compiled else "compiling", number):
+            searching = contextlib.nullcontext() if compiled else garbage_waits()
+            with job.doing("step" if compiled else "compiling", number), searching:
                 logs = step(iterator)
             ready = float(logs.pop("ready"))  # of the last step of a call
             waited = max(ready - called, 0.0) if steps == 1 else 0.0
