@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 @functools.cache
-def measured_peak(dtype="float32", size=1024, seconds=0.3):
+def measured_peak(dtype="float32", size=1024, seconds=0.1):
     """Return the FLOP/s of large square products on this rank's device.
 
     Measured once per process and type, by the best of several products.

@@ -91,6 +91,14 @@ def _stack_of(network, layers):
     return None
 
 
+def blocks_of_deepest_stack(network: keras.Model) -> int:
+    """Return how many blocks follow each other in the deepest stack of this package's layers."""
+    stacks = (
+        getattr(layer, "blocks", None) for layer in filter(_is_ours, _compat.flat_layers(network))
+    )
+    return max((len(blocks) for blocks in stacks if isinstance(blocks, list)), default=0)
+
+
 def _is_ours(layer):
     return type(layer).__module__.startswith("dtransformer.")
 

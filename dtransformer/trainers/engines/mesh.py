@@ -3,9 +3,12 @@
 The shards of the weights and the batch go in, this rank's shards of the gradients come out.
 """
 
+import warnings
+
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor import variable as mesh_variable
@@ -18,11 +21,14 @@ from dtransformer.parallel.dtensor.batch import (
 )
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
+from dtransformer.parallel.pipeline.alike_chunks import blocks_of_deepest_stack
 from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Numbers
+
+DEEP_STACK = 24  # blocks that take DTensor a minute to compile as one function
 
 
 class MeshEngine:
@@ -57,6 +63,8 @@ class MeshEngine:
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         check_mesh_batch((inputs, labels, sample_weight))
+        if self.input_shapes is None:
+            _tell_of_chunks(self._step.network)
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
         gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))
@@ -98,6 +106,19 @@ class MeshEngine:
 
     def _predict_on_mesh(self, inputs):
         return replicate(self._step.outputs(inputs))
+
+
+def _tell_of_chunks(network):
+    """Warn that the first step of a deep network takes long, and say what takes less."""
+    number = blocks_of_deepest_stack(network)
+    if number >= DEEP_STACK and job.is_chief():
+        warnings.warn(
+            f"{number} blocks are compiled for the mesh as one function, which may take minutes: "
+            f"pipeline_schedule='interleaved' with pipeline_chunks={number // 4 + 1} compiles blocks "
+            "that are alike once, with the same losses; later steps take longer where blocks are "
+            "small, see 'Deep networks on a mesh' in docs/pipeline.md",
+            stacklevel=2,
+        )
 
 
 def _check_added_rows(inputs, network, adds_losses, training=False):

@@ -1,6 +1,7 @@
 """Promise: training on a mesh gives the numbers of one device, whatever the options."""
 
 import unittest.mock
+import warnings
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 import dtransformer
 from dtransformer import TransformerRecomputeConfig, layers
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.engines import mesh
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import (
     HIDDEN,
@@ -36,6 +38,20 @@ def test_dropout_on_the_mesh():
     assert one == two, "the seed decides"
     dry = losses(trainer_of(network()), steps=1)[0]
     assert one[0] != dry and abs(one[0] - dry) < 0.5 * dry
+
+
+@on_mesh
+def test_deep_networks_are_told_of_chunks_before_they_are_compiled():
+    start()
+    model = network()
+    with unittest.mock.patch.object(mesh, "DEEP_STACK", 1):
+        trainer = trainer_of(model)
+        with pytest.warns(UserWarning, match="pipeline_chunks=1 compiles") as told:
+            losses(trainer, steps=2)
+        assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(trainer_of(network()), steps=1)
 
 
 @on_mesh
