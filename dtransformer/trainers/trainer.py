@@ -31,6 +31,7 @@ from dtransformer.trainers.compile_checks import (
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
+from dtransformer.trainers.garbage import garbage_waits
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.padded_logits import of_classes
 from dtransformer.trainers.reporting import Reporting, check_rules
@@ -212,6 +213,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     # What comes before the first step.
 
+    @garbage_waits()
     def _prepare(self, first=None):
         """Build the network, the engine and the optimizer step, and take rank 0's weights, once."""
         self._assert_compile_called("fit")
