@@ -58,7 +58,7 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
                 z, wide = kind.wide(gate), kind.wide
                 share = kind.share(z)
                 active = tf.cast(z * share, x.dtype)
-                to_gate = wide(dy) * wide(x) * kind.slope(z, share)
+                to_gate = wide(dy) * kind.slope(z, share) * wide(x)
                 return tf.cast(to_gate, gate.dtype), dy * active
 
         return active * x, gradients

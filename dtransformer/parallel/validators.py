@@ -203,12 +203,11 @@ def check_supported(config, local_devices: int = 1) -> None:
         )
     if config.pipeline_stage > 1 or config.pipeline_chunks > 1:
         degree = "pipeline_stage" if config.pipeline_stage > 1 else "pipeline_chunks"
-        for name, reason in _NOT_WITH_A_PIPELINE.items():
-            value = getattr(config, name)
-            if value is True or value == 3:
-                raise ValueError(
-                    f"{name}={value} does not work with {degree}={getattr(config, degree)}: {reason}"
-                )
+        for name, value in settings_without_chunks(config).items():
+            raise ValueError(
+                f"{name}={value} does not work with {degree}={getattr(config, degree)}: "
+                f"{_NOT_WITH_A_PIPELINE[name]}"
+            )
         schedules.check(
             config.pipeline_schedule,
             config.pipeline_stage,
@@ -225,6 +224,12 @@ def check_supported(config, local_devices: int = 1) -> None:
                 f"context_parallel={config.context_parallel} and local_devices={local_devices}: set "
                 "pipeline_schedule='1f1b' or 'interleaved'"
             )
+
+
+def settings_without_chunks(config) -> dict:
+    """Return the fields and values of a config that work in no pipeline, of one stage or more."""
+    values = {name: getattr(config, name) for name in _NOT_WITH_A_PIPELINE}
+    return {name: value for name, value in values.items() if value is True or value == 3}
 
 
 def check_joined(config, topology, placement) -> None:

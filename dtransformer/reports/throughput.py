@@ -19,7 +19,7 @@ def measured_peak(dtype="float32", size=1024, seconds=0.1):
     """
     matrix = tf.cast(tf.random.stateless_normal([size, size], [0, 0]), dtype)
     product = tf.function(lambda x: tf.matmul(x, matrix))
-    product(matrix)
+    product(matrix).numpy()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()

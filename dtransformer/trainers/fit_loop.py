@@ -59,7 +59,8 @@ class FitLoop(keras.Model):
                 self._beginning.count_step()
             start, called = time.perf_counter(), time.time()
             number = int(self.optimizer.iterations) + 1
-            searching = contextlib.nullcontext() if compiled else garbage_waits()
+            is_first = not compiled and steps == 1  # with more, others are in the same call
+            searching = garbage_waits() if is_first else contextlib.nullcontext()
             with job.doing("step" if compiled else "compiling", number), searching:
                 logs = step(iterator)
             ready = float(logs.pop("ready"))  # of the last step of a call

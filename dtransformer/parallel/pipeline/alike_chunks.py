@@ -91,12 +91,13 @@ def _stack_of(network, layers):
     return None
 
 
-def blocks_of_deepest_stack(network: keras.Model) -> int:
-    """Return how many blocks follow each other in the deepest stack of this package's layers."""
-    stacks = (
-        getattr(layer, "blocks", None) for layer in filter(_is_ours, _compat.flat_layers(network))
-    )
-    return max((len(blocks) for blocks in stacks if isinstance(blocks, list)), default=0)
+def number_of_blocks(network: keras.Model) -> int:
+    """Return how many blocks there are in stacks of this package; 0 where chunks are never alike."""
+    layers = _compat.flat_layers(network)
+    if any(getattr(layer, "adds_means", False) for layer in layers):
+        return 0
+    stacks = (getattr(layer, "blocks", None) for layer in filter(_is_ours, layers))
+    return sum(len(blocks) for blocks in stacks if isinstance(blocks, list))
 
 
 def _is_ours(layer):

@@ -21,14 +21,15 @@ from dtransformer.parallel.dtensor.batch import (
 )
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
-from dtransformer.parallel.pipeline.alike_chunks import blocks_of_deepest_stack
+from dtransformer.parallel.pipeline.alike_chunks import number_of_blocks
 from dtransformer.parallel.same_batch import check_mesh_batch
+from dtransformer.parallel.validators import settings_without_chunks
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
 from dtransformer.trainers.engines.base import Numbers
 
-DEEP_STACK = 24  # blocks that take DTensor a minute to compile as one function
+MANY_BLOCKS = 24  # those of which the function takes DTensor half a minute to compile
 
 
 class MeshEngine:
@@ -110,13 +111,17 @@ class MeshEngine:
 
 def _tell_of_chunks(network):
     """Warn that the first step of a deep network takes long, and say what takes less."""
-    number = blocks_of_deepest_stack(network)
-    if number >= DEEP_STACK and job.is_chief():
+    number = number_of_blocks(network)
+    if number < MANY_BLOCKS or settings_without_chunks(get_parallel_config()):
+        return
+    if job.is_chief():
         warnings.warn(
-            f"{number} blocks are compiled for the mesh as one function, which may take minutes: "
-            f"pipeline_schedule='interleaved' with pipeline_chunks={number // 4 + 1} compiles blocks "
-            "that are alike once, with the same losses; later steps take longer where blocks are "
-            "small, see 'Deep networks on a mesh' in docs/pipeline.md",
+            f"{number} blocks are compiled for the mesh as one function, which may take minutes. "
+            "Blocks that are alike are compiled once, for the same losses, with "
+            "TransformerOpParallelConfig(pipeline_schedule='interleaved', "
+            f"pipeline_chunks={number // 4 + 1}, ...), given to dtransformer.init() before the "
+            "network is made; later steps take longer where blocks are small: see 'Deep networks on "
+            "a mesh' in docs/pipeline.md",
             stacklevel=2,
         )
 

@@ -44,9 +44,9 @@ def test_dropout_on_the_mesh():
 def test_deep_networks_are_told_of_chunks_before_they_are_compiled():
     start()
     model = network()
-    with unittest.mock.patch.object(mesh, "DEEP_STACK", 1):
+    with unittest.mock.patch.object(mesh, "MANY_BLOCKS", 2):  # one of each stack
         trainer = trainer_of(model)
-        with pytest.warns(UserWarning, match="pipeline_chunks=1 compiles") as told:
+        with pytest.warns(UserWarning, match="2 blocks are compiled.*pipeline_chunks=1") as told:
             losses(trainer, steps=2)
         assert len(told) == 1
     with warnings.catch_warnings():
