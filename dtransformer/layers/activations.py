@@ -55,7 +55,8 @@ def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Ten
 
         def gradients(dy):
             with _not_before(dy):
-                z, wide = kind.wide(gate), kind.wide
+                wide = kind.wide
+                z = wide(gate)
                 share = kind.share(z)
                 active = tf.cast(z * share, x.dtype)
                 to_gate = wide(dy) * kind.slope(z, share) * wide(x)

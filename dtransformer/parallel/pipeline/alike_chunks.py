@@ -57,8 +57,8 @@ def likeness_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Likenes
     if chunk in (0, placement.last_chunk) or has_copies or stack is None:
         return None
     inner = [one for layer in layers for one in _compat.flat_layers(layer)]
-    if any(getattr(layer, "adds_means", False) for layer in inner):
-        return None  # what experts tell of their loads has their names
+    if _any_tells_means(inner):
+        return None
     blocks = list(stack.blocks)
     first = blocks.index(layers[0])
     roles = {}
@@ -81,11 +81,10 @@ def likeness_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Likenes
 
 def _stack_of(network, layers):
     """Return the stack of which layers are blocks that follow each other; None if there is none."""
-    for stack in _compat.flat_layers(network):
-        blocks = getattr(stack, "blocks", None)
-        if _is_ours(stack) and isinstance(blocks, list) and layers and layers[0] in blocks:
-            first = blocks.index(layers[0])
-            follow = blocks[first : first + len(layers)] == layers
+    for stack in _stacks(network):
+        if layers and layers[0] in stack.blocks:
+            first = stack.blocks.index(layers[0])
+            follow = stack.blocks[first : first + len(layers)] == layers
             inner = [one for layer in layers for one in _compat.flat_layers(layer)]
             return stack if follow and all(map(_is_ours, inner)) else None
     return None
@@ -93,11 +92,20 @@ def _stack_of(network, layers):
 
 def number_of_blocks(network: keras.Model) -> int:
     """Return how many blocks there are in stacks of this package; 0 where chunks are never alike."""
-    layers = _compat.flat_layers(network)
-    if any(getattr(layer, "adds_means", False) for layer in layers):
+    if _any_tells_means(_compat.flat_layers(network)):
         return 0
-    stacks = (getattr(layer, "blocks", None) for layer in filter(_is_ours, layers))
-    return sum(len(blocks) for blocks in stacks if isinstance(blocks, list))
+    return sum(len(stack.blocks) for stack in _stacks(network))
+
+
+def _stacks(network):
+    """Return the layers of this package that hold a list of blocks."""
+    ours = filter(_is_ours, _compat.flat_layers(network))
+    return [layer for layer in ours if isinstance(getattr(layer, "blocks", None), list)]
+
+
+def _any_tells_means(layers):
+    """Return whether one of the layers is of experts, which tell their loads by their own names."""
+    return any(getattr(layer, "adds_means", False) for layer in layers)
 
 
 def _is_ours(layer):

@@ -112,9 +112,8 @@ class MeshEngine:
 def _tell_of_chunks(network):
     """Warn that the first step of a deep network takes long, and say what takes less."""
     number = number_of_blocks(network)
-    if number < MANY_BLOCKS or settings_without_chunks(get_parallel_config()):
-        return
-    if job.is_chief():
+    may_have_chunks = not settings_without_chunks(get_parallel_config())
+    if number >= MANY_BLOCKS and may_have_chunks and job.is_chief():
         warnings.warn(
             f"{number} blocks are compiled for the mesh as one function, which may take minutes. "
             "Blocks that are alike are compiled once, for the same losses, with "
