@@ -1,8 +1,9 @@
 """Keras and TensorFlow, started quietly: imported first by whatever needs them."""
 
+from dtransformer.garbage import garbage_waits
 from dtransformer.quiet import quiet_start
 
-with quiet_start():
+with quiet_start(), garbage_waits():
     import keras  # noqa: F401
     import tensorflow
 

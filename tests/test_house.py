@@ -19,6 +19,7 @@ BOTTOM = {
     "architectures",
     "errors",
     "files",
+    "garbage",
     "quiet",
     "start",
     "tables",

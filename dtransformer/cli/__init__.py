@@ -5,7 +5,9 @@ correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 sho
 that take long come after the arguments are parsed.
 """
 
+import atexit
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -160,6 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None for those of the process.
     """
+    if argv is None:  # the process is ours: it ends without a last search for garbage
+        atexit.register(gc.freeze)
     try:
         if sys.stdout is None:
             raise InputError("standard output is closed: send it to a file, or to /dev/null")

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.garbage import garbage_waits
 from dtransformer.parallel import job
 from dtransformer.parallel.seeds import derived_seed
 from dtransformer.reports.throughput import Throughput, measured_peak
@@ -20,7 +21,6 @@ from dtransformer.trainers.data import (
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
-from dtransformer.trainers.garbage import garbage_waits
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtransformer.garbage import garbage_waits
 from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel import job, validators
@@ -31,7 +32,6 @@ from dtransformer.trainers.compile_checks import (
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
-from dtransformer.trainers.garbage import garbage_waits
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.padded_logits import of_classes
 from dtransformer.trainers.reporting import Reporting, check_rules

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
+from dtransformer.garbage import garbage_waits
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.garbage import garbage_waits
 
 
 class _Asking(keras.layers.Dense):
