@@ -1,6 +1,8 @@
-"""What a step that is compiled leaves of Python's search for garbage."""
+"""What imports, and a step that is compiled, leave of Python's search for garbage."""
 
 import gc
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -49,3 +51,15 @@ def test_what_was_set_holds_after_an_error_and_where_nothing_is_searched():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_nothing_is_searched_while_tensorflow_is_imported_and_all_is_afterwards():
+    program = """
+import gc
+import dtransformer
+before = gc.get_stats()[2]["collections"]
+import dtransformer.start
+print(gc.isenabled(), gc.get_stats()[2]["collections"] - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "0"], done.stderr
