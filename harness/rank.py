@@ -81,7 +81,6 @@ def main():
         gc.freeze()  # what is left is not searched for garbage meanwhile
     signal.alarm(arguments.seconds)
     dtransformer.shutdown()  # waits for ranks that are still reading
-    gc.freeze()  # the process ends without a last search
 
 
 if __name__ == "__main__":
