@@ -45,6 +45,24 @@ def is_on_a_tape(tensors: list) -> bool:
     return record.should_record_backprop(tensors)
 
 
+def called_flat(function) -> Callable:
+    """Return a `ConcreteFunction` as one that is called in half the time, of the same arguments.
+
+    Arguments are not compared with what it was traced for. Unnecessary if TensorFlow bound
+    them without a look at each of them, and at each twice.
+
+    Args:
+        function: a `ConcreteFunction` of positional arguments, nested tensors and variables.
+    """
+
+    def call(*args):
+        flat = tf.nest.flatten(args)
+        flat = [x.handle if isinstance(x, tf.Variable) else x for x in flat]
+        return function._call_flat(flat, function.captured_inputs)
+
+    return call
+
+
 def function_names() -> list:
     """Return the names of all functions that TensorFlow has at present.
 

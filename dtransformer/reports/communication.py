@@ -126,16 +126,16 @@ def layer_kind(path):
     return "/".join(re.sub(r"_\d+$", "", part) for part in path.split("/"))
 
 
-def communication_report(network, collectives, input_shapes, graph):
+def communication_report(network, collectives, input_shapes, graphs):
     """Return the `CommunicationReport` of the training step that was compiled last.
 
     Args:
         network: the `keras.Model` that is trained.
         collectives: list of the `Collective`s of the engine.
         input_shapes: nested shapes of the inputs that a mesh computes at once, or None.
-        graph: the `tf.Graph` that the optimizer step was traced in.
+        graphs: list of the `tf.Graph`s that the rest of the step was traced in.
     """
-    of_ranks = audit.rank_collectives(graph)
+    of_ranks = [one for graph in graphs for one in audit.rank_collectives(graph)]
     if job.mesh() is None:
         return CommunicationReport((*collectives, *of_ranks))
     names = {layer.name for layer in _compat.flat_layers(network)}

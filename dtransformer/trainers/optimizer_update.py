@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.parallel import job
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 from dtransformer.trainers.alike_calls import alike_calls_on, traced_apart
 from dtransformer.trainers.optimizer_states import optimizer_states
@@ -16,8 +17,8 @@ from dtransformer.trainers.optimizer_states import optimizer_states
 _ELEMENTS_AT_ONCE = 2**22
 
 
-def optimizer_update(optimizer, units, devices, jit_compile):
-    """Return a function that lets an optimizer update its units.
+class OptimizerUpdate:
+    """How an optimizer updates its units.
 
     Args:
         optimizer: a Keras optimizer, built.
@@ -25,29 +26,46 @@ def optimizer_update(optimizer, units, devices, jit_compile):
         devices: for each unit the name of its device.
         jit_compile: whether the update is compiled with XLA, where that can be done.
 
+    Call arguments:
+        gradients: list of tensors, one for each unit.
+        values: list of tensors, the values of the `HeldParameter`s.
+
     Returns:
-        A function of gradients and of the values of the `HeldParameter`s, lists of tensors,
-        that returns the new values of the latter.
+        The new values of the `HeldParameter`s, a list of tensors.
     """
-    at_once = functools.partial(_update_at_once, optimizer, units)
-    if not type(optimizer).__module__.startswith("keras."):
-        return at_once  # nobody knows what it asks of a weight, and how it changes its states
-    states = states_of_units(optimizer, len(units))
-    if states is None:
-        return at_once
-    in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
-    return lambda *given: at_once(*given) if tf.executing_eagerly() else in_calls(*given)
 
+    def __init__(self, optimizer, units, devices, jit_compile):
+        self._optimizer, self._units = optimizer, units
+        self._in_calls, self._is_compiled = None, False
+        if type(optimizer).__module__.startswith("keras."):
+            # Of others nobody knows what they ask of a weight, and how they change their states.
+            states = states_of_units(optimizer, len(units))
+            if states is not None:
+                self._in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
 
-def _update_at_once(optimizer, units, gradients, values):
-    held = [unit for unit in units if isinstance(unit, HeldParameter)]
-    for unit, value in zip(held, values, strict=True):
-        unit.hold(value)
-    if units:
-        optimizer.apply(gradients, units)
-    else:  # all weights of a stage are frozen: Keras would not count the step
-        optimizer.iterations.assign_add(1)
-    return [unit.release() for unit in held]
+    def compile(self, compiled):
+        """See `ShardedOptimizer.compile`: where the update is calls, each is one of TensorFlow's.
+
+        A function of all of them would take TensorFlow longer to optimize than all else.
+        """
+        self._is_compiled, self._at_once = True, compiled(self._at_once)
+
+    def __call__(self, gradients, values):
+        runs_eagerly = not self._is_compiled or tf.config.functions_run_eagerly()
+        is_debugged = tf.executing_eagerly() and runs_eagerly
+        if self._in_calls is None or is_debugged:
+            return self._at_once(gradients, values)
+        return self._in_calls(gradients, values)
+
+    def _at_once(self, gradients, values):
+        held = [unit for unit in self._units if isinstance(unit, HeldParameter)]
+        for unit, value in zip(held, values, strict=True):
+            unit.hold(value)
+        if self._units:
+            self._optimizer.apply(gradients, self._units)
+        else:  # all weights of a stage are frozen: Keras would not count the step
+            self._optimizer.iterations.assign_add(1)
+        return [unit.release() for unit in held]
 
 
 def states_of_units(optimizer, num_units):
@@ -94,7 +112,13 @@ class _UpdateInCalls:
         return is_held, *alike
 
     def _forget_old_settings(self):
-        """Trace anew what was traced for other settings, such as another schedule."""
+        """Trace anew what was traced for other settings, such as another schedule.
+
+        Where it is called from Python, settings are those of the first call, as those of what else
+        a step compiles.
+        """
+        if self._functions and tf.executing_eagerly():
+            return
         settings = _settings(self._optimizer)
         rate = _compat.learning_rate_of(self._optimizer)
         if settings != self._settings or rate is not self._learning_rate:
@@ -129,6 +153,7 @@ class _UpdateInCalls:
         """Return the function of the call of some units, of what it is given."""
         key = tuple(self._keys[i] for i in numbers)
         if key not in self._functions:
+            job.compiles()
             update = functools.partial(self._update, numbers)
             self._functions[key] = traced_apart(update, *given, jit_compile=self._jit_compile)
         return self._functions[key]

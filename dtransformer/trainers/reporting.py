@@ -68,7 +68,7 @@ class Reporting(keras.Model):
         """Return which collectives the last compiled training step sends.
 
         Those of the mesh are read from the functions that DTensor lowered for the
-        devices, those of data-parallel ranks from the optimizer step's graph; what pipeline stages
+        devices, those of data-parallel ranks from the step's graphs; what pipeline stages
         send each other is that of the dataflow.
 
         Returns:
@@ -79,13 +79,13 @@ class Reporting(keras.Model):
         Raises:
             ValueError: no step was compiled yet.
         """
-        if self.optimizer_step is None or self.optimizer_step.graph is None:
+        if self._program is None or not self._program.graphs:
             raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
         return communication_report(
             self.network,
             self._engine.collectives(),
             self._engine.input_shapes,
-            self.optimizer_step.graph,
+            self._program.graphs,
         )
 
     def memory_report(self, inputs=None):

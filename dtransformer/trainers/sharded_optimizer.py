@@ -26,7 +26,7 @@ from dtransformer.trainers.optimizer_checks import (
     is_overwritten,
     without_clipping,
 )
-from dtransformer.trainers.optimizer_update import optimizer_update
+from dtransformer.trainers.optimizer_update import OptimizerUpdate
 from dtransformer.trainers.update_units import UpdateUnits
 from dtransformer.trainers.updated_shards import partition_of, updated_shards
 
@@ -49,7 +49,6 @@ class ShardedOptimizer:
         loss_scale: the `LossScale`.
         gradient_bytes: bytes of the gradients that this rank keeps until it has them all:
             full ones, and from level 2 on their shards; None before the first step.
-        graph: the graph that the step was traced in last; None before.
 
     Raises:
         ValueError: the optimizer cannot update shards of weights, and has to.
@@ -60,7 +59,7 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = updated_shards(weights, self.partition, copies)
-        self.gradient_bytes = self.graph = None
+        self.gradient_bytes = None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._group = job.data_parallel_group()
         self._update_units = UpdateUnits(self.shards, self.partition.kind)
@@ -96,7 +95,9 @@ class ShardedOptimizer:
         ]
         self._devices = [one.shard.value.device for one in self.shards]
         devices = [self._devices[unit.positions[0]] for unit in self.units]
-        self._update = optimizer_update(self._optimizer, parameters, devices, jit_compile)
+        self._update = OptimizerUpdate(self._optimizer, parameters, devices, jit_compile)
+        is_replicated = any(one.replicated is not None for one in self.shards)
+        self._stores = is_replicated or any(unit.is_held for unit in self.units)
 
     @property
     def is_sharded(self):
@@ -111,24 +112,43 @@ class ShardedOptimizer:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return self._reduce(gradients)
 
-    def step(self, gradients, factor=None):
-        """Reduce the gradients of all micro-batches, and update the weights.
+    def compile(self, compiled):
+        """Compile the parts of a step apart, for a caller that is not traced itself.
+
+        Args:
+            compiled: a function that returns a function compiled, as `tf.function` does.
+        """
+        self._update.compile(compiled)
+        self._store = compiled(self._store)
+
+    def prepared(self, gradients, factor=None):
+        """Reduce the gradients of all micro-batches, and make them those of the units.
 
         Args:
             gradients: list of tensors, as an engine returns them.
             factor: scalar that they are multiplied with, or None.
 
         Returns:
-            The norm of all gradients, a float32 scalar.
+            The gradients of the units, a list of tensors: for a unit whose gradient needs nothing
+            the very tensor that was given for its shard; the values of those units that are
+            held for the update alone, a list of tensors; and the norm of all gradients, a float32
+            scalar.
         """
-        if not tf.executing_eagerly():
-            self.graph = tf.compat.v1.get_default_graph()
         if factor is not None:
             gradients = self._of_others(lambda some: grads.scale(some, factor), gradients)
         with trace.scope(names_are_global=True):
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
-            return self._apply(gradients)
+            gradients, norm = self._unscaled(gradients)
+            held = self._update_units.held_values()
+            return self._update_units.gradients(gradients), held, norm
+
+    def update(self, gradients, held, norm):
+        """Update the weights with what `prepared` returned."""
+        # Weight decay needs no gradient: at the end of the data, where the step fails for want
+        # of a batch, it would go on without one.
+        with tf.control_dependencies([norm]):
+            self.loss_scale.run(norm, lambda: self._update_and_store(gradients, held))
 
     def _reduce(self, gradients):
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
@@ -152,8 +172,8 @@ class ShardedOptimizer:
         )
         return reduced
 
-    def _apply(self, gradients):
-        """Update the weights with reduced gradients; return the norm of all of them."""
+    def _unscaled(self, gradients):
+        """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
         norm_shares = [one.norm_share for one in self.shards]
         squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
         others = self._others(range(len(gradients)))
@@ -170,11 +190,7 @@ class ShardedOptimizer:
             gradients = self._of_others(
                 lambda some: grads.clip_shards(self._optimizer, some, own, owners, norm), gradients
             )
-        # Weight decay needs no gradient: at the end of the data, where the step fails for want
-        # of a batch, it would go on without one.
-        with tf.control_dependencies([norm]):
-            self.loss_scale.run(norm, lambda: self._update_and_all_gather(gradients))
-        return norm
+        return gradients, norm
 
     def _others(self, values):
         """Return those of a list with one for each shard that are not of overwritten weights."""
@@ -186,18 +202,24 @@ class ShardedOptimizer:
         pairs = zip(gradients, self._overwritten)
         return [gradient if is_value else next(changed) for gradient, is_value in pairs]
 
-    def _update_and_all_gather(self, gradients):
-        gradients, held = self._update_units.gradients(gradients), self._update_units.held_values()
+    def _update_and_store(self, gradients, held):
         with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
-            new = self._update_units.new_values(self._update(gradients, held))
-        for number, bucket in enumerate(self._buckets):
-            positions = [i for i in bucket if self.shards[i].replicated is not None]
-            self._all_gather(positions, new, f"weights_{number}")
-        for unit in self.units:
-            for i in unit.positions:
-                one = self.shards[i]
-                if one.replicated is None and unit.is_held:
-                    one.shard.assign(tf.reshape(new[i], one.shard.shape))
+            new = self._update(gradients, held)
+        if self._stores:
+            self._store(new)
+
+    def _store(self, held):
+        """Store the new values that the update did not leave where they belong."""
+        with trace.scope(names_are_global=True):
+            new = self._update_units.new_values(held)
+            for number, bucket in enumerate(self._buckets):
+                positions = [i for i in bucket if self.shards[i].replicated is not None]
+                self._all_gather(positions, new, f"weights_{number}")
+            for unit in self.units:
+                for i in unit.positions:
+                    one = self.shards[i]
+                    if one.replicated is None and unit.is_held:
+                        one.shard.assign(tf.reshape(new[i], one.shard.shape))
 
     def _all_gather(self, positions, new, name):
         """Assign to variables what the ranks have parts of, those of one type together."""

@@ -1,5 +1,7 @@
 """The training step as functions, made once: forward–backward, optimizer step, logs."""
 
+import functools
+
 import tensorflow as tf
 
 from dtransformer.parallel import job
@@ -14,7 +16,7 @@ from dtransformer.trainers.expert_loads import ExpertLoads
 class StepProgram:
     """What a trainer's steps call, one after the other.
 
-    Where the engine compiles itself, what follows it is compiled apart; else all is traced
+    Where the engine compiles itself, what follows it is compiled in parts; else all is traced
     into the trainer's own `tf.function`.
 
     Args:
@@ -43,10 +45,29 @@ class StepProgram:
                 engine.forward_backward, number, optimizer_step.reduce_micro_batch
             )
         self.finish, self.finish_test = self._finish, self._finish_test
+        self._graphs = {}
         if engine.compiles_itself:
-            options = {"reduce_retracing": True, "autograph": False}
-            self.finish = tf.function(self._finish, **options)
-            self.finish_test = tf.function(self._finish_test, **options)
+            self.finish = self._finish_in_parts
+            self.finish_test = _compiled(self._finish_test)
+            self._begin_part, self._end = self._part(self._begin_part), self._part(self._end)
+            optimizer_step.compile(self._part)
+
+    @property
+    def graphs(self) -> list:
+        """The graphs that a step was traced in last, but for the engine's; none before the first."""
+        return list(self._graphs.values())
+
+    def _part(self, function):
+        """Return a part of `finish`, compiled, whose graph is kept."""
+
+        @functools.wraps(function)
+        def traced(*args):
+            if not tf.executing_eagerly():
+                self._graphs[function.__name__] = tf.compat.v1.get_default_graph()
+                job.compiles()
+            return function(*args)
+
+        return _compiled(traced)
 
     def numbers(self, inputs, labels, sample_weight):
         """Return the `Numbers` of a step, for this rank's share of the batch."""
@@ -68,23 +89,54 @@ class StepProgram:
 
     def _finish(self, gradients, sums, counts, *seen):
         """Update the weights, and return the logs."""
+        if not tf.executing_eagerly():
+            self._graphs = {"finish": tf.compat.v1.get_default_graph()}
+        gradients, held, begun = self._begin(gradients, sums)
+        self.optimizer_step.update(gradients, held, begun["norm"])
+        return self._end(begun, counts, *seen)
+
+    def _finish_in_parts(self, gradients, sums, counts, *seen):
+        """As `_finish`, not traced itself: its parts are compiled, the update in several calls."""
+        changed, held, begun = self._begin_part(gradients, sums)
+        units = self.optimizer_step.units
+        gradients = [
+            changed.get(str(i), gradients[unit.positions[0]]) for i, unit in enumerate(units)
+        ]
+        self.optimizer_step.update(gradients, held, begun["norm"])
+        del changed, gradients, held  # what metrics compute has their memory
+        return self._end(begun, counts, *seen)
+
+    def _begin_part(self, gradients, sums):
+        """As `_begin`; of the gradients only those that are changed, by their units' numbers."""
+        new, held, begun = self._begin(gradients, sums)
+        same = {id(x) for x in gradients}
+        return {str(i): x for i, x in enumerate(new) if id(x) not in same}, held, begun
+
+    def _begin(self, gradients, sums):
+        """Return what `ShardedOptimizer.update` takes, and a dict of what the logs are made of."""
         totals = grads.reduce_sum(sums, name="sums")
         factor = None
         if "divided" in totals:
             factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
         loss = (totals.pop("loss") + totals.pop("added")) * (1.0 if factor is None else factor)
         rate = tf.convert_to_tensor(self._optimizer.learning_rate)  # changes with the update
+        scale = self.optimizer_step.loss_scale.value()
+        gradients, held, norm = self.optimizer_step.prepared(gradients, factor)
+        begun = {"totals": totals, "loss": loss, "rate": rate, "scale": scale, "norm": norm}
+        return gradients, held, begun
+
+    def _end(self, begun, counts, *seen):
+        """Return the logs, after the update."""
+        totals, loss, norm = begun["totals"], begun["loss"], begun["norm"]
         loss_scale = self.optimizer_step.loss_scale
-        scale = loss_scale.value()
-        norm = self.optimizer_step.step(gradients, factor)
         # A step that is skipped does not count.
         happened = tf.math.is_finite(norm) if loss_scale.is_used else tf.constant(True)
         logs = self.metrics.update(loss, totals, counts, happened, *seen)
         if loss_scale.is_used:
-            logs["loss_scale"] = scale
+            logs["loss_scale"] = begun["scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
         logs.update(self.expert_loads.update(totals))
-        logs.update(step_loss=loss, gradient_norm=norm, learning_rate=rate)
+        logs.update(step_loss=loss, gradient_norm=norm, learning_rate=begun["rate"])
         return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
 
     def _finish_test(self, sums, counts, *seen):
@@ -93,3 +145,7 @@ class StepProgram:
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
         return self.metrics.update(loss, totals, counts, tf.constant(True), *seen)
+
+
+def _compiled(function):
+    return tf.function(function, reduce_retracing=True, autograph=False)
