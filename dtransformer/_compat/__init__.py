@@ -34,6 +34,7 @@ from dtransformer._compat.of_keras import (
     without_autocast,
 )
 from dtransformer._compat.of_tensorflow import (
+    called_by_shapes,
     called_flat,
     constants_are_copied,
     expect_many_traces,

@@ -4,6 +4,7 @@ import functools
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.seeds import derived_seed
@@ -49,7 +50,8 @@ class StepProgram:
         if engine.compiles_itself:
             self.finish = self._finish_in_parts
             self.finish_test = _compiled(self._finish_test)
-            self._begin_part, self._end = self._part(self._begin_part), self._part(self._end)
+            self._begin_part = _compat.called_by_shapes(self._part(self._begin_part))
+            self._end = self._part(self._end)
             optimizer_step.compile(self._part)
 
     @property
