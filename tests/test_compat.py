@@ -5,6 +5,7 @@ is for, and what may have made it unnecessary.
 """
 
 import ast
+import collections
 import functools
 import gc
 import logging
@@ -334,6 +335,38 @@ def test_expect_many_traces():
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert any("retracing" in text for text in texts), "there is nothing to silence any more"
+
+
+def test_called_by_shapes(monkeypatch):
+    Pair = collections.namedtuple("Pair", ["second", "first"])
+    seen = []
+
+    def compute(same, given, pair, none):
+        seen.append(given["b"].shape)
+        return {"z": same[0] + given["b"], "a": pair.first - 2.0 * pair.second + given["a"]}
+
+    traced = tf.function(compute, autograph=False)
+    fast = _compat.called_by_shapes(traced)
+    for size in (2, 3, 2, 3, 2):
+        given = {"b": tf.random.normal([size]), "a": tf.random.normal([size])}
+        same, pair = [tf.random.normal([1])], Pair(tf.random.normal([]), tf.random.normal([]))
+        found, expected = fast(same, given, pair, None), compute(same, given, pair, None)
+        seen.pop()
+        tf.nest.map_structure(np.testing.assert_allclose, found, expected)
+    assert seen == [(2,), (3,)]
+    monkeypatch.setattr(tf.config, "functions_run_eagerly", lambda: True)
+    assert fast(same, given, pair, None)["z"].shape == (2,)
+
+
+def test_called_flat():
+    weight = tf.Variable([1.0, 2.0])
+    add = tf.function(lambda x, variables: variables[0].assign_add(x) * 2.0, autograph=False)
+    concrete = add.get_concrete_function(tf.TensorSpec([2]), [weight])
+    other = tf.Variable([3.0, 5.0])
+    found = _compat.called_flat(concrete)(tf.constant([1.0, 1.0]), [other])
+    np.testing.assert_array_equal(found, [8.0, 12.0])
+    np.testing.assert_array_equal(other, [4.0, 6.0])
+    np.testing.assert_array_equal(weight, [1.0, 2.0])
 
 
 def test_is_on_a_tape():

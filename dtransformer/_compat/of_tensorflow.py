@@ -64,15 +64,19 @@ def called_flat(function) -> Callable:
 
 
 def called_by_shapes(function) -> Callable:
-    """Return a `tf.function` as one that is called in a fraction of the time; see `called_flat`.
+    """Return a `tf.function` that is called in a fraction of the time once it is; see `called_flat`.
 
     Args:
         function: a `tf.function` of a list of tensors, whose shapes and types are the same in every
-            call, and of other arguments: nested tensors and Nones.
+            call, and of other arguments: nested tensors and Nones. It may be traced often, as
+            `expect_many_traces` has it.
     """
     concrete = {}  # shapes and types of the others -> a function
+    expect_many_traces(function)  # of calls it sees the first ones alone
 
     def call(same, *args):
+        if tf.config.functions_run_eagerly():
+            return function(same, *args)
         key = repr(tf.nest.map_structure(lambda x: x if x is None else (x.shape, x.dtype), args))
         if key in concrete:
             return concrete[key](same, *args)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.garbage import garbage_waits
 from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
@@ -94,7 +95,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                     "a trainer whose network is on a mesh or in a pipeline is called without "
                     "gradients: use fit or train_on_batch to train, and call it with training=False"
                 )
-            return self._engine.predict(inputs)
+            with _compat.without_autocast():  # as from `predict`: the layers cast
+                return self._engine.predict(inputs)
         return ForwardStep(self.network).outputs(inputs, training=training)
 
     def build(self, input_shape: tuple | None = None) -> None:

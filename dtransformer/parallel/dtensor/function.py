@@ -36,8 +36,7 @@ class MeshFunction:
         self._function, self._gradients = function, gradients
         self._variables = network_variables
         # Each shape of a batch is compiled: DTensor has to know it.
-        traced = _compat.expect_many_traces(tf.function(self._trace, autograph=False))
-        self._traced = _compat.called_by_shapes(traced)
+        self._traced = _compat.called_by_shapes(tf.function(self._trace, autograph=False))
         self._is_new = False
         self.compiled = []  # names of functions, of the last compilation
         self.calls = {}  # of the last compilation, see `TraceContext.calls`
