@@ -48,9 +48,8 @@ class StepProgram:
         self.finish, self.finish_test = self._finish, self._finish_test
         self._graphs = {}
         if engine.compiles_itself:
-            self.finish = self._finish_in_parts
             self.finish_test = _compiled(self._finish_test)
-            self._begin_part = _compat.called_by_shapes(self._part(self._begin_part))
+            self._begin = _compat.called_by_shapes(self._part(self._begin))
             self._end = self._part(self._end)
             optimizer_step.compile(self._part)
 
@@ -93,13 +92,7 @@ class StepProgram:
         """Update the weights, and return the logs."""
         if not tf.executing_eagerly():
             self._graphs = {"finish": tf.compat.v1.get_default_graph()}
-        gradients, held, begun = self._begin(gradients, sums)
-        self.optimizer_step.update(gradients, held, begun["norm"])
-        return self._end(begun, counts, *seen)
-
-    def _finish_in_parts(self, gradients, sums, counts, *seen):
-        """As `_finish`, not traced itself: its parts are compiled, the update in several calls."""
-        changed, held, begun = self._begin_part(gradients, sums)
+        changed, held, begun = self._begin(gradients, sums)
         units = self.optimizer_step.units
         gradients = [
             changed.get(str(i), gradients[unit.positions[0]]) for i, unit in enumerate(units)
@@ -108,14 +101,11 @@ class StepProgram:
         del changed, gradients, held  # what metrics compute has their memory
         return self._end(begun, counts, *seen)
 
-    def _begin_part(self, gradients, sums):
-        """As `_begin`; of the gradients only those that are changed, by their units' numbers."""
-        new, held, begun = self._begin(gradients, sums)
-        same = {id(x) for x in gradients}
-        return {str(i): x for i, x in enumerate(new) if id(x) not in same}, held, begun
-
     def _begin(self, gradients, sums):
-        """Return what `ShardedOptimizer.update` takes, and a dict of what the logs are made of."""
+        """Return what `ShardedOptimizer.update` takes, and a dict of what the logs are made of.
+
+        Of the gradients only those that are changed, a dict by their units' numbers as texts.
+        """
         totals = grads.reduce_sum(sums, name="sums")
         factor = None
         if "divided" in totals:
@@ -123,9 +113,11 @@ class StepProgram:
         loss = (totals.pop("loss") + totals.pop("added")) * (1.0 if factor is None else factor)
         rate = tf.convert_to_tensor(self._optimizer.learning_rate)  # changes with the update
         scale = self.optimizer_step.loss_scale.value()
-        gradients, held, norm = self.optimizer_step.prepared(gradients, factor)
+        new, held, norm = self.optimizer_step.prepared(gradients, factor)
+        same = {id(x) for x in gradients}
+        changed = {str(i): x for i, x in enumerate(new) if id(x) not in same}
         begun = {"totals": totals, "loss": loss, "rate": rate, "scale": scale, "norm": norm}
-        return gradients, held, begun
+        return changed, held, begun
 
     def _end(self, begun, counts, *seen):
         """Return the logs, after the update."""
