@@ -29,7 +29,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train test test-all lint format docs bench clean
+.PHONY: help setup train check test test-all lint format docs bench clean
 
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
@@ -76,11 +76,14 @@ train: $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on th
 	@$(BIN)/dtransformer translate --run $(RUN) < examples/wmt14/sentences.txt \
 	  | paste -d '\n' examples/wmt14/sentences.txt - | sed 'n;s/^/    /'
 
-test: setup .venv/reference  ## run the tests, in two processes (JOBS=1: in one)
-	$(PYTEST)
+check: .venv/test  ## run the tests that need no TensorFlow: a minute
+	$(PYTEST) --tier check
 
-test-all: setup .venv/reference  ## run the long tests, too
-	$(PYTEST) -m ''
+test: setup .venv/reference  ## run all but the long tests, in two processes (JOBS=1: in one)
+	$(PYTEST) --tier test
+
+test-all: setup .venv/reference  ## run the long tests, too: hours
+	$(PYTEST) --tier all -m ''
 
 lint: .venv/lint  ## check style, with ruff
 	$(BIN)/ruff check

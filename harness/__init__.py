@@ -11,6 +11,7 @@ Not part of the installed package. From the bottom up:
     tasks.py       other small trainings, each with an option of its own
     runs.py        a task under a layout; the files with what its ranks give
     rank.py        the program that runs them on a rank
+    quick.py       what tests leave out to compile quickly
     compare.py     differences from one process, within tolerances.py
     measure.py     a larger network, and what memory a step takes: for benchmarks
 """

@@ -5,15 +5,19 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 
-# Rows, source and target positions of the two kinds of batches: what the axes of every
-# layout divide, and what they do not.
-EVEN, UNEVEN = (8, 16, 8), (6, 13, 11)
+# Rows, source and target positions of batches: what the axes of every layout divide, what they do
+# not, and what can be divided into micro-batches all the same.
+EVEN, UNEVEN, OF_EVEN_ROWS = (8, 16, 8), (6, 13, 11), (8, 13, 11)
 
 
-def batches(num_batches, vocab_size, seed, same_rows=False):
+def batches(num_batches, vocab_size, seed, shapes=(EVEN, UNEVEN)):
     """Return batches of (inputs, labels): sentences of different lengths, padded.
 
-    The two kinds of batches come in turn; with `same_rows` they have the same number of rows.
+    Args:
+        num_batches: how many.
+        vocab_size: ids are below it.
+        seed: int.
+        shapes: a batch's rows, source and target positions; the shapes come in turn.
     """
     rng = np.random.default_rng(seed)
 
@@ -24,8 +28,7 @@ def batches(num_batches, vocab_size, seed, same_rows=False):
 
     made = []
     for number in range(num_batches):
-        num_rows, source_width, target_width = UNEVEN if number % 2 else EVEN
-        num_rows = EVEN[0] if same_rows else num_rows
+        num_rows, source_width, target_width = shapes[number % len(shapes)]
         source, labels = sentences(num_rows, source_width), sentences(num_rows, target_width)
         target = np.pad(labels, ((0, 0), (1, 0)), constant_values=2)[:, :-1]
         labels[range(num_rows), np.count_nonzero(labels, axis=1)] = 3

@@ -94,34 +94,34 @@ def muon(epsilon, **options):
     return _without_decay(optimizer, **options)
 
 
-def deep_dropout(epsilon, **options):
+def dropout(epsilon, **options):
     """As `tied`, with dropout: its masks depend on the number of micro-batches."""
     return tied(epsilon, dropout_rate=0.1, **options)
 
 
-def deep_packed(epsilon, **options):
+def packed(epsilon, **options):
     """As `tied`; each row has two sentence pairs, one after the other."""
     return tied(epsilon, **options)
 
 
-def deep_causal(epsilon, encoder_layers, decoder_layers):
+def causal(epsilon, encoder_layers, decoder_layers):
     """A language model, tied."""
     num_layers = encoder_layers + decoder_layers
     model = CausalLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES)
     return model, _clipped_adamw(epsilon)
 
 
-def deep_long(epsilon, **options):
+def long(epsilon, **options):
     """As `tied`, of sequences that shards of them divide."""
     return tied(epsilon, **options)
 
 
-def deep_long_causal(epsilon, **blocks):
-    """As `deep_causal`, of sequences that shards of them divide."""
-    return deep_causal(epsilon, **blocks)
+def long_causal(epsilon, **blocks):
+    """As `causal`, of sequences that shards of them divide."""
+    return causal(epsilon, **blocks)
 
 
-def deep_llama(epsilon, encoder_layers, decoder_layers):
+def llama(epsilon, encoder_layers, decoder_layers):
     """A language model of Llama's form: grouped heads, rotary positions, a gate, a window."""
     model = CausalLM(
         _UNDIVIDED,
@@ -141,7 +141,7 @@ def deep_llama(epsilon, encoder_layers, decoder_layers):
     return model, _clipped_adamw(epsilon)
 
 
-def deep_moe(epsilon, encoder_layers, decoder_layers, **options):
+def moe(epsilon, encoder_layers, decoder_layers, **options):
     """A language model whose second blocks have experts, which drop a part of the tokens."""
     moe = {
         "expert_num": 4,
@@ -162,31 +162,31 @@ def deep_moe(epsilon, encoder_layers, decoder_layers, **options):
     return model, _clipped_adamw(epsilon)
 
 
-def deep_long_moe(epsilon, **blocks):
-    """As `deep_moe`, of sequences that may be sharded."""
-    return deep_moe(epsilon, **blocks)
+def long_moe(epsilon, **blocks):
+    """As `moe`, of sequences that may be sharded."""
+    return moe(epsilon, **blocks)
 
 
-def deep_moe_global(epsilon, **blocks):
-    """As `deep_moe`; all tokens of the batch share the experts' places, and the choice is DeepSeek's."""
+def moe_global(epsilon, **blocks):
+    """As `moe`; all tokens of the batch share the experts' places, and the choice is DeepSeek's."""
     options = {"router_type": "sigmoid", "routing_groups": 2, "routing_groups_chosen": 1}
     options |= {"expert_group_size": None, "shared_experts": 1}
-    return deep_moe(epsilon, **options, **blocks)
+    return moe(epsilon, **options, **blocks)
 
 
-def deep_bert(epsilon, encoder_layers, decoder_layers, **options):
+def bert(epsilon, encoder_layers, decoder_layers, **options):
     """An encoder of BERT's form, of masked tokens."""
     num_layers = encoder_layers + decoder_layers
     model = MaskedLM(_UNDIVIDED, num_layers=num_layers, dropout_rate=0.0, **_SIZES, **options)
     return model, _clipped_adamw(epsilon)
 
 
-def deep_sentences(epsilon, **options):
-    """As `deep_bert`; whether a sentence follows another is a second loss."""
-    return deep_bert(epsilon, next_sentence=True, **options)
+def sentences(epsilon, **options):
+    """As `bert`; whether a sentence follows another is a second loss."""
+    return bert(epsilon, next_sentence=True, **options)
 
 
-def deep_bart(epsilon, **options):
+def bart(epsilon, **options):
     """An encoder–decoder of BART's form, that begins with the padding as Marian's do."""
     model = EncoderDecoderLM(
         _UNDIVIDED,
@@ -205,7 +205,7 @@ def deep_bart(epsilon, **options):
     return model, _clipped_adamw(epsilon)
 
 
-def deep_t5(epsilon, **options):
+def t5(epsilon, **options):
     """An encoder–decoder of T5's form, with a gate: relative positions, tied and scaled."""
     model = EncoderDecoderLM(
         _UNDIVIDED,
@@ -226,17 +226,17 @@ def deep_t5(epsilon, **options):
     return model, _clipped_adamw(epsilon)
 
 
-def deep_llama_lora(epsilon, **blocks):
-    """As `deep_llama`, of which nothing but adapters of all kernels is trained."""
-    model, optimizer = deep_llama(epsilon, **blocks)
+def llama_lora(epsilon, **blocks):
+    """As `llama`, of which nothing but adapters of all kernels is trained."""
+    model, optimizer = llama(epsilon, **blocks)
     model.build()
     add_lora(model, rank=4, alpha=32, targets="*kernel")
     return model, optimizer
 
 
-def deep_llama_frozen(epsilon, **blocks):
-    """As `deep_llama`; all before the third block, a pipeline's first stages, is frozen."""
-    model, optimizer = deep_llama(epsilon, **blocks)
+def llama_frozen(epsilon, **blocks):
+    """As `llama`; all before the third block, a pipeline's first stages, is frozen."""
+    model, optimizer = llama(epsilon, **blocks)
     model.build()
     freeze(model, ["embedding/*", "blocks/block_[01]/*"])
     return model, optimizer
@@ -252,44 +252,45 @@ def _without_decay(optimizer, **options):
     return model, optimizer
 
 
-# Those for pipelines have more blocks.
+# With four blocks, as stages of several chunks need; without "deep_" they have two.
 DEEP_NETWORKS = {
     "deep": adamw,
     "deep_tied": tied,
-    "deep_dropout": deep_dropout,
-    "deep_packed": deep_packed,
-    "deep_causal": deep_causal,
-    "deep_long": deep_long,
-    "deep_long_causal": deep_long_causal,
-    "deep_long_moe": deep_long_moe,
-    "deep_llama": deep_llama,
-    "deep_llama_lora": deep_llama_lora,
-    "deep_llama_frozen": deep_llama_frozen,
-    "deep_moe": deep_moe,
-    "deep_moe_global": deep_moe_global,
-    "deep_bert": deep_bert,
-    "deep_sentences": deep_sentences,
-    "deep_bart": deep_bart,
-    "deep_t5": deep_t5,
+    "deep_dropout": dropout,
+    "deep_packed": packed,
+    "deep_causal": causal,
+    "deep_long": long,
+    "deep_long_causal": long_causal,
+    "deep_long_moe": long_moe,
+    "deep_llama": llama,
+    "deep_llama_lora": llama_lora,
+    "deep_llama_frozen": llama_frozen,
+    "deep_moe": moe,
+    "deep_moe_global": moe_global,
+    "deep_bert": bert,
+    "deep_sentences": sentences,
+    "deep_bart": bart,
+    "deep_t5": t5,
     "deep_lamb": lamb,
 }
 NETWORKS = {
     "untied": untied,
-    "tied": tied,
     "adamw": adamw,
     "sgd": sgd,
     "lion": lion,
-    "lamb": lamb,
     "adafactor": adafactor,
     "muon": muon,
+    **{name.removeprefix("deep_"): make for name, make in DEEP_NETWORKS.items() if name != "deep"},
     **DEEP_NETWORKS,
 }
+# Those whose batches come in two shapes, of which each is compiled.
+IN_TWO_SHAPES = ("untied", "deep_tied")
 
 
 def loss_of(network):
     """Return the loss that a network is trained with."""
     tokens = CrossEntropyLoss(0.1, ignore_id=0)
-    if network != "deep_sentences":
+    if network.removeprefix("deep_") != "sentences":
         return tokens
     return {"masked_lm": tokens, "next_sentence": CrossEntropyLoss()}
 
@@ -300,7 +301,8 @@ def make(network, epsilon=EPSILON, num_blocks=4):
     Args:
         network: its name.
         epsilon: AdamW's.
-        num_blocks: of the networks for pipelines.
+        num_blocks: of the deep networks.
     """
+    num_blocks = num_blocks if network in DEEP_NETWORKS else 2
     blocks = {"encoder_layers": num_blocks // 2, "decoder_layers": num_blocks - num_blocks // 2}
-    return NETWORKS[network](epsilon, **(blocks if network in DEEP_NETWORKS else {}))
+    return NETWORKS[network](epsilon, **blocks)

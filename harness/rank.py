@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
 
 import keras
@@ -22,6 +23,7 @@ import keras
 import dtransformer
 from harness import training
 from harness.networks import EPSILON
+from harness.quick import compile_quickly, leave_graphs_as_they_are
 from harness.runs import SECONDS_OF_A_RUN, Run
 
 RANK = int(os.environ.get("HOROVOD_RANK", "0"))
@@ -35,19 +37,27 @@ def task_of(name):
     return importlib.import_module(module).TASKS[name]
 
 
-def do(run, **options):
-    """Start the layout and do the task; return its results, a dict.
+def do(run, is_quick=False, **options):
+    """Start the layout and do the task; return its results, and the seconds of its parts: two dicts.
 
     Args:
         run: a `Run`.
+        is_quick: whether TensorFlow optimizes no graphs.
         **options: arguments for a task that takes them: `folder`, `layout` and others.
     """
+    begin = time.monotonic()
     task = task_of(run.task)
     dtransformer.set_seed(0)
     run.layout.start()
+    if is_quick:
+        leave_graphs_as_they_are()
+    started = time.monotonic()
     taken = inspect.signature(task).parameters
-    options["layout"] = run.layout
-    return task(**{name: value for name, value in options.items() if name in taken}) or {}
+    options |= {"layout": run.layout, "is_quick": is_quick}
+    results = task(**{name: value for name, value in options.items() if name in taken}) or {}
+    first_step = results.pop("first_step", 0.0)  # training.py knows it
+    rest = time.monotonic() - started - first_step
+    return results, {"start": started - begin, "first_step": first_step, "rest": rest}
 
 
 def cpu_seconds():
@@ -62,7 +72,10 @@ def main():
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
+    parser.add_argument("--quick", action="store_true", help="compile quickly: harness/quick.py")
     arguments = parser.parse_args()
+    if arguments.quick:
+        compile_quickly()
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
     # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
@@ -70,8 +83,10 @@ def main():
         signal.alarm(arguments.seconds)
         begin = cpu_seconds()
         try:
-            results = do(run, **options)
-            run.write(arguments.folder, RANK, {**results, "cpu_seconds": cpu_seconds() - begin})
+            results, seconds = do(run, arguments.quick, **options)
+            run.write(arguments.folder, RANK, results)
+            if RANK == 0:
+                run.append_times(arguments.folder, {**seconds, "cpu": cpu_seconds() - begin})
         except Exception:  # the same on all ranks, as a rule: the next run can begin
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)

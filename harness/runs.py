@@ -11,6 +11,7 @@ from harness.layouts import Layout, layout_of
 
 SECONDS_OF_A_RUN = 300  # on a busy machine; a rank that takes longer shows where it is, and ends
 _SECONDS_TO_START = 120
+TIMES = "times.jsonl"  # what each run took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Run:
         with open(path.with_suffix(".part"), "wb") as file:
             np.savez(file, json=json.dumps(others), **arrays)
         path.with_suffix(".part").rename(path)
+
+    def append_times(self, folder, seconds):
+        """Add what the run took, a dict of seconds, to those of all runs."""
+        with open(pathlib.Path(folder) / TIMES, "a") as file:
+            file.write(json.dumps({"name": self.name, **seconds}) + "\n")
 
     def read(self, folder):
         """Return what each rank gives, a list of dicts."""

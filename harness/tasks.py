@@ -66,6 +66,7 @@ def train(model, optimizer=None, loss=None, num_batches=STEPS, weighted=False, *
     return {
         "sent": elements_sent(trainer),
         "parameters": model.count_params(),
+        "first_step": record.first_step,
         "step_losses": record["step_loss"],
         "gradient_norms": record["gradient_norm"],
         "history": {name: [float(v) for v in values] for name, values in history.history.items()},

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import time
 
 import keras
 import numpy as np
@@ -10,22 +11,33 @@ import tensorflow as tf
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
-from harness.batches import batches, replica_share
+from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
 from harness.layouts import ALONE
 from harness.measure import elements_sent
-from harness.networks import DEEP_NETWORKS, EPSILON, loss_of, make
+from harness.networks import DEEP_NETWORKS, EPSILON, IN_TWO_SHAPES, loss_of, make
 
 STEPS = 20
 USED = ".used"  # after the name of a network that is not only trained
+_DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
+# How a network is let generate.
+SEARCHES = {
+    "greedy": {},
+    "beam": {"beam_size": 3, "num_return_sequences": 2},
+    "drawn": {"num_return_sequences": 2, **_DRAWN},
+    "ruled": {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+}
+QUICK_SEARCHES = ("beam", "ruled")
 
 
 class Record(keras.callbacks.Callback):
     """Keeps the logs of every step."""
 
     def on_train_begin(self, logs=None):
-        self.logs = []
+        self.logs, self._begin = [], time.monotonic()
 
     def on_train_batch_end(self, batch, logs=None):
+        if not self.logs:
+            self.first_step = time.monotonic() - self._begin  # seconds
         self.logs.append({name: float(value) for name, value in logs.items()})
 
     def __getitem__(self, name):
@@ -37,10 +49,12 @@ def task_of(name):
     return functools.partial(_train_and_use, name)
 
 
-def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON):
+def _train_and_use(name, folder, layout, steps=STEPS, epsilon=EPSILON, is_quick=False):
     network = name.removesuffix(USED)
     trainer, results = train(network, steps, epsilon, layout.num_blocks)
-    return results | use(trainer, network, folder, layout) if name != network else results
+    if name == network:
+        return results
+    return results | use(trainer, network, folder, layout, QUICK_SEARCHES if is_quick else SEARCHES)
 
 
 def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
@@ -63,25 +77,26 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
         _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False
     )
     results["losses"] = np.array(record["step_loss"])
+    results["first_step"] = record.first_step
     shards = own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
     memory = trainer.memory_report()
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
     results["sent"] = np.array(elements_sent(trainer))
-    if network.startswith("deep_moe"):
+    if kind_of(network).startswith("moe"):
         results["taken"] = np.array([one.taken for one in trainer.expert_load().layers])
     return trainer, {**results, **_read_weights(model, "final")}
 
 
-def use(trainer, network, folder, layout):
-    """Use a trained network in every other way; return a dict of arrays.
+def use(trainer, network, folder, layout, searches=SEARCHES):
+    """Use a trained network in every other way, some of `SEARCHES`; return a dict of arrays.
 
     It generates with the initial weights, as 20 steps teach it to end at once. It loads
     the weights that one process has saved in the folder.
     """
-    inputs, labels = batches(2, trainer.network.vocab_size, seed=2)[1]
-    if network.startswith("deep_long"):
+    inputs, labels = batches(1, trainer.network.vocab_size, 2, shapes_of(network)[-1:])[0]
+    if kind_of(network).startswith("long"):
         inputs, _ = tf.nest.map_structure(np.array, _divisible(inputs, labels))
     data = _data(network, 1, trainer.network, seed=1)
     evaluation = trainer.evaluate(data, verbose=0, shard=False, return_dict=True)
@@ -90,7 +105,7 @@ def use(trainer, network, folder, layout):
     results = {
         "evaluation": np.array([evaluation["loss"], evaluation["accuracy"]]),
         "logits": trainer.predict(inputs, verbose=0),
-        **_searches(fresh, inputs),
+        **_found(fresh, inputs, searches),
     }
     trainer.save_weights(weights_file(folder, network, layout))
     if layout != ALONE:
@@ -99,8 +114,8 @@ def use(trainer, network, folder, layout):
     return results
 
 
-def _searches(model, inputs):
-    """Return what a network generates; nothing where it does not."""
+def _found(model, inputs, searches):
+    """Return what a network generates by some of `SEARCHES`; nothing where it does not."""
     if isinstance(model, MaskedLM):
         return {}
     if isinstance(model, CausalLM):
@@ -109,13 +124,9 @@ def _searches(model, inputs):
         generate = functools.partial(model.generate, inputs["source"], max_length=8)
     told = {}
     tell = lambda number, ids: told.setdefault(number, []).extend(ids)
-    drawn = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
-    ruled = {"temperature": 1.5, "seed": 4, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     found = {
-        "greedy": generate(),
-        "beam": generate(beam_size=3, num_return_sequences=2),
-        "drawn": generate(num_return_sequences=2, **drawn),
-        "ruled": generate(on_tokens=tell, **ruled),
+        name: generate(**SEARCHES[name], **({"on_tokens": tell} if name == "ruled" else {}))
+        for name in searches
     }
     for number, ids in enumerate(found["ruled"].numpy()):  # what was told is what was found
         assert told[number] == ids[: len(told[number])].tolist()
@@ -129,14 +140,26 @@ def weights_file(folder, network, layout):
 
 
 def _data(network, num_batches, model, seed):
-    """The networks for pipelines have batches that can be divided into micro-batches."""
-    of_all = batches(num_batches, model.vocab_size, seed, same_rows=network in DEEP_NETWORKS)
+    of_all = batches(num_batches, model.vocab_size, seed, shapes_of(network))
     return as_taken(network, replica_share(of_all))
+
+
+def shapes_of(network):
+    """Return the shapes of a network's batches: one, so that one is compiled, or two."""
+    if network not in IN_TWO_SHAPES:
+        return (EVEN,)
+    return (EVEN, OF_EVEN_ROWS if network in DEEP_NETWORKS else UNEVEN)
 
 
 def as_taken(network, data):
     """Return a dataset of `batches` as a network takes them."""
-    return data.map(_DATA[network]) if network in _DATA else data
+    kind = kind_of(network)
+    return data.map(_DATA[kind]) if kind in _DATA else data
+
+
+def kind_of(network):
+    """Return the name of a network without its depth."""
+    return network.removeprefix("deep_")
 
 
 def _halves(ids):
@@ -173,21 +196,19 @@ def _starting_with_padding(inputs, labels):
 
 # What the batches of some networks are made from.
 _DATA = {
-    "deep_packed": _with_segments,
-    "deep_causal": _as_texts,
-    "deep_long": _divisible,
-    **dict.fromkeys(
-        ("deep_long_causal", "deep_long_moe"), lambda *batch: _as_texts(*_divisible(*batch))
-    ),
-    "deep_moe": _as_texts,
-    "deep_moe_global": _as_texts,
-    "deep_llama": _as_texts,
-    "deep_llama_lora": _as_texts,
-    "deep_llama_frozen": _as_texts,
-    "deep_bert": _as_texts,
-    "deep_sentences": _as_sentences,
-    "deep_bart": _starting_with_padding,
-    "deep_t5": _starting_with_padding,
+    "packed": _with_segments,
+    "causal": _as_texts,
+    "long": _divisible,
+    **dict.fromkeys(("long_causal", "long_moe"), lambda *batch: _as_texts(*_divisible(*batch))),
+    "moe": _as_texts,
+    "moe_global": _as_texts,
+    "llama": _as_texts,
+    "llama_lora": _as_texts,
+    "llama_frozen": _as_texts,
+    "bert": _as_texts,
+    "sentences": _as_sentences,
+    "bart": _starting_with_padding,
+    "t5": _starting_with_padding,
 }
 
 

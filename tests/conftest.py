@@ -1,27 +1,67 @@
-"""What all tests share: a clean parallel config, the place of the real data, ranks' results."""
+"""What all tests share: tiers, a clean parallel config, the place of the real data, ranks' results."""
 
 import contextlib
 import gc
 import os
 import pathlib
 import resource
+import sys
+import time
 
-import keras
 import pytest
 
 import dtransformer
+from harness.quick import compile_quickly
+from tests import durations, tiers
+from tests.long_tests import is_long
 from tests.shared_runs import SharedRuns, read_by, shared_folder
 
 # The file that starts most ranks; meanwhile other workers do what needs none.
 FIRST = "test_parity.py"
+_BEGIN = pytest.StashKey[float]()
 
 
-def pytest_collection_modifyitems(items):
-    """Let long files come before short ones, so that the workers of pytest-xdist end together."""
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=tiers.LIMITS, help="see tests/tiers.py")
+
+
+def pytest_configure(config):
+    config.stash[_BEGIN] = time.monotonic()
+    tier = config.getoption("tier")
+    is_worker = hasattr(config, "workerinput")
+    runs_tests = is_worker or not config.getoption("numprocesses", None)
+    if tier == "check":
+        tiers.WithoutTensorFlow().install()
+    elif tier != "all" and runs_tests:
+        compile_quickly()
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if tier and is_whole and not is_worker:
+        folder = lambda: shared_folder(config._tmp_path_factory)
+        config.pluginmanager.register(durations.Durations(folder))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Look into no file that imports TensorFlow, where that is an error."""
+    leaves_out = config.getoption("tier") == "check" and not tiers.is_in_check(collection_path)
+    return True if leaves_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Mark the long tests, and let long files come first, so that all workers end together."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker("long")
+    if config.getoption("tier") == "check":
+        left_out = [item for item in items if item.get_closest_marker("tensorflow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+    seconds = durations.kept()
 
     def place(item):
         reads_runs = item.get_closest_marker("runs") is not None
-        return item.path.name != FIRST, reads_runs, -item.path.stat().st_size, item.path
+        taken = seconds.get(item.nodeid.partition("::")[0], 0.0)
+        return item.path.name != FIRST, reads_runs, -taken, item.path
 
     places = {}
     for item in items:  # all tests of a file together
@@ -29,14 +69,33 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places[item.path])
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """Print what the tier took beside its limit, and what was not run."""
+    if tier := config.getoption("tier"):
+        seconds, limit = time.monotonic() - config.stash[_BEGIN], tiers.LIMITS[tier]
+        skipped = len(terminalreporter.stats.get("skipped", ()))
+        left_out = len(terminalreporter.stats.get("deselected", ()))
+        terminalreporter.write_sep(
+            "=",
+            f"make {tier}: {seconds:.0f} s of {limit} s on two slow cores; not run: "
+            f"{skipped} skipped, for the reasons above, and {left_out} of other tiers",
+            yellow=seconds > limit,
+        )
+        if seconds > limit:
+            terminalreporter.write_line("WARNING: it took longer than its limit", yellow=True)
+
+
 @pytest.fixture(autouse=True)
 def clean_state():
     """Every test starts outside of a job, with the default config, seed and precision."""
     yield
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
-    dtransformer.shutdown()
-    dtransformer.set_seed(0)
-    keras.config.set_dtype_policy("float32")
+    if "keras" in sys.modules:
+        import keras
+
+        dtransformer.shutdown()
+        dtransformer.set_seed(0)
+        keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,4 +134,5 @@ def shared_data():
 @pytest.fixture(scope="session")
 def ranks_of(request, tmp_path_factory):
     """A function of a run's name that returns what each of its ranks gives."""
-    return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items))
+    options = [] if request.config.getoption("tier") == "all" else ["--quick"]
+    return SharedRuns(shared_folder(tmp_path_factory), read_by(request.session.items), options)

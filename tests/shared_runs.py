@@ -76,10 +76,12 @@ class SharedRuns:
     Args:
         folder: where results are, the same for all workers.
         names: of all runs.
+        options: list of further arguments of harness/rank.py.
     """
 
-    def __init__(self, folder, names):
+    def __init__(self, folder, names, options=()):
         self.folder = pathlib.Path(folder)
+        self._options = options
         self._runs = [Run.of(name) for name in names]
 
     def __contains__(self, name):
@@ -117,7 +119,7 @@ class SharedRuns:
         runs = [run for run in self._runs if _start(run.layout) == start]
         with _locked(self.folder / f"{start}.lock", waits) as is_free:
             if is_free:
-                launch_runs(layout.ranks, runs, self.folder)
+                launch_runs(layout.ranks, runs, self.folder, self._options)
         return is_free
 
 

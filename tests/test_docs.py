@@ -7,8 +7,6 @@ import re
 
 import pytest
 
-from dtransformer.parallel.axis_rules import LOGICAL_AXES
-
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "dtransformer"
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -18,6 +16,7 @@ MAX_STATIONS = 10
 
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if ">>> " in page.read_text("utf-8")])
+@pytest.mark.tensorflow
 def test_examples(page, tmp_path, monkeypatch):
     """They do what the page says, one after the other."""
     monkeypatch.chdir(tmp_path)
@@ -65,7 +64,10 @@ def definition(file, function):
     return node
 
 
+@pytest.mark.tensorflow
 def test_glossary_has_the_logical_axes():
+    from dtransformer.parallel.axis_rules import LOGICAL_AXES
+
     text = (ROOT / "docs/glossary.md").read_text("utf-8")
     rows = re.findall(r"\| `(\w+)` \| (.*?) \| .*? \|", text)
     assert rows == [(name, axis.counts) for name, axis in LOGICAL_AXES.items()]

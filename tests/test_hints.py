@@ -17,7 +17,8 @@ DOCUMENTED = sorted(
 
 def functions(module):
     """Yield the names and functions, and methods of classes, that a module makes public."""
-    for name, value in vars(module).items():
+    for name in {*vars(module), *getattr(module, "__all__", ())}:
+        value = getattr(module, name)
         if name.startswith("_") or not getattr(value, "__module__", "").startswith("dtransformer"):
             continue
         if inspect.isfunction(value):

@@ -4,7 +4,6 @@ Those of a job against one process are in harness/tolerances.py, as benchmarks h
 """
 
 import numpy as np
-import tensorflow as tf
 
 # Central differences in float64 with step 1e-5, entries of size 1.
 NUMERIC_DERIVATIVE = 1e-6
@@ -33,6 +32,8 @@ def assert_all_close(actual, expected, tolerance):
         expected: Dict of float64 arrays with the same names and shapes.
         tolerance: The greatest error allowed, a share.
     """
+    import tensorflow as tf  # not for the tolerances alone
+
     assert set(actual) == set(expected)
     sizes = {name: np.abs(value).max(initial=0.0) for name, value in expected.items()}
     floor = 0.1 * max(sizes.values())

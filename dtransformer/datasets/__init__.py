@@ -12,22 +12,30 @@ Documents, for language models. Files: `documents` reads them. Ids: `shard_write
 (on `permutation`): of packed rows (`packed_documents`, on `token_stream`) those of `language_model`,
 `masked_language_model` (on `masking`) and `span_corruption`; of their own `next_sentences` and
 `instructions`. Where a run stands, `epochs` says for all.
+
+Reading files needs no TensorFlow; it is imported when a name that needs it is first asked for.
 """
 
-import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+import importlib
+from typing import TYPE_CHECKING
+
 from dtransformer.datasets.batch_plan import plan_batches
-from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.documents import read_documents
-from dtransformer.datasets.instructions import InstructionBatches
-from dtransformer.datasets.language_model import LanguageModelBatches
-from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
-from dtransformer.datasets.next_sentences import NextSentenceBatches
 from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs, write_sgm
-from dtransformer.datasets.shard_writer import write_token_shards
-from dtransformer.datasets.span_corruption import SpanCorruptionBatches
-from dtransformer.datasets.synthetic import random_translation_batches
 from dtransformer.datasets.text import clean_pairs, read_lines, read_pairs, read_tsv
-from dtransformer.datasets.token_shards import TokenShards
+
+if TYPE_CHECKING:
+    from dtransformer.datasets.batching import TranslationBatches
+    from dtransformer.datasets.instructions import InstructionBatches
+    from dtransformer.datasets.language_model import LanguageModelBatches
+    from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
+    from dtransformer.datasets.next_sentences import NextSentenceBatches
+    from dtransformer.datasets.shard_writer import write_token_shards
+    from dtransformer.datasets.span_corruption import SpanCorruptionBatches
+    from dtransformer.datasets.synthetic import random_translation_batches
+    from dtransformer.datasets.token_shards import TokenShards
+    from dtransformer.datasets.tokenizer import SubwordTokenizer
+    from dtransformer.datasets.tokenizer_folder import load_tokenizer
 
 __all__ = [
     "InstructionBatches",
@@ -53,14 +61,27 @@ __all__ = [
 ]
 
 
+# The modules of the names that need TensorFlow; tensorflow-text, which takes its time, comes last.
+_HOMES = (
+    "batching",
+    "instructions",
+    "language_model",
+    "masked_language_model",
+    "next_sentences",
+    "shard_writer",
+    "span_corruption",
+    "synthetic",
+    "token_shards",
+    "tokenizer_folder",
+    "tokenizer",
+)
+
+
 def __getattr__(name):
-    # tensorflow-text takes its time to load, and reading files does not need it.
-    if name == "load_tokenizer":
-        from dtransformer.datasets.tokenizer_folder import load_tokenizer
-
-        return load_tokenizer
-    if name == "SubwordTokenizer":
-        from dtransformer.datasets.tokenizer import SubwordTokenizer
-
-        return SubwordTokenizer
+    if name in __all__:
+        importlib.import_module("dtransformer.start")
+        for home in _HOMES:
+            module = importlib.import_module(f"dtransformer.datasets.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -109,6 +109,7 @@ def mesh_collectives(function_names, calls):
             for node in nodes.values()
             if node.op in _OPERATIONS
             and not node.op.startswith("Horovod")
+            and not node.attr["T"].placeholder  # TensorFlow's function of an operation run eagerly
             and not np.any(_constant(node.input[2], nodes) == DATA_PARALLEL)  # DTensor's own
         ]
         names = _told_apart([node.name for node in own], calls)

@@ -4,11 +4,17 @@ import numpy as np
 
 from harness.compare import weights
 from harness.runs import Run
-from tests.distributed.test_parity import LONG, RUNS, alone, network_of
+from tests.distributed.parity_runs import LONG, RUNS
+from tests.distributed.test_parity import alone, network_of
 from tests.shared_runs import each
 
+
+def is_without_mesh(layout):
+    return layout.model == layout.context == layout.experts == 1
+
+
 SHARDED = [run for run in RUNS if Run.of(run).layout.level and Run.of(run).layout.stages == 1]
-WITHOUT_MESH = [run for run in SHARDED if Run.of(run).layout.model == 1]
+WITHOUT_MESH = [run for run in SHARDED if is_without_mesh(Run.of(run).layout)]
 FLAT = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "flat"]
 WHOLE = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "whole"]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtransformer.datasets import SubwordTokenizer, read_lines, read_sgm, write_sgm
+from dtransformer.datasets import read_lines, read_sgm, write_sgm
 from dtransformer.inputs import archives, text
 from dtransformer.inputs.files import read_bytes
 from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
@@ -214,8 +214,16 @@ def test_a_tar_may_be_damaged_anywhere(tmp_path, packed, data):
 # Tokenizers.
 
 
+def load_tokenizer(path):
+    from dtransformer.datasets import SubwordTokenizer
+
+    return SubwordTokenizer.load(path)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    from dtransformer.datasets import SubwordTokenizer
+
     path = tmp_path_factory.mktemp("tokenizer")
     SubwordTokenizer.train(["a cat", "un chat"], 28).save(path)
     return path
@@ -233,14 +241,16 @@ def folder(tmp_path_factory):
         ("{", "[" * 60_000 + "{", "brackets"),
     ],
 )
+@pytest.mark.tensorflow
 def test_a_tokenizers_config_is_checked(folder, tmp_path, old, new, told):
     words = (folder / "tokenizer.json").read_text()
     assert old in words
     (tmp_path / "tokenizer.json").write_text(words.replace(old, new, 1))
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
-    assert told in refusal(SubwordTokenizer.load, tmp_path)
+    assert told in refusal(load_tokenizer, tmp_path)
 
 
+@pytest.mark.tensorflow
 @BOUNDED
 @given(data=st.data())
 def test_a_vocabulary_may_be_damaged_anywhere(folder, tmp_path, data):
@@ -250,6 +260,6 @@ def test_a_vocabulary_may_be_damaged_anywhere(folder, tmp_path, data):
         ANY_TEXT | st.sampled_from(["a" * 257, "##", "▁", "\ufffd", "a\0", "##" + "a" * 255])
     )
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", "utf-8")
-    tokenizer = read_or_refused(SubwordTokenizer.load, tmp_path)
+    tokenizer = read_or_refused(load_tokenizer, tmp_path)
     if tokenizer is not None:
         assert len(set(tokenizer.vocabulary)) == tokenizer.vocab_size == 28

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product, gelu, gelu_tanh, get_activation, silu
-from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
 
 PAIRS = {
     "gelu": (gelu, keras.activations.gelu),
@@ -118,26 +117,3 @@ def test_what_gates_keep(name):
     (_, backward) = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
     kept = {x.ref() for x in backward.inputs if x.shape.as_list() == [4, None]}
     assert len(kept) == 3
-
-
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_nothing_is_kept_because_it_comes_again(name, is_gated):
-    """In one graph TensorFlow merges what is computed twice, unless it waits for the gradient."""
-    own = PAIRS[name][0]
-
-    @tf.function(autograph=False)
-    def run(gate, x, dy):
-        with tf.GradientTape() as tape:
-            tape.watch([gate, x])
-            y = gated_product(own, gate, x) if is_gated else own(gate)
-        return tape.gradient(y, [gate, x], dy)
-
-    graph = run.get_concrete_function(*[tf.TensorSpec([None], "float16")] * 3).graph
-    again = [op for op in graph.get_operations() if GRADIENT_SCOPE in op.name and op.inputs]
-    first = [op for op in again if not any(is_known_late(x) for x in op.inputs)]
-    assert first and all(op.control_inputs for op in first)
-
-
-def is_known_late(x):
-    return GRADIENT_SCOPE in x.name or x.name == "dy:0"

@@ -1,7 +1,5 @@
 """Promise: blocks of a stack are traced once, and each computes what it would by itself."""
 
-import copy
-
 import keras
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from dtransformer.layers import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
-from dtransformer.models import CausalLM
 from dtransformer.parallel.dropout_seed import dropout_seed
 
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
@@ -108,20 +105,6 @@ def test_one_block_is_traced_whatever_the_depth(monkeypatch):
     assert calls == ["block_0"]
 
 
-def test_one_block_is_traced_where_shapes_are_asked_for(monkeypatch):
-    calls = []
-    compute = TransformerEncoderLayer._compute
-    monkeypatch.setattr(
-        TransformerEncoderLayer,
-        "_compute",
-        lambda self, *args: calls.append(self.name) or compute(self, *args),
-    )
-    model = CausalLM(20, hidden_size=8, num_heads=2, num_layers=6)
-    for length in (5, 7, 5):
-        assert model(keras.KerasTensor((2, length), "int32")).shape == (2, length, 20)
-    assert calls == ["block_0"] * 2
-
-
 def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
     class Noisy(TransformerEncoderLayer):
         def add_sublayers(self):
@@ -139,15 +122,6 @@ def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
     assert (
         np.abs(run(tf.constant(X)) - run(tf.constant(X))).max() > 0.1
     )  # the noise's states change
-
-
-def test_a_copy_traces_its_own():
-    layers = stack()
-    expected = results(layers)
-    blocks = copy.deepcopy(layers.blocks[0].alike)
-    assert blocks is not layers.blocks[0].alike and not blocks._functions
-    for own, other in zip(results(layers), expected, strict=True):
-        np.testing.assert_array_equal(own, other)
 
 
 def in_a_function(layers, x):

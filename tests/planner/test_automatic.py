@@ -9,7 +9,6 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli.automatic import plan_of_run
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM
 from dtransformer.parallel.validators import check_supported
 from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.machine import cpu_device, device_of_gpu, this_cluster
@@ -38,7 +37,10 @@ def test_every_rank_gets_the_same_and_the_first_prints_it(monkeypatch, capsys):
     assert told.count("Layout: ") == 1 and "by the planner: it is " in told
 
 
+@pytest.mark.tensorflow
 def test_a_network_that_is_not_built():
+    from dtransformer.models import CausalLM
+
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=2, max_length=16)
     assert TransformerOpParallelConfig.auto(network, 8).data_parallel == 1
     assert not network.weights

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from dtransformer.layers import attention_core
-from dtransformer.models import CausalLM
 from dtransformer.parallel.pipeline.instruction import BACKWARD, FORWARD
 from dtransformer.parallel.pipeline.schedules import SCHEDULES, instructions
 from dtransformer.parallel.pipeline.simulator import simulate
@@ -59,7 +57,10 @@ def test_activations_of_a_layer(expected, choice):
     assert float(kept) / (s * h) == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.tensorflow
 def test_flops_are_those_of_the_network():
+    from dtransformer.models import CausalLM
+
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=2, max_length=16)
     model = from_network(network)
     assert model.flops_per_sequence() == pytest.approx(
@@ -67,7 +68,10 @@ def test_flops_are_those_of_the_network():
     )
 
 
+@pytest.mark.tensorflow
 def test_attention_by_blocks_begins_where_the_layers_begin_it():
+    from dtransformer.layers import attention_core
+
     below = attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES - 1)
     assert below == "reference"
     assert attention_core.chosen_implementation("auto", 1, BLOCKWISE_SCORES) == "blockwise"

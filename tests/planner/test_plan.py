@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
-from dtransformer import models
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, TranslationTransformer
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.validators import check_supported
 from dtransformer.planner import (
@@ -163,8 +161,11 @@ def test_placement_matters():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.tensorflow
 def test_published_models_have_as_many_parameters_as_their_networks(name):
     """Each network counts its weights, by their shapes; `plan --check` has the papers' numbers."""
+    from dtransformer import models
+
     architecture = ARCHITECTURES[name]
     network = getattr(models, architecture.network)(**architecture.arguments)
     assert named(name).parameters() == network.num_parameters()
@@ -184,7 +185,10 @@ WITH_EXPERTS = [
 
 
 @pytest.mark.parametrize("arguments, order", WITH_EXPERTS)
+@pytest.mark.tensorflow
 def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
+    from dtransformer.models import CausalLM
+
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=5, max_length=16, **arguments)
     model = from_network(network)
     assert model.order == order
@@ -193,8 +197,11 @@ def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
     assert model.flops_per_sequence() == pytest.approx(float(flops), rel=1e-6)
 
 
+@pytest.mark.tensorflow
 def test_experts_of_an_encoder_and_a_decoder():
     """Every second block of each has them, counted from its first."""
+    from dtransformer.models import TranslationTransformer
+
     sizes = dict(hidden_size=32, num_heads=4, encoder_layers=3, decoder_layers=4)
     network = TranslationTransformer(100, **sizes, moe_config=EXPERTS, moe_every=2)
     model = from_network(network)

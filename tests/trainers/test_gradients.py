@@ -58,20 +58,6 @@ def test_square_norms_are_those_of_every_gradient():
         assert float(square) == pytest.approx((array**2).sum(), TRAINING)
 
 
-def test_square_norms_of_gradients_that_are_alike_are_traced_once():
-    rng = np.random.default_rng(0)
-    shapes = [(7,), *[(3, 4), (5,)] * 3]
-    arrays = [rng.standard_normal(shape).astype("float32") for shape in shapes]
-    traced = tf.function(
-        lambda *gradients: grads.square_norms(gradients, devices=["CPU:0"] * len(gradients))
-    ).get_concrete_function(*map(tf.constant, arrays))
-    expected = [(array**2).sum() for array in arrays]
-    np.testing.assert_allclose(traced(*map(tf.constant, arrays)), expected, TRAINING)
-    calls = [op for op in traced.graph.get_operations() if "PartitionedCall" in op.type]
-    assert len(calls) == 4 and len({op.get_attr("f").name for op in calls}) == 2
-    assert all("CPU:0" in op.device for op in calls)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_norm_of_16_bit_gradients_does_not_overflow(dtype):
     (square,) = grads.square_norms([tf.fill([100], tf.constant(1000.0, dtype))])

@@ -133,22 +133,6 @@ def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_functions_are_as_few_whatever_the_depth(monkeypatch):
-    monkeypatch.setattr(optimizer_update, "_ELEMENTS_AT_ONCE", 80)
-    made = []
-    get = optimizer_update._UpdateInCalls._function
-    monkeypatch.setattr(
-        optimizer_update._UpdateInCalls,
-        "_function",
-        lambda self, *args: made.append(self._functions) or get(self, *args),
-    )
-    number = {}
-    for depth in (4, 8):
-        trained(keras.optimizers.Adam(), wrap=True, depth=depth)
-        number[depth] = len(made[-1])
-    assert number[4] == number[8]
-
-
 @pytest.mark.parametrize(
     "keys, most, expected",
     [

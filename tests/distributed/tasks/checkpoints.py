@@ -15,7 +15,7 @@ from harness.batches import EVEN, batches, replica_share
 from harness.networks import make
 from harness.training import Record, as_taken
 
-NETWORK, STEPS_BEFORE, STEPS_AFTER = "deep_tied", 4, 10
+NETWORK, STEPS_BEFORE, STEPS_AFTER = "tied", 4, 10
 # Each layout saves, and is restored by the next two; the last two by one process.
 QUICK = (
     "alone@1x1",
@@ -59,7 +59,7 @@ def replicated(folder, name):
 
 def new_trainer(network=NETWORK, seed=SEED):
     dtransformer.set_seed(seed)
-    model, optimizer = make(network, num_blocks=2)
+    model, optimizer = make(network)
     model.build()
     trainer = Trainer(model)
     trainer.compile(optimizer, CrossEntropyLoss(0.1, ignore_id=0))
@@ -68,7 +68,7 @@ def new_trainer(network=NETWORK, seed=SEED):
 
 def losses(trainer, begin, number, network=NETWORK):
     """Train on some batches, all of one shape; return the losses of the steps."""
-    of_all = batches(2 * (begin + number), trainer.network.vocab_size, seed=0)[2 * begin :: 2]
+    of_all = batches(begin + number, trainer.network.vocab_size, 0, (EVEN,))[begin:]
     data = as_taken(network, replica_share(of_all, EVEN[0]))
     data = data.apply(tf.data.experimental.assert_cardinality(number))
     record = Record()
@@ -153,7 +153,7 @@ def resume(folder, layout):
     ):
         record = Record()
         keras.config.set_dtype_policy(policy)
-        trainer = new_trainer("deep_dropout", seed)
+        trainer = new_trainer("dropout", seed)
         history = trainer.fit(
             shuffled_data(),
             epochs=2,

@@ -3,7 +3,6 @@
 import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
-from dtransformer.parallel.watchdog.start import stall_seconds_of
 from dtransformer.parallel.watchdog.straggler import Stragglers
 from dtransformer.parallel.watchdog.watch import Verdict, Watch, say, stalled
 
@@ -171,7 +170,10 @@ def test_what_a_stalled_rank_did_is_told():
 @pytest.mark.parametrize("given, environment, expected", [
     (None, None, 50.0), (None, "120", 120.0), (0, "120", 0.0), (30, None, 30.0), (None, "0", 0.0),
 ])  # fmt: skip
+@pytest.mark.tensorflow
 def test_the_setting(given, environment, expected, monkeypatch):
+    from dtransformer.parallel.watchdog.start import stall_seconds_of
+
     monkeypatch.delenv("DTRANSFORMER_STALL_SECONDS", raising=False)
     if environment is not None:
         monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
@@ -181,7 +183,10 @@ def test_the_setting(given, environment, expected, monkeypatch):
 @pytest.mark.parametrize("given, environment", [
     (-1, ""), (3, ""), (float("nan"), ""), (True, ""), ("60", ""), (None, "soon"), (None, "inf"),
 ])  # fmt: skip
+@pytest.mark.tensorflow
 def test_a_setting_that_makes_no_sense_is_refused(given, environment, monkeypatch):
+    from dtransformer.parallel.watchdog.start import stall_seconds_of
+
     monkeypatch.setenv("DTRANSFORMER_STALL_SECONDS", environment)
     with pytest.raises((TypeError, ValueError), match="stall_seconds|STALL_SECONDS"):
         stall_seconds_of(given)

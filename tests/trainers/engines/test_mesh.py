@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer import TransformerRecomputeConfig, layers
-from dtransformer.trainers import Trainer, optimizer_update
+from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines import mesh
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import (
@@ -131,41 +131,6 @@ def test_weights_are_excluded_from_decay_by_name_and_by_themselves():
     start()
     np.testing.assert_allclose(after_a_step(themselves), expected, rtol=PARITY_LOSS)
     np.testing.assert_allclose(after_a_step(by_names), expected, rtol=PARITY_LOSS)
-
-
-class OwnSGD(keras.optimizers.SGD):
-    """An optimizer of which nothing is known: its update is one function."""
-
-
-@on_mesh
-def test_functions_of_the_update_are_traced_in_the_first_step_alone():
-    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
-
-    def trained(make, optimizer, steps):
-        keras.utils.set_random_seed(0)
-        model = make(keras.Sequential([keras.Input((4,)), *map(keras.layers.Dense, (8, 8, 2))]))
-        model.compile(optimizer, "mse")
-        for _ in range(steps):
-            model.train_on_batch(x, x[:, :2])
-        return model
-
-    for optimizer in (
-        lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.1),
-        lambda: OwnSGD(0.1, momentum=0.9),
-    ):
-        expected = trained(lambda model: model, optimizer(), 4).get_weights()
-        start()
-        traced = unittest.mock.Mock(wraps=optimizer_update.traced_apart)
-        with unittest.mock.patch.object(optimizer_update, "traced_apart", traced):
-            trainer = trained(Trainer, optimizer(), 1)
-            number, graphs = traced.call_count, trainer._program.graphs
-            assert bool(number) == (type(trainer.optimizer) is keras.optimizers.Adam)
-            for _ in range(3):
-                trainer.train_on_batch(x, x[:, :2])
-        assert traced.call_count == number and trainer._program.graphs == graphs
-        for own, other in zip(trainer.network.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
-        stop()
 
 
 @pytest.mark.long

@@ -1,0 +1,22 @@
+"""What tests leave out to compile quickly: numbers do not depend on it."""
+
+
+def compile_quickly():
+    """Let TensorFlow optimize no graphs, as they are small and run a few times; call it first.
+
+    Operations get one thread, as another process of tests, or another rank, has the other core.
+    `make test-all` compiles as users do.
+    """
+    import tensorflow as tf
+
+    import dtransformer.start  # noqa: F401
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    leave_graphs_as_they_are()
+
+
+def leave_graphs_as_they_are():
+    """Let TensorFlow optimize no graphs; once more where a mesh has begun its context anew."""
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

@@ -1,0 +1,90 @@
+"""Promise: any two techniques that can be together are, in a layout that the quick suite trains."""
+
+import itertools
+
+import pytest
+
+from dtransformer import TransformerOpParallelConfig
+from dtransformer.parallel.validators import check_supported
+from harness.runs import Run
+from tests.distributed.parity_runs import QUICK
+
+# What a config asks for where a technique is used, and how its layouts are known.
+TECHNIQUES = {
+    "data": ({"data_parallel": 2}, lambda x: x.data > 1),
+    "zero": ({"data_parallel": 2, "optimizer_shard": 2}, lambda x: _flat(x) and x.level < 3),
+    "gathered weights": ({"data_parallel": 2, "optimizer_shard": 3}, lambda x: x.level == 3),
+    "unsharded states": (
+        {"data_parallel": 2, "optimizer_shard": 1, "optimizer_shard_partition": "whole"},
+        lambda x: x.partition == "whole" and x.data > x.experts,
+    ),
+    "model": ({"model_parallel": 2}, lambda x: x.model > 1),
+    "rows": ({"model_parallel": 2, "vocab_emb_dp": False}, lambda x: x.rows),
+    "sequence": ({"model_parallel": 2, "sequence_parallel": True}, lambda x: x.sequence),
+    "context": ({"context_parallel": 2}, lambda x: x.context > 1),
+    "experts": ({"data_parallel": 2, "expert_parallel": 2}, lambda x: x.experts > 1),
+    "pipeline": (
+        {"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_schedule": "1f1b"},
+        lambda x: x.stages > 1 and not x.schedule.startswith("zb"),
+    ),
+    "zero bubble": (
+        {"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_schedule": "zb_h1"},
+        lambda x: x.schedule.startswith("zb"),
+    ),
+    "chunks": (
+        {"pipeline_chunks": 2, "pipeline_schedule": "interleaved"},
+        lambda x: x.stages == 1 and x.chunks > 1,
+    ),
+    "micro-batches": ({"micro_batch_num": 2}, lambda x: x.micro_batches > 1),
+    "recompute": ({"recompute": True}, lambda x: x.recompute),
+}
+# A mesh may be of several ranks, whatever else there is, unless it has no axis.
+JOINS_RANKS = {"rows", "sequence", "context", "experts", "gathered weights", "unsharded states"}
+JOINS_RANKS |= {"data", "model", "chunks", "micro-batches", "recompute", "pipeline"}
+LAYOUTS = [Run.of(name).layout for name in QUICK]
+
+
+def _flat(layout):
+    return layout.level and layout.partition == "flat" and layout.data > layout.experts
+
+
+def can_be_together(one, other):
+    """Return whether a config may ask for two techniques; some are two values of one field."""
+    (first, _), (second, _) = TECHNIQUES[one], TECHNIQUES[other]
+    if any(first[field] != second[field] for field in first.keys() & second.keys()):
+        return False
+    try:
+        check_supported(TransformerOpParallelConfig(**{**first, **second}))
+    except ValueError:
+        return False
+    return True
+
+
+PAIRS = [pair for pair in itertools.combinations(TECHNIQUES, 2) if can_be_together(*pair)]
+
+
+@pytest.mark.parametrize("one, other", PAIRS)
+def test_every_pair_of_techniques(one, other):
+    uses = [layout for layout in LAYOUTS if TECHNIQUES[one][1](layout)]
+    assert any(TECHNIQUES[other][1](layout) for layout in uses), f"no layout has {one} and {other}"
+
+
+@pytest.mark.parametrize("technique", sorted(JOINS_RANKS))
+def test_meshes_of_several_ranks(technique):
+    joined = [layout for layout in LAYOUTS if layout.joins_ranks]
+    assert any(TECHNIQUES[technique][1](layout) for layout in joined)
+
+
+@pytest.mark.parametrize(
+    "field, values",
+    [
+        ("level", {0, 1, 2, 3}),
+        ("partition", {"flat", "whole"}),
+        ("mode", {"ulysses", "all_gather", "ring"}),
+        ("schedule", {"1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"}),
+        ("devices", {1, 2, 4}),
+        ("ranks", {1, 2, 4}),
+    ],
+)
+def test_every_value(field, values):
+    assert values <= {getattr(layout, field) for layout in LAYOUTS}
