@@ -240,6 +240,17 @@ def test_sequences_that_are_sharded_take_less_memory_and_more_collectives():
     np.testing.assert_allclose(memory.states, memory.states[0])  # four share them in any case
 
 
+def test_sequences_that_are_sharded_keep_no_scores():
+    """Their attention is computed by blocks whatever the length: twice the length, twice the memory."""
+
+    def activations(length, **layout):
+        model = named(SMALL, sequence_length=length)
+        return evaluate(model, cluster(2), Job(2), Layouts.of(**layout))[0].activations[0]
+
+    assert activations(512, context=2) == pytest.approx(2 * activations(256, context=2), rel=0.01)
+    assert activations(512, data=2) > 2.2 * activations(256, data=2)
+
+
 def test_experts_that_are_sharded():
     sizes = dict(
         hidden_size=1024, num_heads=16, vocab_size=32000, sequence_length=1024, num_layers=4
