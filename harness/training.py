@@ -84,7 +84,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     results["planned"] = np.array([row.planned for row in memory.rows[:3]])
     results["measured"] = np.array([row.measured for row in memory.rows[:3]])
     results["sent"] = np.array(elements_sent(trainer))
-    if kind_of(network).startswith("moe"):
+    if "moe" in network:
         results["taken"] = np.array([one.taken for one in trainer.expert_load().layers])
     return trainer, {**results, **_read_weights(model, "final")}
 

@@ -118,7 +118,32 @@ LEFT = [
     Left("models/pretrained/test_adapters.py::test_three_steps_of_training", "llama", OTHER_CASES),
     Left("models/test_lora.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
     Left("models/test_freezing.py::test_recompute_changes_nothing", "", "layers/test_recompute.py"),
-    # On a mesh.
+    # On ranks and meshes.
+    Left(
+        "models/test_freezing.py::test_gradients_of_frozen_weights_are_not_reduced",
+        "",
+        "test_on_a_mesh_nothing_is_sent_for_what_is_frozen",
+    ),
+    Left(
+        "parallel/pipeline/test_alike_chunks.py::test_alike_chunks_are_compiled_once",
+        "",
+        "parallel/test_alike_blocks.py::test_one_block_is_traced_whatever_the_depth",
+    ),
+    Left(
+        "parallel/context_parallel/test_communication.py::test_what_is_sent",
+        "",
+        "planner/test_formulas.py; layers/test_context_attention.py",
+    ),
+    Left(
+        "trainers/engines/test_mesh.py::test_dropout_on_the_mesh",
+        "",
+        "parallel/tensor_parallel/test_dropout.py",
+    ),
+    Left(
+        "trainers/engines/test_mesh.py::test_weights_are_excluded_from_decay_by_name_and_by_themselves",
+        "",
+        "sgd of distributed/test_parity.py",
+    ),
     Left(
         "parallel/context_parallel/test_training.py::test_what_is_recomputed_drops_the_same",
         "",

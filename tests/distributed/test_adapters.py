@@ -10,10 +10,10 @@ from tests.shared_runs import each, needs_horovod
 
 TASK = "tests.distributed.tasks.adapters:train_and_use"
 ALONE = f"{TASK}/alone@1x1"
-QUICK = [f"{TASK}/dp2@2x1+shard3"]
 LONG = [
     f"{TASK}/{name}"
     for name in (
+        "dp2@2x1+shard3",
         "mp2pp2m2-1f1b@2x2+rows",
         "dp2mp2@2x2+rows",
         "mp2@2x1+sp",
@@ -22,7 +22,7 @@ LONG = [
     )
 ]
 pytestmark = needs_horovod
-each_run = each([*QUICK, *LONG], LONG, lambda run: [ALONE])
+each_run = each(LONG, LONG, lambda run: [ALONE])
 
 
 def lora_of(folder, run):
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_one_process_goes_on_elsewhere(run, ranks_of):
         np.testing.assert_allclose(rank["restored"], expected["after"], rtol=PARITY_LOSS)
 
 
-@each([ALONE, *QUICK, *LONG], LONG, lambda run: [ALONE])
+@each([ALONE, *LONG], LONG, lambda run: [ALONE])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(run, ranks_of):
     for rank in ranks_of(run):
         assert rank["resumed"] == rank["after"]
@@ -60,7 +60,7 @@ def test_files_of_adapters_do_not_depend_on_the_layout(run, ranks_of):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=10 * PARITY_WEIGHTS)
 
 
-@each([ALONE, *QUICK, *LONG], LONG, lambda run: [ALONE])
+@each([ALONE, *LONG], LONG, lambda run: [ALONE])
 def test_merged_kernels_give_what_adapters_gave(run, ranks_of):
     (expected,) = ranks_of(ALONE)
     for rank in ranks_of(run):

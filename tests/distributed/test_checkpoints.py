@@ -191,7 +191,7 @@ def test_what_one_rank_alone_holds_cannot_be_replaced(folder, tmp_path):
             name,
             marks=[
                 pytest.mark.runs(run("resume", name)),
-                *[pytest.mark.long] * (name in RESUMED[2:]),
+                *[pytest.mark.long] * (name in RESUMED[1:]),
             ],
         )
         for name in RESUMED

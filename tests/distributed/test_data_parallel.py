@@ -44,6 +44,7 @@ LONG = [
         "micro_batches",
         "gradients_in_16_bits",
         "overflow_at_level_2",
+        "dropout",
     )
 ]
 ALL = [two_ranks(name) for name in TASKS]

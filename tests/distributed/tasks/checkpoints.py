@@ -38,7 +38,7 @@ RESTORED = {
     name: QUICK[-2:] if name == ALONE else CHAIN[max(number - 2, 0) : number]
     for number, name in enumerate(CHAIN)
 }
-# Runs that are resumed on the same layout; the last two in the long suite.
+# Runs that are resumed on the same layout; all but the first in the long suite.
 RESUMED = ("alone@1x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1")
 # With replicated 16-bit copies of sharded weights, and loss scaling.
 IN_16_BITS = ("dp2@2x1+shard2",)
