@@ -53,7 +53,11 @@ class TokenModel(KeepsSettings, keras.Model):
     Attributes:
         arguments: dict of the arguments from which `from_config` makes the network again.
         vocab_size: number of entries of the vocabulary of the logits.
+        origin: the family and the folder of the published weights that it has, or had before it
+            was trained; None where there are none. Configs keep it.
     """
+
+    origin: tuple[str, str] | None = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -47,6 +47,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")
+    network.origin = content.config["model_type"], str(folder)
     return network
 
 

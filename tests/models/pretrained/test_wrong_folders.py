@@ -421,5 +421,9 @@ def test_an_encoder_decoder_that_is_no_t5(tmp_path, family, options, told):
 
 
 def test_nothing_is_overwritten(folder):
-    with pytest.raises(InputError, match="is there already"):
-        save_pretrained(from_pretrained(folder), folder, "llama")
+    before = (folder / "model.safetensors").read_bytes()
+    network = from_pretrained(folder)
+    network.weights[0].assign_add(np.ones(network.weights[0].shape))
+    with pytest.warns(UserWarning, match="is there already, and is kept"):
+        assert save_pretrained(network, folder, "llama") == folder.parent / "llama-2"
+    assert (folder / "model.safetensors").read_bytes() == before

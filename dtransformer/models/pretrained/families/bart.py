@@ -87,6 +87,7 @@ def _config(arguments, **own):
         post_layernorm_residual=True,
         gated=False,
         use_bias=True,
+        moe_config=None,
         head_dim=arguments["hidden_size"] // arguments["num_heads"],
         embedding_dropout_rate=arguments["dropout_rate"],
     )

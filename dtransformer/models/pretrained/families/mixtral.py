@@ -49,7 +49,7 @@ def _config(arguments):
             f"shared_experts=0, the network has {moe}: it cannot be saved as one of that family"
         )
     return {
-        **llama_config(arguments),
+        **llama_config({**arguments, "moe_config": None}),
         "sliding_window": arguments["window"],
         **written(vars(moe), _FIELDS),
         "output_router_logits": moe.aux_loss_factor > 0,
@@ -72,11 +72,17 @@ def _block(number, arguments):
     ]
 
 
+def _tensors(arguments):
+    if experts_of(arguments) is None:
+        raise InputError("Mixtral's blocks have experts, and the network has none")
+    return llama_tensors(arguments, _block)
+
+
 MIXTRAL = Family(
     "MixtralForCausalLM",
     CausalLM,
     _arguments,
     _config,
-    lambda arguments: llama_tensors(arguments, _block),
+    _tensors,
     **SPARE,
 )
