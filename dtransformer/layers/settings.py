@@ -46,6 +46,8 @@ def settings_of(layer: keras.layers.Layer) -> dict:
             own["low_rank"] = {name: dict(asked) for name, asked in low_rank.items()}
         if origin := getattr(inner, "origin", None):
             own["origin"] = list(origin)
+        if rules := getattr(inner, "generation_rules", None):
+            own["generation"] = dict(rules)
         if own:
             found[str(number)] = own
     return {KEY: found} if found else {}
@@ -65,6 +67,8 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
             inner.low_rank = own["low_rank"]
         if "origin" in own:
             inner.origin = tuple(own["origin"])
+        if "generation" in own:
+            inner.generation_rules = own["generation"]
 
 
 class KeepsSettings:

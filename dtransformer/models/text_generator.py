@@ -47,6 +47,8 @@ class TextGenerator:
         self._search = GenerationOptions.of(**options)
         self._options = options
         ends = self._search.stop_ids
+        if ends is None:
+            ends = getattr(model, "generation_rules", {}).get("stop_ids")
         self._end_ids = (model.end_id,) if ends is None else ends
 
     @property

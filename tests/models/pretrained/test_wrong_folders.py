@@ -321,8 +321,8 @@ def test_tables_that_are_stored_once_more(bart):
         ({"decoder_layers": 2}, "it lacks decoder.layers.1.self_attn.q_proj.weight"),
         ({"vocab_size": 21}, "shared.weight is [20, 16], not [21, 16]"),
         ({"decoder_start_token_id": 20}, "start_id must be in the vocabulary of 20, got 20"),
-        ({"pad_token_id": None}, "pad_id must be an int, got None"),
-        ({"decoder_start_token_id": KeyError}, "start_id must be an int, got None"),
+        ({"pad_token_id": None}, "lacks the field pad_token_id"),
+        ({"decoder_start_token_id": KeyError}, "lacks the field decoder_start_token_id"),
         (
             {"model_type": "marian", "share_encoder_decoder_embeddings": False},
             "share_encoder_decoder_embeddings=false is not built for Marian's blocks",

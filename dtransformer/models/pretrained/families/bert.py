@@ -150,6 +150,7 @@ def _roberta_tensors(arguments):
 _POOLER = "pooler.dense.weight", "pooler.dense.bias"
 _OTHERS = {
     "special_ids": {"pad_id": "pad_token_id"},
+    "usual_ids": {"pad_token_id": 0},
     "renamed": {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 }
 BERT = Family(

@@ -16,6 +16,7 @@ from dtransformer.models.pretrained.families.family import (
 )
 from dtransformer.models.pretrained.families.llama import (
     SPARE,
+    USUAL_IDS,
     attention_tensors,
     llama_arguments,
     llama_config,
@@ -37,7 +38,9 @@ def _arguments(config):
     factor = factor if config.get("output_router_logits") else 0.0
     moe = MoEConfig(**_ALWAYS, aux_loss_factor=factor, **read(config, _FIELDS))
     window = config.get("sliding_window")
-    return {**llama_arguments(config), "window": window, "moe_config": moe}
+    epsilon = config.get("rms_norm_eps", 1e-5)
+    found = {**llama_arguments(config, 8, 1e6), "norm_epsilon": epsilon}
+    return {**found, "window": window, "moe_config": moe}
 
 
 def _config(arguments):
@@ -84,5 +87,6 @@ MIXTRAL = Family(
     _arguments,
     _config,
     _tensors,
+    usual_ids=USUAL_IDS,
     **SPARE,
 )
