@@ -72,7 +72,9 @@ class InputKeys:
         hint = _REFUSED.get(key)
         if hint is None:
             near = difflib.get_close_matches(str(key), known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}? " * bool(near) + f"There are {_listed(known)}"
+            hint = (
+                "".join(f"did you mean {one!r}? " for one in near) + f"There are {_listed(known)}"
+            )
         return f"{owner} has no input {key!r}: {hint}"
 
 

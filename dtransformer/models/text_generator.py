@@ -108,7 +108,7 @@ class TextGenerator:
         if not self._continues:
             return rows
         if start is not None:
-            return [[start, *row] for row in rows]
+            return [row if row[:1] == [start] else [start, *row] for row in rows]
         first = [] if self.model.start_id is None else [self.model.start_id]
         return [row or first for row in rows]
 
