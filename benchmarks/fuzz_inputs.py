@@ -302,9 +302,9 @@ def weights(good, network, rng, folder):
 def tokenizer_files(good, rng, folder):
     path = folder / "tokenizer"
     shutil.copytree(good, path)
-    name = rng.choice(["tokenizer.json", "vocab.txt", "vocab.txt"])
+    name = rng.choice(["subword_tokenizer.json", "vocab.txt", "vocab.txt"])
     content = (path / name).read_bytes()
-    if name == "tokenizer.json" and rng.random() < 0.6:
+    if name == "subword_tokenizer.json" and rng.random() < 0.6:
         content = json.dumps(edit(rng, json.loads(content))).encode()
     elif rng.random() < 0.5:
         content = damaged(rng, content)

@@ -2,10 +2,12 @@
 
 import contextlib
 import filecmp
+import itertools
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 from dtransformer.errors import InputError
 
@@ -79,20 +81,92 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
     dtransformer.errors.InputError: greetings/morning.txt is there with other content: ...
     """
     folder = pathlib.Path(folder)
+    with _fresh_in(folder) as fresh:
+        yield fresh
+        if not overwrite and (taken := _taken(fresh, folder)):
+            raise InputError(
+                f"{taken} is there with other content: give another folder, or --overwrite it"
+            )
+        _move(fresh, folder)
+
+
+def write_into(
+    folder: str | os.PathLike,
+    write: Callable[[pathlib.Path], None],
+    overwrite: bool = False,
+    replaces: Sequence[str] = (),
+) -> pathlib.Path:
+    """Write files into a folder; where it has others by their names, into one beside it.
+
+    What took hours to compute is not lost to a name that is taken.
+
+    Args:
+        folder: where they go; made where it is missing.
+        write: a function of an empty folder that writes them there.
+        overwrite: whether they replace files of other content.
+        replaces: patterns of the names of files that would be read in place of the new ones.
+
+    Returns:
+        The folder that they are in. A warning says so where it is another one.
+
+    Raises:
+        InputError: nothing can be written there.
+
+    Example:
+
+    >>> one, other = (lambda fresh, x=x: (fresh / "n").write_text(x) for x in "12")
+    >>> [write_into("numbers", x).as_posix() for x in (one, one)]
+    ['numbers', 'numbers']
+    """
+    target = pathlib.Path(folder)
+    if os.path.lexists(target) and not target.is_dir():
+        target = free_path(target)
+    with _fresh_in(target) as fresh:
+        write(fresh)
+        if not overwrite and _taken(fresh, target, replaces):
+            target = free_path(target)
+            target.mkdir()
+        stale = [path for pattern in replaces for path in target.glob(pattern)]
+        names = _move(fresh, target)
+        for path in stale:
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+    if target != pathlib.Path(folder):
+        warn_of_taken(folder, target)
+    return target
+
+
+def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:
+    """Return a path beside one that is taken: with a number before its ending.
+
+    Example:
+
+    >>> free_path("runs/mine.weights.h5", ".weights.h5").as_posix()
+    'runs/mine-2.weights.h5'
+    """
+    path = beside(path, "")
+    stem = path.name.removesuffix(ending)
+    numbered = (path.with_name(f"{stem}-{number}{ending}") for number in itertools.count(2))
+    return next(one for one in numbered if not os.path.lexists(one))
+
+
+def warn_of_taken(path: str | os.PathLike, landed: pathlib.Path) -> None:
+    """Warn that something else is at a path, and that what was saved is beside it."""
+    warnings.warn(
+        f"{path} is there already, and is kept: what was to be saved there is in {landed}; give "
+        "another name, or overwrite=True (--overwrite)",
+        stacklevel=3,
+    )
+
+
+@contextlib.contextmanager
+def _fresh_in(folder):
+    """Give an empty folder inside of one, which is made where it is missing."""
     fresh = partial_path(folder / "folder")
     was_there = folder.is_dir()
     try:
         fresh.mkdir(parents=True)
         yield fresh
-        names = sorted(path.name for path in fresh.iterdir())
-        for target in (folder / name for name in names):
-            same = overwrite or not os.path.lexists(target)
-            if not same and not filecmp.cmp(fresh / target.name, target, shallow=False):
-                raise InputError(
-                    f"{target} is there with other content: give another folder, or --overwrite it"
-                )
-        for name in names:
-            os.replace(fresh / name, folder / name)
     except OSError as error:
         raise InputError(
             f"{folder}: cannot be written ({error.strerror}): give a place that you may write to"
@@ -102,6 +176,24 @@ def adding_to(folder: str | os.PathLike, overwrite: bool = False) -> Iterator[pa
         if not was_there:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # it is empty: nothing was written
+
+
+def _taken(fresh, folder, others=()):
+    """Return the first file that new ones would replace, or be hidden by; None for none."""
+    for path in sorted(fresh.iterdir()):
+        target = folder / path.name
+        if os.path.lexists(target) and not filecmp.cmp(path, target, shallow=False):
+            return target
+    hiding = (path for pattern in others for path in folder.glob(pattern))
+    return next((path for path in hiding if not (fresh / path.name).exists()), None)
+
+
+def _move(fresh, folder):
+    """Move all files into a folder; return their names."""
+    names = sorted(path.name for path in fresh.iterdir())
+    for name in names:
+        os.replace(fresh / name, folder / name)
+    return names
 
 
 @contextlib.contextmanager

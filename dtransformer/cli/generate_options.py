@@ -9,6 +9,7 @@ _MOST = 2**20
 _INTS = {
     "top_k": ("draw from so many of the most likely tokens only", 0),
     "no_repeat_ngram_size": ("so many tokens follow each other once only", 0),
+    "min_new_tokens": ("so many tokens come before one may end a text", 0),
     "beam_size": ("hypotheses; 1 is greedy search, or drawing", 1),
     "num_return_sequences": ("texts of each prompt", 1),
 }

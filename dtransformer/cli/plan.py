@@ -32,7 +32,7 @@ def add_plan(commands) -> None:
     parser.add_argument(
         "--sequence", type=number(1, 10**7), metavar="N", help="positions of a sequence"
     )
-    parser.add_argument("--precision", default="mixed_bfloat16")
+    parser.add_argument("--precision", help="by default the 16 bits of the device, mixed")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument(
         "--fix", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",

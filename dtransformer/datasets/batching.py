@@ -8,6 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.epochs import Epochs, check_shard
+from dtransformer.datasets.left_out import tell
 from dtransformer.datasets.packing import (
     END_OF_ROW,
     PackedPlan,
@@ -111,7 +112,8 @@ class TranslationBatches(Epochs):
             if value < 1:
                 raise InputError(f"{name}={value} has to be at least 1")
         check_shard(shard_index, num_shards)
-        self._ids = _as_ragged(source_ids), _as_ragged(target_ids)
+        target_ids = _without_ends(_as_ragged(target_ids), start_id, end_id)
+        self._ids = _as_ragged(source_ids), target_ids
         lengths = [np.diff(ids.row_splits.numpy()) for ids in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
         self.num_pairs = len(self._pairs)
@@ -140,6 +142,7 @@ class TranslationBatches(Epochs):
             own = -(-rows // num_shards)
             own += -own % pad_rows_to_multiple_of
             self._layout = PackedRows(packed_length, max_length, own, **special)
+        self._tell_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)
         super().__init__(len(first_epoch), seed)
         longest = lambda batch: packed_length or int(self._lengths[batch].max())
@@ -149,6 +152,14 @@ class TranslationBatches(Epochs):
                 f"{self.num_pairs} sentence pairs make no batch for {num_shards} data ranks: give "
                 "more pairs, smaller batches or fewer ranks"
             )
+
+    def _tell_left_out(self, lengths, max_length, training):
+        total = len(lengths[0])
+        what = f"pairs are empty or longer than max_length={max_length}, and left out"
+        tell(self, self.num_left_out, total, what)
+        if not training:
+            cut = np.maximum(*lengths)[self._pairs] > max_length
+            tell(self, int(cut.sum()), total, f"pairs are cut off at max_length={max_length}")
 
     def plan(self) -> list[np.ndarray]:
         """Return the epoch's remaining batches: the numbers of this rank's sentences in each.
@@ -200,6 +211,21 @@ def _as_ragged(ids):
         return ids
     values, row_splits = ids
     return tf.RaggedTensor.from_row_splits(values, row_splits)
+
+
+def _without_ends(ids, start_id, end_id):
+    """Return targets without the start and end tokens that they have, which come to each of them."""
+    values, splits = ids.values.numpy(), ids.row_splits.numpy()
+    begins, ends = splits[:-1].copy(), splits[1:].copy()
+    begins += (begins < ends) & (values[np.minimum(begins, len(values) - 1)] == start_id)
+    ends -= (begins < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
+    if np.array_equal(begins, splits[:-1]) and np.array_equal(ends, splits[1:]):
+        return ids
+    keeps = np.zeros(len(values) + 1, np.int64)
+    np.add.at(keeps, begins, 1)
+    np.add.at(keeps, ends, -1)
+    kept = values[np.cumsum(keeps)[:-1] > 0]
+    return tf.RaggedTensor.from_row_lengths(kept, ends - begins)
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):

@@ -6,10 +6,13 @@ import threading
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.left_out import tell
 from dtransformer.datasets.packed_documents import check_length, first_id
 from dtransformer.datasets.packing import PackedPlan
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
+
+_LAST = 2  # of an answer's tokens: templates have a line's end after the end token
 
 
 class InstructionBatches(IndexedBatches):
@@ -35,7 +38,8 @@ class InstructionBatches(IndexedBatches):
         training: whether documents longer than a row are left out, and rows that fill no batch.
             Otherwise they are cut off, and empty rows fill the last batch.
         add_start, add_end: whether documents begin, and answers end, with the tokenizer's start and
-            end tokens, where it has them.
+            end tokens, where it has them; those that have them by themselves, as from a chat
+            template, are left as they are.
         prefix: whether inputs tell the first prompts, for a `CausalLM` with `prefix=True`.
         **options: `batch_size` and others, as `LanguageModelBatches`'.
 
@@ -92,6 +96,12 @@ class InstructionBatches(IndexedBatches):
         options = {"seed": seed, "training": training, **options}
         # The plan has shuffled.
         super().__init__(shards, plan.num_batches, what, length=length, shuffle=False, **options)
+        long = "documents are longer than a row"
+        told = f"{long}, and left out: give more than length={length}"
+        tell(self, self.num_left_out, len(sizes), told)
+        if not training:
+            told = f"{long} of length={length}, and cut off"
+            tell(self, int((sizes > length).sum()), len(sizes), told)
 
     def row(self, epoch: int, number: int) -> Example:
         """Return the inputs of a row, a dict of int32 [s], and its labels, int32 [s]."""
@@ -119,10 +129,12 @@ class InstructionBatches(IndexedBatches):
 
     def _document(self, number):
         """Return a document's ids with its special tokens, and which of them belong to answers."""
-        pieces = [] if self._start is None else [([self._start], False)]
-        for place, part in enumerate(self._shards.parts(number)):
+        parts = self._shards.parts(number)
+        has_start = self._start is None or self._start == next(x[0] for x in parts if len(x))
+        pieces = [] if has_start else [([self._start], False)]
+        for place, part in enumerate(parts):
             pieces.append((part, place % 2 == 1))
-            if place % 2 and self._end is not None:
+            if place % 2 and self._end is not None and self._end not in part[-_LAST:]:
                 pieces.append(([self._end], True))
         ids = np.concatenate([part for part, _ in pieces]).astype(np.int32)
         return ids, np.repeat([kind for _, kind in pieces], [len(part) for part, _ in pieces])
@@ -141,6 +153,23 @@ class InstructionBatches(IndexedBatches):
                     f"{self._shards.folder}: document {first} has {counts[alone[0]]} parts, "
                     "expected prompts and answers in turn: write the shards with --field PROMPT ANSWER"
                 )
-            ends = counts // 2 * (self._end is not None)
-            sizes.append(np.diff(shard.documents) + ends + (self._start is not None))
+            starts, ends = self._added(shard, np.asarray(bounds))
+            sizes.append(np.diff(shard.documents) + starts + ends)
         return np.concatenate(sizes)
+
+    def _added(self, shard, bounds):
+        """Return how many start and end tokens come to each document: two int arrays [n]."""
+        tokens, documents = shard.tokens, np.asarray(shard.documents)
+        starts = np.zeros(len(documents) - 1, np.int64)
+        if self._start is not None:
+            starts += tokens[documents[:-1]] != self._start
+        if self._end is None:
+            return starts, 0
+        begins, finish = bounds[1::2], bounds[2::2]  # of answers: each second part is one
+        lacks = np.ones(len(finish), bool)
+        for back in range(1, _LAST + 1):
+            place = finish - back
+            lacks &= (place < begins) | (tokens[np.maximum(place, 0)] != self._end)
+        before = np.concatenate([[0], np.cumsum(lacks)])
+        answers = np.searchsorted(bounds, documents) // 2
+        return starts, np.diff(before[answers])

@@ -3,9 +3,13 @@
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IndexedBatches
+from dtransformer.datasets.left_out import tell
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.token_stream import TokenStream
 from dtransformer.errors import InputError
+
+_LOOKED_AT = 256  # documents
+_LAST = 2  # of their tokens: chat templates have a line's end after the end token
 
 
 class PackedDocuments(IndexedBatches):
@@ -27,8 +31,9 @@ class PackedDocuments(IndexedBatches):
         **options,
     ):
         check_length(length)
-        begin, end = (first_id(shards, names) for names in (self._BEGIN, self._END))
-        self._stream = TokenStream(shards, begin if add_start else None, end if add_end else None)
+        begin = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
+        end = self._added_id(shards, self._END if add_end else (), slice(-_LAST, None))
+        self._stream = TokenStream(shards, begin, end)
         tokens = self._stream.length
         num_rows = tokens // length if training else -(-tokens // length)
         what = f"{tokens:,} tokens"
@@ -42,6 +47,20 @@ class PackedDocuments(IndexedBatches):
         if not self._training:  # the circle ends
             ids[size - start :], segments[size - start :] = self.pad_id, 0
         return ids, segments
+
+    def _added_id(self, shards, names, place):
+        """Return the id that comes to each document; None where most have it by themselves."""
+        found = first_id(shards, names)
+        if found is None:
+            return None
+        some = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
+        number = sum(bool((shards[int(one)][place] == found).any()) for one in some)
+        is_added = 2 * number <= len(some)
+        told = "and get it once more" if is_added else "and none gets it"
+        where = "begin" if place.start is None else "end"
+        what = f"documents that were looked at {where} with the token {found} already, {told}"
+        tell(self, number, len(some), what)
+        return found if is_added else None
 
     def _empty_inputs(self):
         zeros = np.zeros(self.length, np.int32)

@@ -40,7 +40,8 @@ class PublishedTokenizer:
         Args:
             sentences: the texts, not a single string.
             add_special_ids: whether a text has the start and end ids that its model was trained
-                with: Llama's begin with one, T5's end with one, GPT-2's have none.
+                with: Llama's begin with one, T5's end with one, GPT-2's have none. Where a text
+                has them already, as from a chat template, they are not added.
 
         Returns:
             Ids [texts, (pieces)], int32.
@@ -70,10 +71,32 @@ class PublishedTokenizer:
         """
         if isinstance(sentences, (str, bytes)):
             raise InputError("encode takes a list of texts: put the string into a list")
-        rows = self._rows(list(sentences), add_special_ids)
+        texts = list(sentences)
+        rows = self._rows(texts, add_special_ids)
+        if add_special_ids:
+            rows = self._once(rows, texts)
         ids = [np.asarray(row, "int32") for row in rows]
         row_splits = np.cumsum([0, *map(len, ids)], dtype="int64")
         return np.concatenate([np.zeros(0, "int32"), *ids]), row_splits
+
+    def _once(self, rows, texts):
+        """Return rows without the special ids that were added where a text had them."""
+        begin, finish = {self.start_id, self.cls_id}, {self.end_id, self.sep_id, *self.stop_ids}
+        rows = [list(row) for row in rows]
+        twice = [
+            number
+            for number, row in enumerate(rows)
+            if len(row) > 1
+            and ((row[0] == row[1] in begin) or (row[-1] == row[-2] and row[-1] in finish))
+        ]
+        for number, own in zip(twice, self._rows([texts[x] for x in twice], False)):
+            own, row = list(own), rows[number]
+            first = next(x for x in range(len(row)) if row[x : x + len(own)] == own)
+            last = len(row) - first - len(own)
+            start = first if first and own[:first] == row[:first] else 0
+            stop = len(row) - last if last and own[-last:] == row[-last:] else len(row)
+            rows[number] = row[start:stop]
+        return rows
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.

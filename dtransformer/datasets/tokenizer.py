@@ -53,12 +53,14 @@ from dtransformer.inputs.text import decode_lines
 
 _UNKNOWN_TEXT = " ⁇ "
 _FORMAT, _VERSION = "dtransformer.SubwordTokenizer", 1
-_CONFIG_FILE, _VOCABULARY_FILE = "tokenizer.json", "vocab.txt"
+# Not tokenizer.json, which other libraries read; older folders have that.
+_CONFIG_FILE, _VOCABULARY_FILE = "subword_tokenizer.json", "vocab.txt"
+_OLDER_CONFIG_FILE = "tokenizer.json"
 _MAX_CONFIG_BYTES, _MAX_VOCABULARY_BYTES = 2**16, 64 * MEBIBYTE
 
 
 class _Config(pydantic.BaseModel):
-    """What `tokenizer.json` holds."""
+    """What `subword_tokenizer.json` holds."""
 
     model_config = STRICT
     format: str
@@ -213,7 +215,7 @@ class SubwordTokenizer:
         return re.sub(" +", " ", unescape("".join(self._texts[row]))).strip(" ")
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write `tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
+        """Write `subword_tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
 
         Args:
             folder: where to write; it is made where it is missing.
@@ -239,18 +241,20 @@ class SubwordTokenizer:
             InputError: a file is missing or damaged, or of a newer format.
         """
         folder = check_path(folder)
-        for name in (_CONFIG_FILE, _VOCABULARY_FILE):
+        is_older = not (folder / _CONFIG_FILE).exists() and (folder / _OLDER_CONFIG_FILE).is_file()
+        config_file = _OLDER_CONFIG_FILE if is_older else _CONFIG_FILE
+        for name in (config_file, _VOCABULARY_FILE):
             if not (folder / name).is_file():
                 raise InputError(
                     f"{folder} holds no tokenizer ({name} is missing): give the folder that "
                     "SubwordTokenizer.save wrote, or train again"
                 )
-        config = _read_config(folder / _CONFIG_FILE)
+        config = _read_config(folder / config_file)
         path = folder / _VOCABULARY_FILE
         vocabulary = decode_lines(read_bytes(path, _MAX_VOCABULARY_BYTES), path)
         if len(vocabulary) != config["vocab_size"]:
             raise InputError(
-                f"{path} has {len(vocabulary)} pieces where {_CONFIG_FILE} says "
+                f"{path} has {len(vocabulary)} pieces where {config_file} says "
                 f"{shown(config['vocab_size'])}: the file is damaged; copy the folder again"
             )
         try:

@@ -12,12 +12,13 @@ from dtransformer.inputs.text import decode
 
 _MAX_BYTES = 128 * MEBIBYTE
 _JSON, _MODELS = "tokenizer.json", ("tokenizer.model", "spiece.model", "sentencepiece.model")
+_OWN = "subword_tokenizer.json"
 
 
 def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTokenizer:
     """Return the tokenizer of a folder.
 
-    It has a `tokenizer.json`, of the library `tokenizers` or of a `SubwordTokenizer`; or a
+    It has a `tokenizer.json` of the library `tokenizers`, the files of a `SubwordTokenizer`, or a
     `tokenizer.model`, `spiece.model` or `sentencepiece.model` of SentencePiece. Files beside it
     say which ids are special: `tokenizer_config.json`, `special_tokens_map.json` and
     `generation_config.json`.
@@ -40,6 +41,8 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
         raise InputError(f"{folder}: there is no such folder: give a published model's")
     if (folder / _JSON).exists():
         return _of_json(folder / _JSON)
+    if (folder / _OWN).exists():
+        return SubwordTokenizer.load(folder)
     for path in (folder / name for name in _MODELS):
         if path.exists():
             from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer

@@ -1,4 +1,4 @@
-"""What is set on layers after they are made: rules, what is recomputed, low-rank additions.
+"""What is set on layers after they are made: rules, what is recomputed, low-rank additions, origin.
 
 Configs keep it, so that `from_config` and `.keras` files do.
 """
@@ -44,6 +44,10 @@ def settings_of(layer: keras.layers.Layer) -> dict:
             own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
         if low_rank := getattr(inner, "low_rank", None):
             own["low_rank"] = {name: dict(asked) for name, asked in low_rank.items()}
+        if origin := getattr(inner, "origin", None):
+            own["origin"] = list(origin)
+        if rules := getattr(inner, "generation_rules", None):
+            own["generation"] = dict(rules)
         if own:
             found[str(number)] = own
     return {KEY: found} if found else {}
@@ -61,6 +65,10 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
             inner.recompute(TransformerRecomputeConfig(**fields))
         if "low_rank" in own:
             inner.low_rank = own["low_rank"]
+        if "origin" in own:
+            inner.origin = tuple(own["origin"])
+        if "generation" in own:
+            inner.generation_rules = own["generation"]
 
 
 class KeepsSettings:

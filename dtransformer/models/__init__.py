@@ -11,6 +11,7 @@ from dtransformer.models.lora_folder import load_lora, save_lora
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
+from dtransformer.models.targets import check_target
 from dtransformer.models.translation import TranslationTransformer
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MicroBatchInterleaved",
     "TranslationTransformer",
     "add_lora",
+    "check_target",
     "freeze",
     "from_preset",
     "from_pretrained",

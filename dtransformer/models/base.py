@@ -10,6 +10,7 @@ from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.models.experts import active_share
+from dtransformer.models.input_keys import InputKeys
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.pipeline.stage_weights import share_weights
 
@@ -53,12 +54,33 @@ class TokenModel(KeepsSettings, keras.Model):
     Attributes:
         arguments: dict of the arguments from which `from_config` makes the network again.
         vocab_size: number of entries of the vocabulary of the logits.
+        input_keys: the names of the inputs; see `InputKeys`.
+        origin: the family and the folder of the published weights that it has, or had before it
+            was trained; None where there are none. Configs keep it.
+        generation_rules: what published weights say of generation; see `rules_of`. Configs keep it.
     """
+
+    origin: tuple[str, str] | None = None
+    generation_rules: dict = {}
+    has_told_rules = False
+    input_keys: InputKeys
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
+
+    def __call__(self, inputs, *args, **kwargs):
+        self.named_inputs(inputs)  # before Keras, which makes ten lines of an error
+        return super().__call__(inputs, *args, **kwargs)
+
+    def named_inputs(self, inputs) -> dict:
+        """Return a dict of `call`'s inputs, or of their shapes, by the names of `input_keys`.
+
+        Raises:
+            ValueError: there is a name that is not known, or one lacks.
+        """
+        return self.input_keys.named(inputs, type(self).__name__)
 
     @property
     def embedding_scale(self) -> float:

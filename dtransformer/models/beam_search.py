@@ -147,4 +147,8 @@ class BeamSearch:
         found = tf.reshape(state["alive"], [-1, self.max_length])
         logits = logits_rules.without_ids(logits, self._ids.never)
         log_p = tf.nn.log_softmax(logits)
-        return logits_rules.looking_back(log_p, self._options, texts, found, state["position"])
+        position, options = state["position"], self._options
+        log_p = logits_rules.looking_back(log_p, options, texts, found, position)
+        return logits_rules.by_position(
+            log_p, options, self._ids.end_ids, position, self.max_length
+        )

@@ -1,7 +1,8 @@
 """A decoder-only Transformer: a language model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
@@ -12,9 +13,10 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.continuation import Continuation, as_prompts
-from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.generation_rules import options_of
 from dtransformer.models.generator import Generator, OnTokens
-from dtransformer.models.one_stack import OneStackModel, tokens_of
+from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
+from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config import MoEConfig
 
 _POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
@@ -69,7 +71,9 @@ class CausalLM(OneStackModel):
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or, where several sequences are
             packed into a row, a dict of `"tokens"` and `"segments"`, int tensors [b, s]: the
             number of each token's sequence, from 1, and 0 for padding. With `prefix` a dict that
-            has `"prefix"`, too, [b, s]: 1 where a token is of the prefix of its sequence.
+            has `"prefix"`, too, [b, s]: 1 where a token is of the prefix of its sequence. A dict
+            may have `"attention_mask"` [b, s]: 1 where there is a token and 0 for padding, which
+            may be on the left then, whatever its id is. `"input_ids"` are the tokens.
         training: whether dropout applies.
 
     Output shape:
@@ -87,6 +91,10 @@ class CausalLM(OneStackModel):
     >>> model(tf.ones((2, 5), "int32")).shape
     TensorShape([2, 5, 100])
     """
+
+    input_keys = InputKeys(
+        ("tokens",), ("attention_mask", "segments", "prefix"), {"input_ids": "tokens"}
+    )
 
     def __init__(
         self,
@@ -222,10 +230,10 @@ class CausalLM(OneStackModel):
             self._build_layers([self.embedding], others, example)
 
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
-        ids = tokens_of(inputs)
-        segments = inputs.get("segments") if isinstance(inputs, dict) else None
-        prefix = self._prefix_of(inputs)
+        named = self.named_inputs(inputs)
+        ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
         x, table = self.embed(ids, segments=segments, training=training)
+        segments = segments_of(segments, mask_of(named))
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
         if segments is None and prefix is not None:
@@ -235,7 +243,7 @@ class CausalLM(OneStackModel):
 
     def _prefix_of(self, inputs):
         """Return which tokens are of a prefix, bool [b, s]; None where there is none."""
-        is_told = isinstance(inputs, dict) and "prefix" in inputs
+        is_told = "prefix" in inputs
         if is_told != self.arguments["prefix"]:
             raise ValueError(
                 f"the network was made with prefix={self.arguments['prefix']}, and its inputs "
@@ -275,13 +283,16 @@ class CausalLM(OneStackModel):
         """Continue texts, by greedy or beam search, or by sampling.
 
         Args:
-            prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids.
+            prompts: int tensor [b, s], padded at the end with `pad_id`; or a list of lists of ids;
+                or a dict of such a tensor, `"tokens"` or `"input_ids"`, and its
+                `"attention_mask"`, 0 for padding on either side.
             max_new_tokens: most tokens of a continuation, the end token included.
             on_tokens: called as `on_tokens(number, ids)` as soon as the text of a number has got
                 other ids, its end token included; not where there are beams. On one device that is
                 a call from TensorFlow to Python a token; elsewhere each token is a call of its own
                 anyway. Every rank calls its own.
-            **options: those of `GenerationOptions`, by their names; greedy search by default.
+            **options: those of `GenerationOptions`, by their names; greedy search by default, with
+                the rules that came with published weights.
 
         Returns:
             An int32 tensor [b·n, t ≤ max_new_tokens] of n = `num_return_sequences` continuations of
@@ -294,9 +305,9 @@ class CausalLM(OneStackModel):
                 with a temperature or `on_tokens`, or there are not enough learned positions.
         """
         check_size("max_new_tokens", max_new_tokens)
-        options = GenerationOptions.of(**options)
         self.build()
-        source = as_prompts(prompts, self.vocab_size, self.pad_id)
+        source = as_prompts(self._rows_of(prompts), self.vocab_size, self.pad_id, self.end_id)
+        options = options_of(self, options, source.shape[1])
         needed = source.shape[1] + max_new_tokens - 1
         if self.arguments["positions"] == "learned" and needed > self.arguments["max_length"]:
             raise ValueError(
@@ -304,3 +315,17 @@ class CausalLM(OneStackModel):
                 f"max_length={self.arguments['max_length']}"
             )
         return self._generator(tf.constant(source), max_new_tokens, options, on_tokens)
+
+    def _rows_of(self, prompts):
+        """Return prompts, without what their mask says is padding."""
+        if not isinstance(prompts, Mapping):
+            return prompts
+        named = self.named_inputs(prompts)
+        if others := named.keys() - {"tokens", "attention_mask"}:
+            raise ValueError(
+                f"generate takes tokens and an attention_mask, not {sorted(others)[0]!r}"
+            )
+        mask, ids = mask_of(named), np.asarray(named["tokens"])
+        return (
+            ids if mask is None else [row[own] for row, own in zip(ids, mask.numpy(), strict=True)]
+        )

@@ -81,21 +81,24 @@ def _count(mask):
     return tf.reduce_sum(tf.cast(mask, "int32"), axis=1)
 
 
-def as_prompts(texts, vocab_size: int, pad_id: int | None) -> np.ndarray:
+def as_prompts(texts, vocab_size: int, pad_id: int | None, end_id: int | None = None) -> np.ndarray:
     """Return texts as `Continuation` takes them: int32 [b, s].
 
     Args:
         texts: int array [b, s], padded at the end with `pad_id`; or a list of lists of ids.
         vocab_size: number of ids.
         pad_id: None where no id is padding.
+        end_id: id that ends texts, with which others may have padded them; None for none.
 
     Raises:
         ValueError: there is no text, one without a token, one with padding before its tokens, or
-            an id that is none of the vocabulary.
+            an id that is none of the vocabulary; or some texts of one length begin, or end, with
+            the end token.
     """
     rows = [np.asarray(row) for row in texts]
     if any(row.ndim != 1 or (row.size and row.dtype.kind not in "iu") for row in rows):
         raise ValueError("prompts must be an int tensor [b, s], or a list of lists of ids")
+    _check_ends(rows, pad_id, end_id)
     if pad_id is not None:
         rows = [row[: np.max(np.nonzero(row != pad_id)[0], initial=-1) + 1] for row in rows]
     if not rows or not all(map(len, rows)):
@@ -115,3 +118,17 @@ def as_prompts(texts, vocab_size: int, pad_id: int | None) -> np.ndarray:
     longest = max(map(len, rows))
     aligned = [np.pad(row, (longest - len(row), 0), constant_values=NO_TOKEN) for row in rows]
     return np.array(aligned, "int32")
+
+
+def _check_ends(rows, pad_id, end_id):
+    """Refuse texts of one length of which some begin or end with what may be padding."""
+    if pad_id is not None or end_id is None or len({len(row) for row in rows}) != 1:
+        return
+    for place in (0, -1) if len(rows[0]) > 1 else ():
+        are_ends = [bool(row[place] == end_id) for row in rows]
+        if any(are_ends) and not all(are_ends):
+            raise ValueError(
+                f"prompt {are_ends.index(True)} {'ends' if place else 'begins'} with the end token "
+                f"{end_id}, and others do not: if it is padding, give a dict with an "
+                '"attention_mask", or lists without it'
+            )

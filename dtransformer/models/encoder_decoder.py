@@ -1,5 +1,9 @@
 """What networks of an encoder and a decoder have in common, whatever their arguments are called."""
 
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
@@ -11,8 +15,10 @@ from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids
 from dtransformer.models.experts import feed_forward_products, with_experts
 from dtransformer.models.generation import Generation
-from dtransformer.models.generation_options import GenerationOptions, check_int
+from dtransformer.models.generation_options import check_int
+from dtransformer.models.generation_rules import options_of
 from dtransformer.models.generator import Generator, OnTokens
+from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -28,13 +34,20 @@ class EncoderDecoderModel(TokenModel):
             from the start token on; padded with `pad_id`. Where several pairs are packed into a
             row (`TranslationBatches(packed_length=…)`), also `"source_segments"` and
             `"target_segments"`, int tensors of the same shapes: the number of each token's pair,
-            from 1, and 0 for padding.
+            from 1, and 0 for padding. `"attention_mask"` and `"decoder_attention_mask"` are 1
+            where there is a token, for other padding; `"input_ids"` and `"decoder_input_ids"` are
+            source and target.
         training: whether dropout applies.
 
     Output shape:
         [b, t, V'], V' being the target's vocabulary padded to a multiple of model_parallel.
     """
 
+    input_keys = InputKeys(
+        SIDES,
+        ("source_segments", "target_segments", "attention_mask", "decoder_attention_mask"),
+        {"input_ids": "source", "decoder_input_ids": "target"},
+    )
     # Whether all tokens are one function on a mesh; see `decoding.compiled`.
     loops_on_mesh = False
 
@@ -133,6 +146,7 @@ class EncoderDecoderModel(TokenModel):
             self.head.bias.trainable = False
 
     def call(self, inputs: dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
+        inputs = self.named_inputs(inputs)
         source_segments, segments = (
             inputs.get(f"{side}_segments") for side in ("source", "target")
         )
@@ -141,13 +155,15 @@ class EncoderDecoderModel(TokenModel):
                 "packed inputs have 'source_segments' and 'target_segments'; got "
                 f"{', '.join(sorted(inputs))}"
             )
-        memory, memory_mask = self.encode(inputs["source"], source_segments, training=training)
+        mask = mask_of(inputs)
+        memory, memory_mask = self.encode(inputs["source"], source_segments, mask, training)
         target = inputs["target"]
         x, table = self._embed_target(target, segments=segments, training=training)
-        own = self._is_token(target) if segments is None else segments
+        own = segments_of(segments, mask_of(inputs, "decoder_attention_mask"))
+        own = self._is_token(target) if own is None else own
         decoder_mask = Segments(own, own)
         if segments is not None:
-            memory_mask = Segments(segments, source_segments)
+            memory_mask = Segments(segments, segments_of(source_segments, mask))
         x = self.transformer.decoder(x, decoder_mask, memory, memory_mask, training=training)
         return self._logits(x, table)
 
@@ -164,19 +180,25 @@ class EncoderDecoderModel(TokenModel):
         return is_token
 
     def encode(
-        self, source: tf.Tensor, segments: tf.Tensor | None = None, training: bool = False
+        self,
+        source: tf.Tensor,
+        segments: tf.Tensor | None = None,
+        mask: tf.Tensor | None = None,
+        training: bool = False,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return what the decoder attends to.
 
         Args:
             source: int tensor [b, s], padded with `pad_id`.
             segments: int tensor [b, s], where sentences are packed; see `call`.
+            mask: bool tensor [b, s], where there is a token; by default where no padding is.
             training: whether dropout applies.
 
         Returns:
             The memory [b, s, h], and its mask [b, s] (bool).
         """
-        mask = source != self.pad_id
+        segments = None if segments is None else segments_of(segments, mask)
+        mask = source != self.pad_id if mask is None else mask
         x, _ = self._embed_ids(
             source,
             self.source_embedding,
@@ -235,13 +257,15 @@ class EncoderDecoderModel(TokenModel):
         """Return targets of sources, by greedy or beam search, or by sampling.
 
         Args:
-            source: int tensor [b, s], padded with `pad_id`.
+            source: int tensor [b, s], padded with `pad_id`; or a dict of it, `"source"` or
+                `"input_ids"`, and of an `"attention_mask"`.
             max_length: most tokens of a target, the end token included; by
                 default 2·s + 10, or what learned positions allow.
             on_tokens: called as `on_tokens(number, ids)` as soon as the target of a number has got
                 other ids; as of `CausalLM.generate`. On a mesh each token then is a call, which
                 takes five times as long as all of them in one.
-            **options: those of `GenerationOptions`, by their names; greedy search by default. On a
+            **options: those of `GenerationOptions`, by their names; greedy search by default, with
+                the rules that came with published weights. On a
                 mesh `repetition_penalty` and `no_repeat_ngram_size` make each token a call, too.
 
         Returns:
@@ -253,17 +277,30 @@ class EncoderDecoderModel(TokenModel):
             ValueError: an option is out of range, beams are asked for together with a temperature
                 or `on_tokens`, or there are not enough learned positions.
         """
-        options = GenerationOptions.of(**options)
+        options = options_of(self, options, 1)
         if max_length is not None:
             check_int("max_length", max_length, 1)
         self.build()
-        source = tf.convert_to_tensor(source, dtype="int32")
+        source = tf.convert_to_tensor(self._source_of(source), dtype="int32")
         self._check_positions(source=source.shape[1], target=max_length)
         if max_length is None:
             max_length = 2 * int(tf.shape(source)[1]) + 10
             if self.arguments["positions"] == "learned":
                 max_length = min(max_length, self._max_lengths["target"])
         return self._generator(source, max_length, options, on_tokens)
+
+    def _source_of(self, source):
+        """Return the ids of a source; what its mask leaves out has to be padding, and no more."""
+        if not isinstance(source, Mapping):
+            return source
+        named = dataclasses.replace(self.input_keys, needed=("source",)).named(source, "generate")
+        mask, ids = mask_of(named), tf.convert_to_tensor(named["source"])
+        if mask is not None and not np.array_equal(mask, ids != self.pad_id):
+            raise ValueError(
+                f"attention_mask is not 0 where the source has pad_id={self.pad_id}, and 1 elsewhere: "
+                "pad sources with that id"
+            )
+        return ids
 
     def _check_positions(self, **lengths):
         if self.arguments["positions"] != "learned":
@@ -287,6 +324,7 @@ class EncoderDecoderModel(TokenModel):
         Returns:
             An int32 scalar tensor.
         """
+        inputs = self.named_inputs(inputs)
         source, target = (tf.convert_to_tensor(inputs[side]) for side in SIDES)
         are_tokens = source != self.pad_id, self._is_token(target)
         return tf.add_n([tf.math.count_nonzero(x, dtype="int32") for x in are_tokens])
@@ -311,6 +349,7 @@ class EncoderDecoderModel(TokenModel):
         options = self.arguments
         h, n = options["hidden_size"], options["num_heads"]
         inner = n * (options.get("head_dim") or h // n)
+        inputs = self.named_inputs(inputs)
         b, s = tf.unstack(tf.cast(tf.shape(inputs["source"]), "float32"))
         t = tf.cast(tf.shape(inputs["target"])[1], "float32")
         attention, known = 4 * h * inner, self.arguments_and_experts()
@@ -334,7 +373,7 @@ class EncoderDecoderModel(TokenModel):
         Returns:
             A dict of the stack's name and (b, s, h).
         """
-        h = self.arguments["hidden_size"]
+        h, input_shapes = self.arguments["hidden_size"], self.named_inputs(input_shapes)
         return {
             "encoder": (*input_shapes["source"], h),
             "decoder": (*input_shapes["target"], h),

@@ -28,6 +28,11 @@ class GenerationOptions:
             are positive, and multiplied by elsewhere (Keskar et al., 2019, arXiv 1909.05858, §4.1).
         no_repeat_ngram_size: no n tokens follow each other twice in a text; 0 for no such rule.
         stop_ids: ids of which each ends a text; None for the network's `end_id`, () for none.
+        min_new_tokens: how many tokens a result has before one may end it.
+        first_ids, last_ids: ids of which one is the first token of a result, or the last of one that
+            is as long as it may be; () for any.
+        suppressed_ids: ids that are never next.
+        suppressed_first_ids: ids that are not first, or, with `first_ids`, not second.
         seed: int, for drawing.
 
     Raises:
@@ -53,6 +58,11 @@ class GenerationOptions:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     stop_ids: Sequence[int] | None = None
+    min_new_tokens: int = 0
+    first_ids: Sequence[int] = ()
+    last_ids: Sequence[int] = ()
+    suppressed_ids: Sequence[int] = ()
+    suppressed_first_ids: Sequence[int] = ()
     seed: int = 0
 
     def __post_init__(self):
@@ -64,7 +74,8 @@ class GenerationOptions:
             raise ValueError(f"early_stopping must be a bool, got {self.early_stopping!r}")
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty must be more than 0, got 0")
-        self._check_stop_ids()
+        for name in ID_LISTS:
+            self._check_ids(name)
         self._check_together()
 
     @classmethod
@@ -81,15 +92,15 @@ class GenerationOptions:
         """Whether a rule depends on the tokens that a text has."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 
-    def _check_stop_ids(self):
-        ids = self.stop_ids
-        if ids is None:
+    def _check_ids(self, name):
+        ids = getattr(self, name)
+        if ids is None and name == "stop_ids":
             return
         if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise ValueError(f"stop_ids must be a list of ints, got {ids!r}")
+            raise ValueError(f"{name} must be a list of ints, got {ids!r}")
         for one in ids:
-            check_int("stop_ids", one, 0)
-        object.__setattr__(self, "stop_ids", tuple(ids))
+            check_int(name, one, 0)
+        object.__setattr__(self, name, tuple(ids))
 
     def _check_together(self):
         if self.temperature == 0:
@@ -111,11 +122,13 @@ class GenerationOptions:
             )
 
 
+ID_LISTS = "stop_ids", "first_ids", "last_ids", "suppressed_ids", "suppressed_first_ids"
 _LEAST_INTS = {
     "beam_size": 1,
     "num_return_sequences": 1,
     "top_k": 0,
     "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
     "seed": -(2**31),
 }
 _NUMBERS = {

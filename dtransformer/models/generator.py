@@ -8,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer._compat import flat_layers
+from dtransformer.models.base import check_ids
 from dtransformer.models.beam_search import BeamSearch
-from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.generation_options import ID_LISTS, GenerationOptions
 from dtransformer.models.search import Sampling
 from dtransformer.models.special_ids import SpecialIds
 from dtransformer.parallel import decoding
@@ -61,9 +62,12 @@ class Generator:
             padded.
 
         Raises:
-            ValueError: a stop id is not in the vocabulary, or there is `on_tokens` with beams.
+            ValueError: an id is not in the vocabulary, or there is `on_tokens` with beams.
         """
         ids = SpecialIds.of(self._network, options.stop_ids, self._never)
+        for name in ID_LISTS:
+            for one in getattr(options, name) or ():
+                check_ids(ids.vocab_size, **{name: one})
         if options.beam_size == 1:
             source = tf.repeat(source, options.num_return_sequences, axis=0)
         elif on_tokens is not None:

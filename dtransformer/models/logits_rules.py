@@ -58,6 +58,38 @@ def looking_back(
     return logits
 
 
+def by_position(
+    logits: tf.Tensor,
+    options: GenerationOptions,
+    end_ids: Sequence[int],
+    position: tf.Tensor,
+    max_length: int | tf.Tensor,
+) -> tf.Tensor:
+    """Return logits, or log-probabilities, [r, V] by the rules of what comes first, last and never.
+
+    Args:
+        logits: float tensor [r, V] of the tokens at a position.
+        options: which rules.
+        end_ids: ids that end texts.
+        position: int32 scalar, from 0.
+        max_length: most tokens of a result.
+    """
+
+    def where(is_so, changed):
+        return tf.where(is_so, changed, logits)
+
+    logits = without_ids(logits, options.suppressed_ids)
+    if ids := options.suppressed_first_ids:
+        logits = where(position == len(options.first_ids[:1]), without_ids(logits, ids))
+    if options.min_new_tokens:
+        logits = where(position < options.min_new_tokens, without_ids(logits, end_ids))
+    for ids, place in ((options.first_ids, 0), (options.last_ids, max_length - 1)):
+        if ids:
+            is_one = is_one_of(tf.range(logits.shape[-1]), ids)
+            logits = where(position == place, tf.where(is_one, tf.zeros_like(logits), NEVER))
+    return logits
+
+
 def repetition_penalty(logits: tf.Tensor, texts: tf.Tensor, penalty: float) -> tf.Tensor:
     """Return logits [r, V] by which the tokens of the texts [r, t] are less likely.
 

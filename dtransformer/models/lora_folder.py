@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import typing
+import warnings
 from typing import Annotated
 
 import numpy as np
@@ -12,7 +13,6 @@ from pydantic import Field
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
-from dtransformer.files import adding_to
 from dtransformer.inputs.checked import STRICT
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.json_file import read_json, typed
@@ -20,10 +20,12 @@ from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
 from dtransformer.models.pretrained import peft
-from dtransformer.parallel.object_collectives import from_all_stages, from_chief, together
+from dtransformer.models.pretrained.save import saved_by_chief
+from dtransformer.parallel.object_collectives import from_all_stages, together
 from dtransformer.parallel.sharded_tensor import tensors_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OWN = "dtransformer"
 
 
 class _Kernel(pydantic.BaseModel):
@@ -38,27 +40,38 @@ class _Config(pydantic.BaseModel):
     """The config of adapters by this library's own names."""
 
     model_config = STRICT
-    format: typing.Literal["dtransformer"]
+    format: typing.Literal[_OWN]
     kernels: dict[str, _Kernel]
 
 
-def save_lora(network: TokenModel, folder: str | os.PathLike, family: str | None = None) -> None:
+def save_lora(
+    network: TokenModel,
+    folder: str | os.PathLike,
+    family: str | None = None,
+    overwrite: bool = False,
+) -> pathlib.Path:
     """Write the adapters of a network into a folder, without the rest of it.
 
     There are two files: `adapter_model.safetensors` and `adapter_config.json`. All ranks have to
-    call, on any layout; rank 0 writes.
+    call, on any layout; rank 0 writes. Where the folder has other adapters, they are kept: these
+    are written to one beside it, which a warning names.
 
     Args:
         network: a network with adapters, from `add_lora`.
-        folder: the folder; it must not have such files yet.
-        family: `"llama"`, `"mistral"`, `"qwen2"` or `"gpt2"`: for files that the package `peft`
-            loads beside the published weights. By default names are those of this library, and
-            each kernel may have a rank of its own.
+        folder: the folder.
+        family: `"llama"`, `"mistral"`, `"qwen2"`, `"gpt2"` or another one: for files that the
+            package `peft` loads beside the published weights. By default that of
+            `from_pretrained`, where it can hold these adapters; `"dtransformer"` for the names of
+            this library.
+        overwrite: whether other adapters are replaced.
+
+    Returns:
+        The folder that they are in.
 
     Raises:
         ValueError: the network has no adapters.
-        InputError: the folder has other adapters, or cannot be written; or the family's files
-            cannot hold these adapters.
+        InputError: the folder cannot be written; or the family's files cannot hold these adapters,
+            which are saved by this library's names then.
     """
     check_adapted(network, "save_lora")
     own = {
@@ -68,18 +81,27 @@ def save_lora(network: TokenModel, folder: str | os.PathLike, family: str | None
     }
     arrays = from_all_stages(own, "lora/factors")
 
-    def write():
-        kernels = adapters_of(network)
-        if family is None:
-            config, tensors = {"format": "dtransformer", "kernels": kernels}, arrays
-        else:
-            config, tensors = peft.written(network, family, kernels, arrays)
-        with adding_to(folder) as fresh:
-            save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
-            text = json.dumps(config, indent=2) + "\n"
-            (fresh / CONFIG).write_text(text, encoding="utf-8")
+    kernels, why = adapters_of(network), None
+    config, tensors = {"format": _OWN, "kernels": kernels}, arrays
+    kind = family or (network.origin or [_OWN])[0]
+    if kind != _OWN:
+        try:
+            config, tensors = peft.written(network, kind, kernels, arrays)
+        except InputError as error:
+            why = error
 
-    from_chief(write, "lora/write")
+    def write(fresh):
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(config, indent=2) + "\n"
+        (fresh / CONFIG).write_text(text, encoding="utf-8")
+
+    landed = saved_by_chief(folder, write, overwrite)
+    if why is not None:
+        told = f"{why}; they are in {landed} by this library's names, which peft does not load"
+        if family is not None:
+            raise InputError(told)
+        warnings.warn(told, stacklevel=2)
+    return landed
 
 
 def load_lora(

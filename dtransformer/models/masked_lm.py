@@ -14,10 +14,12 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
+from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.shapes import static_or_dynamic_shape
 
-_INPUTS = {"tokens", "token_types", "segments"}
+_LAST = 2**30  # a place after all others
 
 
 @register
@@ -59,7 +61,9 @@ class MaskedLM(OneStackModel):
         inputs: int tensor [b, s], padded at the end with `pad_id`. Or a dict of `"tokens"`, such
             a tensor; `"token_types"` [b, s], in [0, num_token_types), 0 without it; and, where
             several texts are packed into a row, `"segments"` [b, s]: the number of each token's
-            text, from 1, and 0 for padding.
+            text, from 1, and 0 for padding. `"attention_mask"` [b, s] is 1 where there is a token;
+            without it that is where the id is not `pad_id`. `"input_ids"` and `"token_type_ids"`
+            are the tokens and their types.
         training: whether dropout applies.
 
     Output shape:
@@ -78,6 +82,12 @@ class MaskedLM(OneStackModel):
     >>> outputs["masked_lm"].shape, outputs["next_sentence"].shape
     (TensorShape([2, 5, 100]), TensorShape([2, 2]))
     """
+
+    input_keys = InputKeys(
+        ("tokens",),
+        ("attention_mask", "token_types", "segments"),
+        {"input_ids": "tokens", "token_type_ids": "token_types"},
+    )
 
     def __init__(
         self,
@@ -184,31 +194,34 @@ class MaskedLM(OneStackModel):
     def call(
         self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False
     ) -> tf.Tensor | dict[str, tf.Tensor]:
-        given = inputs if isinstance(inputs, dict) else {"tokens": inputs}
-        if not {"tokens"} <= given.keys() <= _INPUTS:
-            raise ValueError(
-                f"inputs have the names {', '.join(sorted(given))}, expected 'tokens' and, where "
-                "they are needed, 'token_types' and 'segments'"
-            )
+        given = self.named_inputs(inputs)
         ids, segments = given["tokens"], given.get("segments")
         if segments is not None and self.sentence_head is not None:
             raise ValueError(
                 "'segments' pack several texts into a row, and next_sentence classifies a row by "
                 "its first token: give one text a row, or next_sentence=False"
             )
+        start = 0
+        if self.arguments["position_offset"] and self.pad_id is not None and segments is None:
+            # RoBERTa's positions begin at the first token: padding may come before it.
+            places = tf.where(ids != self.pad_id, tf.range(static_or_dynamic_shape(ids)[1]), _LAST)
+            start = -tf.minimum(tf.reduce_min(places, axis=1), static_or_dynamic_shape(ids)[1])
         x, table = self._embed_ids(
             ids,
             self.embedding,
             self.positions,
             self.dropout,
+            start=start,
             segments=segments,
             norm=lambda x: self.embedding_norm(self.token_types(x, given.get("token_types"))),
             training=training,
         )
+        mask = mask_of(given)
         if segments is not None:
+            segments = segments_of(segments, mask)
             mask = Segments(segments, segments)
-        else:
-            mask = None if self.pad_id is None else ids != self.pad_id
+        elif mask is None and self.pad_id is not None:
+            mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
         logits = self.head(x, table)
         if self.sentence_head is None:

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.experts import feed_forward_products, with_experts
+from dtransformer.models.input_keys import mask_of
 
 
 class OneStackModel(TokenModel):
@@ -21,7 +22,10 @@ class OneStackModel(TokenModel):
         Returns:
             An int32 scalar tensor.
         """
-        ids = tokens_of(inputs)
+        named = self.named_inputs(inputs)
+        ids, mask = named["tokens"], mask_of(named)
+        if mask is not None:
+            return tf.math.count_nonzero(mask, dtype="int32")
         if self.pad_id is None:
             return tf.size(ids)
         return tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
@@ -43,7 +47,7 @@ class OneStackModel(TokenModel):
         h, n = options["hidden_size"], options["num_heads"]
         queries = n * first_given(options.get("head_dim"), h // n)
         shared = queries * first_given(options.get("num_kv_heads"), n) // n
-        b, s = tf.unstack(tf.cast(tf.shape(tokens_of(inputs)), "float32"))
+        b, s = tf.unstack(tf.cast(tf.shape(self.named_inputs(inputs)["tokens"]), "float32"))
         block = s * 2 * h * (queries + shared) + 2 * queries * s * s
         blocks = options["num_layers"] * block
         blocks += s * feed_forward_products(self.arguments_and_experts(), "blocks")
@@ -62,9 +66,5 @@ class OneStackModel(TokenModel):
         Returns:
             A dict of the stack's name and (b, s, h).
         """
-        return {"blocks": (*tokens_of(input_shapes), self.arguments["hidden_size"])}
-
-
-def tokens_of(inputs):
-    """Return the ids of inputs that may be a dict of them and what is told of them."""
-    return inputs["tokens"] if isinstance(inputs, dict) else inputs
+        ids = self.named_inputs(input_shapes)["tokens"]
+        return {"blocks": (*ids, self.arguments["hidden_size"])}

@@ -78,6 +78,9 @@ class Sampling:
         logits = logits_rules.looking_back(
             logits, self._options, state.get("texts"), found, position
         )
+        logits = logits_rules.by_position(
+            logits, self._options, self._ids.end_ids, position, self.max_length
+        )
         tokens = tf.where(finished, self._ids.pad_id, self._choose(logits, position))
         at = tf.range(self.max_length) == position
         return {

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from dtransformer.models.base import check_ids
-
 
 @dataclasses.dataclass(frozen=True)
 class SpecialIds:
@@ -32,13 +30,9 @@ class SpecialIds:
             stop_ids: those that end a text; None for the network's `end_id`.
             never: those that are never next, where they end no text; None is no id.
 
-        Raises:
-            ValueError: a stop id is not in the vocabulary.
         """
         if stop_ids is None:
             stop_ids = () if model.end_id is None else (model.end_id,)
-        for one in stop_ids:
-            check_ids(model.vocab_size, stop_ids=one)
         pad_id = model.pad_id
         if pad_id is None:
             pad_id = stop_ids[0] if stop_ids else 0

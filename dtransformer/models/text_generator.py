@@ -47,6 +47,8 @@ class TextGenerator:
         self._search = GenerationOptions.of(**options)
         self._options = options
         ends = self._search.stop_ids
+        if ends is None:
+            ends = getattr(model, "generation_rules", {}).get("stop_ids")
         self._end_ids = (model.end_id,) if ends is None else ends
 
     @property
@@ -106,7 +108,7 @@ class TextGenerator:
         if not self._continues:
             return rows
         if start is not None:
-            return [[start, *row] for row in rows]
+            return [row if row[:1] == [start] else [start, *row] for row in rows]
         first = [] if self.model.start_id is None else [self.model.start_id]
         return [row or first for row in rows]
 

@@ -46,6 +46,7 @@ class Device:
         pipeline_block_us: microseconds by which a block's passes of a micro-batch take longer in a
             pipeline, whose stages begin each by itself, compute and send at once.
         hides_reductions: whether what it sends leaves its products as fast as they are.
+        has_bfloat16: whether it computes products of bfloat16; else of float16.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Device:
     sharing: float = 1.0
     pipeline_block_us: float = 0.0
     hides_reductions: bool = True
+    has_bfloat16: bool = True
 
     def of_axis(self, axis: str) -> Link | None:
         """Return the measured link of an axis of the grid; None where the figures hold."""
@@ -71,8 +73,9 @@ class Device:
 _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
 
 
-def _device(name, tflops, tflops_32_bit, memory_gb, memory, inside, between):
-    return Device(name, tflops, tflops_32_bit, memory_gb, memory, inside, between, source=_NVIDIA)
+def _device(name, *figures):
+    has_bfloat16 = not name.startswith("v100")  # from the A100 on
+    return Device(name, *figures, source=_NVIDIA, has_bfloat16=has_bfloat16)
 
 
 DEVICES = {

@@ -7,6 +7,7 @@ import numpy as np
 
 from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.planner.clusters import Device
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 # States of a parameter, in float32 numbers; of those that keep rows and columns, as good as none.
@@ -75,7 +76,8 @@ class Job:
 
     Args:
         global_batch: sequences of a step, of all replicas.
-        precision: "float32", "mixed_bfloat16" or "mixed_float16".
+        precision: "float32", "mixed_bfloat16" or "mixed_float16"; None for the 16 bits of the
+            device, see `on`.
         optimizer: name of a Keras optimizer.
         fixed: dict of fields of `TransformerOpParallelConfig` that are given.
 
@@ -84,7 +86,7 @@ class Job:
     """
 
     global_batch: int
-    precision: str = "mixed_bfloat16"
+    precision: str | None = None
     optimizer: str = "adamw"
     fixed: Mapping = dataclasses.field(default_factory=dict)
 
@@ -93,7 +95,7 @@ class Job:
             raise InputError(
                 f"global_batch must be an integer of at least 1, got {shown(self.global_batch)}"
             )
-        if self.precision not in PRECISIONS:
+        if self.precision not in (None, *PRECISIONS):
             raise InputError(
                 f"precision must be one of {', '.join(PRECISIONS)}; got {shown(self.precision)}"
             )
@@ -101,6 +103,19 @@ class Job:
             raise InputError(
                 f"optimizer must be one of {', '.join(OPTIMIZERS)}; got {shown(self.optimizer)}"
             )
+
+    def on(self, device: Device) -> "Job":
+        """Return the job as a device carries it out: in a precision that it has.
+
+        Raises:
+            InputError: it has not the one that is given.
+        """
+        if self.precision == "mixed_bfloat16" and not device.has_bfloat16:
+            raise InputError(
+                f"{device.name} has no bfloat16: give precision mixed_float16, or float32"
+            )
+        usual = "mixed_bfloat16" if device.has_bfloat16 else "mixed_float16"
+        return dataclasses.replace(self, precision=self.precision or usual)
 
     @property
     def is_mixed(self) -> bool:

@@ -62,7 +62,7 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
         top: how many to return.
 
     Raises:
-        InputError: no layout has what the job fixes.
+        InputError: no layout has what the job fixes, or the device has not its precision.
 
     Example:
 
@@ -72,6 +72,7 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     >>> found.fits, found.best.config.data_parallel * found.best.config.model_parallel
     (True, 8)
     """
+    job = job.on(cluster.device)
     layouts = grid_of(model, cluster, job)
     memory, time = evaluate(model, cluster, job, layouts)
     seconds, needed = time.total, memory.total
@@ -148,7 +149,9 @@ def cost(
         InputError: its degrees do not multiply to the devices, or do not divide the batch.
     """
     layouts = layout_of(config, job.global_batch, cluster.num_devices)
-    job = dataclasses.replace(job, fixed={"gradient_dtype": config.gradient_dtype})
+    job = dataclasses.replace(
+        job.on(cluster.device), fixed={"gradient_dtype": config.gradient_dtype}
+    )
     memory, time = evaluate(model, cluster, job, layouts)
     found = cost_of(model, cluster, job, layouts, memory, time, 0)
     found = dataclasses.replace(found, config=config.resolve(cluster.num_devices))

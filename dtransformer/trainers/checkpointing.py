@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import keras
 
 from dtransformer.errors import InputError
+from dtransformer.files import free_path, warn_of_taken
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
@@ -21,6 +22,8 @@ from dtransformer.trainers.checkpoint.export import (
 from dtransformer.trainers.checkpoint.reader import Restored, restore
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter
+
+_MODEL, _WEIGHTS = ".keras", ".weights.h5"  # endings of Keras' files
 
 
 class Checkpointing(keras.Model):
@@ -59,7 +62,8 @@ class Checkpointing(keras.Model):
         Args:
             path: the checkpoint's folder. A path that ends with `.keras` is a file to which Keras
                 saves the model, with `**kwargs`: network and weights, not the optimizer's states.
-            overwrite: whether it may replace a checkpoint.
+            overwrite: whether it may replace a checkpoint. What is there otherwise is kept, and
+                the new one is saved beside it; a warning says where.
             wait: whether to return once it is saved. Otherwise training may go on while it
                 is written, and `wait_until_saved`, or the next save, raises its errors.
             replicas: whether shards that several ranks hold are written twice, by different
@@ -77,9 +81,9 @@ class Checkpointing(keras.Model):
 
         >>> trainer.save("runs/wmt14/last")
         """
-        if str(path).endswith(".keras"):
+        if str(path).endswith(_MODEL):
             save = super().save
-            self._write(path, overwrite, lambda fresh: save(fresh, **kwargs))
+            self._write(path, _MODEL, overwrite, lambda fresh: save(fresh, **kwargs))
             return
         self._check_compiled("save")
         if self._writer is None:
@@ -172,24 +176,27 @@ class Checkpointing(keras.Model):
         """Save the network's weights from rank 0; as `keras.Model.save_weights`.
 
         The network alone can load the file too, on any layout. Sharded weights are gathered on
-        rank 0, so that all ranks have to call. The file is complete or as it was.
+        rank 0, so that all ranks have to call. The file is complete or as it was. Where there is
+        one and `overwrite` is False, weights go to another beside it, and a warning says where.
 
         Raises:
-            InputError: it cannot be written, or is there and `overwrite` is False; on every rank.
+            InputError: it cannot be written; on every rank.
         """
-        if kwargs or not str(filepath).endswith(".weights.h5"):  # several files, or an error
+        if kwargs or not str(filepath).endswith(_WEIGHTS):  # several files, or an error
             with self._full_network():
                 from_chief(lambda: self.network.save_weights(filepath, **kwargs), "weights/saved")
         else:
-            self._write(filepath, overwrite, self.network.save_weights)
+            self._write(filepath, _WEIGHTS, overwrite, self.network.save_weights)
 
-    def _write(self, path, overwrite, save):
+    def _write(self, path, ending, overwrite, save):
         """Write a file of the full network from rank 0, complete or not at all; all ranks call."""
 
         def write():
-            if not overwrite and os.path.lexists(path):
-                raise InputError(f"{path}: is there already; give overwrite=True")
-            write_keras(self.network, path, save)
+            is_taken = os.path.isdir(path) or (not overwrite and os.path.lexists(path))
+            target = free_path(path, ending) if is_taken else path
+            write_keras(self.network, target, save)
+            if is_taken:
+                warn_of_taken(path, target)
 
         with job.doing("saving"), self._full_network():
             from_chief(write, "weights/saved")

@@ -238,6 +238,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     def _start_engine(self, first=None):
         """Make the engine, once, and build the network with it; return the `ForwardStep`."""
         check_unchanged(self._parallel_config)
+        if first is not None and hasattr(self.network, "named_inputs"):  # one of ours
+            self.network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
         sees_outputs = self.compiled and self._compile_metrics is not None
         step = ForwardStep(self.network, self.objective, sees_outputs)
         if self._engine is None:

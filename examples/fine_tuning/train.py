@@ -23,7 +23,14 @@ import yaml
 
 import dtransformer
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, add_lora, from_pretrained, save_lora, save_pretrained
+from dtransformer.models import (
+    CausalLM,
+    add_lora,
+    check_target,
+    from_pretrained,
+    save_lora,
+    save_pretrained,
+)
 from dtransformer.reports import draw_losses
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
@@ -38,6 +45,7 @@ def parse_arguments():
     parser.add_argument("--run", default="runs/fine_tuning", type=pathlib.Path)
     parser.add_argument("--epochs", type=int, help="instead of the config's")
     parser.add_argument("--model_parallel", type=int, default=1, help="shards of each operation")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run's adapters")
     return parser.parse_args()
 
 
@@ -91,6 +99,7 @@ def main():
     # Data parallel over the ranks that are left.
     parallel = dtransformer.TransformerOpParallelConfig(model_parallel=args.model_parallel)
     dtransformer.init(parallel, seed=training["seed"])
+    check_target(args.run / "adapters", args.overwrite)  # before anything is trained
     folder = config["model"] or args.run / "small_llama"
     if config["model"] is None and not folder.exists():
         small_llama(folder)
@@ -114,8 +123,7 @@ def main():
         callbacks=callbacks,
         verbose=2,
     )
-    family = "llama" if config["model"] is None else None
-    save_lora(network, args.run / "adapters", family=family)
+    save_lora(network, args.run / "adapters", overwrite=args.overwrite)  # by its folder's family
     if dtransformer.is_chief():
         try:
             draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")

@@ -18,7 +18,6 @@ the GPT has learnt is in its folder `model`, for `dtransformer generate --model`
 import argparse
 import math
 import pathlib
-import shutil
 import sys
 
 import keras
@@ -170,11 +169,8 @@ def report_experts(trainer, picture):
 
 def save(network, tokenizer, folder):
     """Write a folder that `dtransformer generate` and `transformers` load; all ranks have to call."""
-    if dtransformer.is_chief():
-        shutil.rmtree(folder, ignore_errors=True)  # that of a run that is resumed
-    save_pretrained(network, folder, family="gpt2")
-    if dtransformer.is_chief():
-        tokenizer.save(folder)
+    # A run that is resumed replaces what is there.
+    save_pretrained(network, folder, family="gpt2", overwrite=True, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":

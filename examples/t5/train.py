@@ -12,7 +12,6 @@ it.
 
 import argparse
 import pathlib
-import shutil
 import sys
 
 import keras
@@ -115,10 +114,7 @@ def main():
     for source, text in zip(dev_pairs[0][:3], translate(dev_pairs[0][:3])):
         if dtransformer.is_chief():
             print(f"{source}\n    {text}")
-    if args.pipeline_stage == 1:
-        if dtransformer.is_chief():
-            shutil.rmtree(args.run / "model", ignore_errors=True)
-        save_pretrained(network, args.run / "model", family="t5")
+    save_pretrained(network, args.run / "model", "t5", overwrite=True, tokenizer=tokenizer)
     if dtransformer.is_chief():
         try:
             draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")

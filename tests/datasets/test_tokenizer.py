@@ -161,6 +161,12 @@ def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
     assert loaded.encode(texts).to_list() == tokenizer.encode(texts).to_list()
 
 
+def test_a_folder_of_an_older_version(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "subword_tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert SubwordTokenizer.load(tmp_path).vocabulary == tokenizer.vocabulary
+
+
 def drop_line(text):
     return text[: text.rindex("\n", 0, -1) + 1]
 
@@ -169,16 +175,20 @@ def drop_line(text):
     "name, damage, told",
     [
         ("vocab.txt", None, "vocab.txt is missing"),
-        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("subword_tokenizer.json", None, "tokenizer.json is missing"),
         ("vocab.txt", drop_line, "279 pieces"),
         ("vocab.txt", lambda text: drop_line(text) + "猫猫\n", "猫猫"),
         ("vocab.txt", lambda text: drop_line(text) + "a\n", "twice"),
         ("vocab.txt", lambda text: text.replace("[UNK]", "[OOV]", 1), "[UNK]"),
-        ("tokenizer.json", lambda text: text[:-5], "damaged"),
-        ("tokenizer.json", lambda text: "[]", "damaged"),
-        ("tokenizer.json", lambda text: text.replace("false", '"no"'), "damaged"),
-        ("tokenizer.json", lambda text: text.replace("Subword", "Other"), "format"),
-        ("tokenizer.json", lambda text: text.replace('"version": 1', '"version": 9'), "update"),
+        ("subword_tokenizer.json", lambda text: text[:-5], "damaged"),
+        ("subword_tokenizer.json", lambda text: "[]", "damaged"),
+        ("subword_tokenizer.json", lambda text: text.replace("false", '"no"'), "damaged"),
+        ("subword_tokenizer.json", lambda text: text.replace("Subword", "Other"), "format"),
+        (
+            "subword_tokenizer.json",
+            lambda text: text.replace('"version": 1', '"version": 9'),
+            "update",
+        ),
     ],
 )
 def test_a_damaged_tokenizer_is_refused(tokenizer, tmp_path, name, damage, told):

@@ -70,3 +70,7 @@ def test_merged_kernels_give_what_adapters_gave(run, ranks_of):
             rank["logits_merged"], expected["logits"], rtol=0, atol=PARITY_LOGITS
         )
         assert not any("lora" in path for path in rank["paths_merged"])
+        # Stages of a pipeline write one file, too.
+        np.testing.assert_allclose(
+            rank["published"], expected["published"], rtol=0, atol=PARITY_WEIGHTS
+        )

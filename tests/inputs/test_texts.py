@@ -243,9 +243,9 @@ def folder(tmp_path_factory):
 )
 @pytest.mark.tensorflow
 def test_a_tokenizers_config_is_checked(folder, tmp_path, old, new, told):
-    words = (folder / "tokenizer.json").read_text()
+    words = (folder / "subword_tokenizer.json").read_text()
     assert old in words
-    (tmp_path / "tokenizer.json").write_text(words.replace(old, new, 1))
+    (tmp_path / "subword_tokenizer.json").write_text(words.replace(old, new, 1))
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
     assert told in refusal(load_tokenizer, tmp_path)
 
@@ -254,7 +254,9 @@ def test_a_tokenizers_config_is_checked(folder, tmp_path, old, new, told):
 @BOUNDED
 @given(data=st.data())
 def test_a_vocabulary_may_be_damaged_anywhere(folder, tmp_path, data):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "subword_tokenizer.json").write_bytes(
+        (folder / "subword_tokenizer.json").read_bytes()
+    )
     pieces = (folder / "vocab.txt").read_text().splitlines()
     pieces[data.draw(st.integers(0, len(pieces) - 1))] = data.draw(
         ANY_TEXT | st.sampled_from(["a" * 257, "##", "▁", "\ufffd", "a\0", "##" + "a" * 255])

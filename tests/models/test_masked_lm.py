@@ -135,8 +135,8 @@ def test_it_is_made_again_from_its_file(variant, tmp_path):
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        ({"ids": 0}, "names ids, expected 'tokens'"),
-        ({"tokens": 0, "source": 0}, "names source, tokens, expected 'tokens'"),
+        ({"ids": 0}, "no input 'ids': .*There are 'tokens'"),
+        ({"tokens": 0, "source": 0}, "no input 'source'"),
         ({"tokens": 0, "segments": 0}, "next_sentence=False"),
     ],
 )

@@ -476,3 +476,21 @@ def test_a_mesh_sums_at_both_ends_of_a_network():
     found = of_cpus(model, 2, {"links": links}, model_parallel=2, vocab_emb_dp=False)
     calls = 4 * 4 + 1 + 1 + 5
     assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
+
+
+def test_precision_is_a_property_of_the_device():
+    """A V100 has no bfloat16: its mixed precision is float16, and bfloat16 is refused."""
+    model, job = named("gpt2_small"), Job(global_batch=8)
+    for device, precision in (("v100", "mixed_float16"), ("a100", "mixed_bfloat16")):
+        found = plan(model, Cluster(device_named(device), 2), job)
+        assert found.job.precision == precision and precision in report.text_of(found)
+    given = Job(global_batch=8, precision="mixed_bfloat16")
+    cluster = Cluster(device_named("v100"), 2)
+    for refused in (
+        lambda: plan(model, cluster, given),
+        lambda: cost(model, cluster, given, TransformerOpParallelConfig()),
+    ):
+        with pytest.raises(
+            InputError, match="v100-32 has no bfloat16: give precision mixed_float16"
+        ):
+            refused()

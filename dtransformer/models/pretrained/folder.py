@@ -10,6 +10,7 @@ from dtransformer.inputs.json_file import read_json
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 class PretrainedFolder:
@@ -31,7 +32,7 @@ class PretrainedFolder:
         self.path = pathlib.Path(path)
         if not self.path.is_dir():
             raise InputError(f"{path}: there is no such folder: download the model first")
-        self.config = _read_object(self.path / CONFIG)
+        self.config = read_object(self.path / CONFIG)
         self._files = self._open()
         self.shapes = {name: file.shapes[name] for name, file in self._files.items()}
 
@@ -42,7 +43,7 @@ class PretrainedFolder:
     def _open(self):
         """Return a dict of the tensors' names and the files that hold them."""
         if (self.path / INDEX).exists():
-            places = _read_object(self.path / INDEX).get("weight_map")
+            places = read_object(self.path / INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(_is_name(x) for x in places.values()):
                 raise InputError(f"{self.path / INDEX}: expected a weight_map of names of files")
             files = {name: SafetensorsFile(self.path / name) for name in set(places.values())}
@@ -63,7 +64,12 @@ class PretrainedFolder:
         )
 
 
-def _read_object(path):
+def read_object(path: pathlib.Path) -> dict:
+    """Return the fields of a JSON file of a folder.
+
+    Raises:
+        InputError: there is no such file, or it holds something else.
+    """
     if not path.exists():
         raise InputError(f"{path}: there is no such file: is the folder a published model's?")
     content = read_json(path)

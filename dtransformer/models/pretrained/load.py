@@ -4,8 +4,17 @@ import os
 
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
+from dtransformer.models.encoder_decoder import EncoderDecoderModel
+from dtransformer.models.generation_rules import NAMED, TAKEN, rules_of
+from dtransformer.models.pretrained.config_fields import ReadFields, check_others
 from dtransformer.models.pretrained.families import FAMILIES, Family
-from dtransformer.models.pretrained.folder import CONFIG, PretrainedFolder
+from dtransformer.models.pretrained.families.family import DECODER_IDS
+from dtransformer.models.pretrained.folder import (
+    CONFIG,
+    GENERATION,
+    PretrainedFolder,
+    read_object,
+)
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.parallel.object_collectives import together
 from dtransformer.parallel.variables import values_from
@@ -40,14 +49,31 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
         content = PretrainedFolder(folder)
         family = family_of(content.config, content.path / CONFIG)
         found = network_arguments(family, content.config, content.path / CONFIG)
-        return content, family, family.settled(found, content.shapes.keys())
+        rules = _generation_rules(content, family)
+        return content, family, family.settled(found, content.shapes.keys()), rules
 
-    content, family, found = together(opened, "pretrained/folder")
+    content, family, found, rules = together(opened, "pretrained/folder")
     network = _made(family, {**found, **arguments}, content.path / CONFIG)
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")
+    network.origin = content.config["model_type"], str(folder)
+    network.generation_rules = rules
     return network
+
+
+def _generation_rules(content, family):
+    """Return the rules of generation of a folder; of older ones the config has them."""
+    if not hasattr(family.network, "generate"):
+        return {}
+    path, fields = content.path / GENERATION, content.config
+    if path.exists():
+        fields = read_object(path)
+    else:
+        path = content.path / CONFIG
+        fields = {x: fields[x] for x in fields if x in TAKEN | NAMED}
+    has_source = issubclass(family.network, EncoderDecoderModel)
+    return rules_of(fields, path, has_source, content.config["vocab_size"])
 
 
 def _made(family, arguments, path):
@@ -75,12 +101,16 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     Raises:
         InputError: a field is lacking, or asks for what is not built.
     """
+    config = ReadFields(config)
     try:
         arguments = {"vocab_size": config["vocab_size"], **family.arguments(config)}
-        arguments |= {
-            ours: _special_id(config.get(theirs)) for ours, theirs in family.special_ids.items()
-        }
+        for ours, theirs in family.special_ids.items():
+            value = config.get(theirs, _usual_id(family, theirs, config["vocab_size"]))
+            arguments[ours] = _special_id(
+                value, theirs, is_needed=family.special_ids is DECODER_IDS
+            )
         arguments["pad_id"] = _padding(family, **arguments)
+        check_others(config, path)
     except KeyError as error:
         raise InputError(f"{path}: lacks the field {error}") from None
     except (InputError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -88,9 +118,18 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
     return arguments
 
 
-def _special_id(value):
+def _usual_id(family, field, vocab_size):
+    """Return the id that a config means which lacks a field; None where it is no entry."""
+    found = family.usual_ids.get(field)
+    return found if found is not None and found < vocab_size else None
+
+
+def _special_id(value, field, is_needed):
     """Return the first of one or several ids; None for none."""
-    return value[0] if isinstance(value, list) and value else value
+    value = value[0] if isinstance(value, list) and value else value
+    if value is None and is_needed:
+        raise InputError(f"lacks the field {field}: the id of a token, which its texts need")
+    return value
 
 
 def _padding(family, pad_id, vocab_size, start_id=None, end_id=None, **_):

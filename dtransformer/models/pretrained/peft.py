@@ -4,26 +4,39 @@ A factor is there a matrix as PyTorch's `Linear` has it, outputs first.
 """
 
 import os
+import re
+import warnings
 
 import numpy as np
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 
 _PREFIX = "base_model.model."
-# Fields of a config that change what adapters compute, and the values by which they do not.
-_PLAIN = {
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
+_TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
+# Fields of `peft.LoraConfig` that are taken, those that say nothing of what trained factors compute,
+# and others by the values by which they change nothing.
+_TAKEN = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+_SILENT = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"),
+    # Of ways to begin that `init_lora_weights` names, and of what `use_qalora` turns on.
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 }
+_NONE = (None, False, {}, [])
+_PLAIN = {
+    # Others subtract what factors begin with from the weights that they are beside.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+    "lora_dropout": (0, None),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_dora", "lora_bias", "modules_to_save", "layer_replication"), _NONE),
+    **dict.fromkeys(("trainable_token_indices", "target_parameters", "use_qalora"), _NONE),
+    **dict.fromkeys(("alora_invocation_tokens", "velora_config", "monteclora_config"), _NONE),
+    **dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"), _NONE),
+}
+KNOWN = {*_TAKEN, *_SILENT, *_PLAIN}
 
 
 def written(
@@ -38,30 +51,33 @@ def written(
         factors: `"PATH.a"` [*inputs, r] and `"PATH.b"` [r, *outputs].
 
     Raises:
-        InputError: the family is not known, several kernels are in one tensor of it, or ranks
-            differ.
+        InputError: the family is not known, or several kernels are in one tensor of it.
     """
-    if family not in FAMILIES or not isinstance(network, FAMILIES[family].network):
+    if family not in _fitting(network):
         raise InputError(f"family is {family!r}, expected one of {', '.join(_fitting(network))}")
     places, tensors = _modules(network, family), {}
     for path in kernels:
         if path not in places:
             raise InputError(
-                f"{family} has no tensor for {path} alone: save adapters by this library's names "
-                "(family=None), or train those of other kernels"
+                f"{family} has no tensor for {path} alone: adapters of other kernels, or by this "
+                "library's names (family='dtransformer'), can be saved"
             )
         for letter, names in (("a", "lora_A"), ("b", "lora_B")):
             rank, value = kernels[path]["rank"], factors[f"{path}.{letter}"]
             matrix = value.reshape((-1, rank) if letter == "a" else (rank, -1))
             tensors[f"{_PREFIX}{places[path]}.{names}.weight"] = np.ascontiguousarray(matrix.T)
-    if len({(x["rank"], x["alpha"]) for x in kernels.values()}) > 1:
-        raise InputError("adapters of different ranks or alphas are saved with family=None only")
     first = next(iter(kernels.values()))
+    differing = lambda name: {
+        places[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
+    }
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _TASKS.get(type(network).__name__),
+        "base_model_name_or_path": network.origin[1] if network.origin else None,
         "r": first["rank"],
         "lora_alpha": first["alpha"],
+        "rank_pattern": differing("rank"),
+        "alpha_pattern": differing("alpha"),
         "target_modules": [places[path] for path in kernels],
         "fan_in_fan_out": family == "gpt2",
         "lora_dropout": 0.0,
@@ -78,64 +94,126 @@ def read(
     Raises:
         InputError: the config asks for what is not built, or a tensor is none of the network's.
     """
-    if config["peft_type"] != "LORA":
-        raise InputError(f"{folder}: peft_type is {config['peft_type']!r}, expected 'LORA'")
-    for name, plain in _PLAIN.items():
-        if name in config and config[name] not in plain:
-            raise InputError(f"{folder}: adapters with {name}={config[name]!r} are not built")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or min(rank, alpha) <= 0:
-        raise InputError(f"{folder}: expected numbers of more than 0 as r and lora_alpha")
-    if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)
-        alpha *= rank**0.5
+    _check_fields(config, folder)
     names = {
         name.removeprefix(_PREFIX).removesuffix(".weight"): name
         for name in tensors
         if not name.endswith(".base_layer.weight")  # of a head: a copy of the frozen one
     }
-    if others := [name for name in names if ".lora_" not in name]:
-        raise InputError(f"{folder}: {others[0]} is no factor of an adapter")
+    if others := [name for name in names if not name.endswith((".lora_A", ".lora_B"))]:
+        raise InputError(f"{folder}: {others[0]} is no factor of a kernel's adapter")
     modules = {name.rpartition(".lora_")[0] for name in names}
     places = _places(network, modules, folder)
     shapes, kernels, factors = network.weight_shapes(), {}, {}
     for module in sorted(modules):
         path, number = places[module]
-        kernels[path] = {"rank": rank, "alpha": float(alpha)}
+        rank, alpha = _rank_and_alpha(config, module, folder)
+        kernels[path] = {"rank": rank, "alpha": alpha}
         inputs, outputs = shapes[path][:number], shapes[path][number:]
         for letter, shape in (("a", (*inputs, rank)), ("b", (rank, *outputs))):
             name = names.get(f"{module}.lora_{letter.upper()}")
             value = np.zeros([0]) if name is None else tensors[name].T
-            if value.size != np.prod(shape) or len(value.shape) != 2:
+            expected = (np.prod(shape[:-1]), rank) if letter == "a" else (rank, np.prod(shape[1:]))
+            if value.shape != expected:
                 raise InputError(
-                    f"{folder}: lacks lora_{letter.upper()} of {module} of rank {rank}"
+                    f"{folder}: lora_{letter.upper()} of {module}, of rank {rank}, is "
+                    f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}: are "
+                    "these adapters of another network?"
                 )
             factors[f"{path}.{letter}"] = np.ascontiguousarray(value).reshape(shape)
     return kernels, factors
 
 
+def _check_fields(config, folder):
+    """Refuse what is not built, and warn of what only training would do."""
+    if config["peft_type"] != "LORA":
+        raise InputError(f"{folder}: peft_type is {config['peft_type']!r}, expected 'LORA'")
+    for name, value in config.items():
+        if name == "lora_dropout" and isinstance(value, float) and value:
+            warnings.warn(
+                f"{folder}: lora_dropout={value} is not applied where these adapters are trained on",
+                stacklevel=2,
+            )
+        elif name not in KNOWN and value not in _NONE:
+            raise InputError(f"{folder}: {shown(name)} is no field of adapters that is known here")
+        elif name in _PLAIN and value not in _PLAIN[name]:
+            hint = ""
+            if name == "init_lora_weights":
+                hint = (
+                    ": they belong beside other weights than the published ones; let peft save them "
+                    "with path_initial_model_for_weight_conversion"
+                )
+            raise InputError(f"{folder}: adapters with {name}={shown(value)} are not built{hint}")
+
+
+def _rank_and_alpha(config, module, folder):
+    """Return rank and α of a module, by the first pattern that its name matches, as `peft` does."""
+    found = []
+    for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        value, own = config.get(name), config.get(patterns) or {}
+        try:
+            matches = [x for pattern, x in own.items() if re.match(rf"(.*\.)?({pattern})$", module)]
+        except (AttributeError, re.error):
+            raise InputError(f"{folder}: {patterns} is {shown(own)}, expected patterns") from None
+        value = matches[0] if matches else value
+        kinds = (int,) if name == "r" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise InputError(
+                f"{folder}: {name} is {shown(value)}, expected a number of more than 0"
+            )
+        found.append(value)
+    rank, alpha = found
+    if config.get("use_rslora"):  # α / √r (Kalajdzievski, 2023, arXiv 2312.03732)
+        alpha *= rank**0.5
+    return rank, float(alpha)
+
+
 def _places(network, modules, folder):
     """Return path and number of dimensions of inputs of the kernel of each module."""
+    lacking = modules
     for family in _fitting(network):
         found = {module: path for path, module in _modules(network, family).items()}
         if modules and modules <= found.keys():
             inputs = _num_inputs(network, family)
             return {module: (found[module], inputs[found[module]]) for module in modules}
-    raise InputError(f"{folder}: has adapters of no kernel of the network: {sorted(modules)[:3]}")
+        lacking = min(lacking, modules - found.keys(), key=len)
+    told = ", ".join(sorted(lacking)[:3]) or "none at all"
+    raise InputError(
+        f"{folder}: has adapters of kernels that the network has not: {told}; are they of another "
+        "network, or of a head that is tied?"
+    )
 
 
 def _fitting(network):
-    """Return the names of the families whose networks are of a network's class."""
-    return [name for name, family in FAMILIES.items() if isinstance(network, family.network)]
+    """Return the names of the families whose form a network may have, its own first."""
+    names = [
+        name
+        for name, family in FAMILIES.items()
+        if isinstance(network, family.network) and _modules(network, name) is not None
+    ]
+    return sorted(names, key=lambda name: name != (network.origin or [None])[0])
 
 
 def _modules(network, family):
-    """Return the names of a family's modules by the paths of the kernels that have one alone."""
+    """Return the names of a family's modules by the paths of the kernels that have one alone.
+
+    None where the network's kernels are not those of the family.
+    """
+    try:
+        tensors = FAMILIES[family].tensors(network.arguments)
+    except InputError:
+        return None
+    if (
+        not {weight for tensor in tensors for weight in tensor.weights}
+        <= network.weight_shapes().keys()
+    ):
+        return None
     prefix = FAMILIES[family].prefix
     return {
         tensor.weights[0]: ("" if tensor.name.startswith("lm_head") else prefix)
         + tensor.name.removesuffix(".weight")
-        for tensor in FAMILIES[family].tensors(network.arguments)
-        if len(tensor.weights) == 1 and tensor.name.endswith(".weight")
+        for tensor in tensors
+        if len(tensor.weights) == 1 and tensor.expert is None and tensor.name.endswith(".weight")
     }
 
 

@@ -3,83 +3,140 @@
 import json
 import os
 import pathlib
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
-from dtransformer.files import adding_to
+from dtransformer.files import is_partial, write_into
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel import job
 from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.object_collectives import together
-from dtransformer.parallel.sharded_variable import unsharded_on_chief
+from dtransformer.parallel.object_collectives import (
+    all_gather_json,
+    broadcast_arrays,
+    from_chief,
+    together,
+)
+
+_HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read in place of WEIGHTS
+# What belongs to a network besides its weights: `transformers` reads all of it.
+_TOKENIZER = (
+    *("*tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("*.model", "*.spm", "vocab.*", "merges.txt", "chat_template*"),
+)
 
 
-def save_pretrained(network: TokenModel, folder: str | os.PathLike, family: str) -> None:
+def save_pretrained(
+    network: TokenModel,
+    folder: str | os.PathLike,
+    family: str | None = None,
+    overwrite: bool = False,
+    tokenizer=None,
+) -> pathlib.Path:
     """Write a network into a folder that `transformers`, and `from_pretrained`, load.
 
-    All ranks have to call; rank 0 writes, and needs memory for all weights.
+    All ranks have to call, on any layout; rank 0 writes, and needs memory for all weights. The
+    files of the tokenizer go along. Where the folder has another model's files, they are kept: the
+    network is written to one beside it, which a warning names.
 
     Args:
         network: a built network.
-        folder: the folder, which must not exist.
+        folder: the folder.
         family: its name, one of `FAMILIES` in `dtransformer.models.pretrained.families`, such as
-            `"llama"`: a network that was made by `from_pretrained` may be saved as its family.
+            `"llama"`; by default the one that the network was loaded as by `from_pretrained`.
+        overwrite: whether the files of another model are replaced.
+        tokenizer: an object whose `save(folder)` writes its files, such as of `load_tokenizer`; by
+            default the files of the folder that the network was loaded from are copied.
+
+    Returns:
+        The folder that it is in.
 
     Raises:
-        InputError: the network is none of the family's, stages of a pipeline share it, or the
-            folder exists.
+        InputError: the network is none of the family's, or has adapters, or the folder cannot be
+            written.
     """
-    folder = pathlib.Path(folder)
 
     def checked():
-        if family not in FAMILIES:
-            raise InputError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
         config = _config_of(network, family)
         if any(low_rank_of(variable) is not None for variable in network.variables):
             raise InputError(
                 "the network has adapters: save_lora writes them, or merge_lora adds them to the "
                 "kernels first"
             )
-        if job.is_chief() and folder.exists():
-            raise InputError(f"{folder}: is there already: give another, or remove it")
-        tensors = FAMILIES[family].tensors(network.arguments)
-        variables = {own_path(variable): variable for variable in network.variables}
-        lacking = {weight for x in tensors for weight in x.weights} - variables.keys()
-        if lacking:
-            raise InputError(
-                f"this rank lacks {sorted(lacking)[0]}, which another stage of the pipeline has: "
-                "save a checkpoint, restore it without a pipeline, and save that"
-            )
-        return config, tensors, variables
+        return config
 
-    config, tensors, variables = together(checked, "pretrained/save")
-    with unsharded_on_chief(variables.values()):
-        together(lambda: _write(folder, config, tensors, variables, network), "pretrained/write")
+    config = together(checked, "pretrained/save")
+    values, shapes = _values_on_chief(network), network.weight_shapes()
 
-
-def _write(folder, config, tensors, variables, network):
-    if not job.is_chief():
-        return
-    shapes = network.weight_shapes()
-
-    def value(path):  # without a vocabulary's padding
-        full = np.asarray(variables[path])
-        return full[tuple(slice(size) for size in shapes[path])]
-
-    family = FAMILIES[config["model_type"]]
-    arrays = {family.file_name(x.name): x.join([value(w) for w in x.weights]) for x in tensors}
-    config = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
-    with adding_to(folder) as fresh:
+    def write(fresh):
+        kind = FAMILIES[config["model_type"]]
+        full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
+        arrays = {  # without a vocabulary's padding
+            kind.file_name(x.name): x.join([full(path) for path in x.weights])
+            for x in kind.tensors(network.arguments)
+        }
+        fields = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        _add_tokenizer(network, tokenizer, fresh)
+
+    return saved_by_chief(folder, write, overwrite, _HIDE)
+
+
+def saved_by_chief(
+    folder: str | os.PathLike, write: Callable, overwrite: bool, replaces: Sequence[str] = ()
+) -> pathlib.Path:
+    """Return on every rank the folder that rank 0 has written to; arguments as of `write_into`."""
+    save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
+    landed = together(save, "pretrained/write")
+    return pathlib.Path(from_chief(lambda: landed, "pretrained/landed"))
+
+
+def _values_on_chief(network):
+    """Return the full weights of all stages by their paths on rank 0; all ranks call."""
+    variables = {own_path(variable): variable for variable in network.variables}
+    group, has = job.pipeline_group(), all_gather_json(list(variables), "pretrained/paths")
+    found = {}
+    for path in dict.fromkeys(path for rank in group.ranks for path in has[rank]):
+        value = np.asarray(variables[path].numpy()) if path in variables else None
+        root = next(rank for rank in group.ranks if path in has[rank])
+        if root != group.ranks[0]:
+            values = broadcast_arrays({path: value}, root, group, f"pretrained/{path}")
+            value = values[path]
+        if job.is_chief():
+            found[path] = value
+    return found
+
+
+def _add_tokenizer(network, tokenizer, fresh):
+    """Write a tokenizer's files; the weights are not lost where it cannot be."""
+    try:
+        if tokenizer is not None:
+            tokenizer.save(fresh)
+            return
+        source = pathlib.Path(network.origin[1]) if network.origin else fresh
+        paths = {path for name in _TOKENIZER for path in source.glob(name) if path.is_file()}
+        for path in sorted(paths):
+            if not (fresh / path.name).exists() and not is_partial(path.name):
+                shutil.copyfile(path, fresh / path.name)
+        if not source.is_dir():
+            raise InputError(f"there is no {source} any more")
+    except (InputError, OSError) as error:
+        warnings.warn(f"the tokenizer is not saved with the network: {error}", stacklevel=2)
 
 
 def _config_of(network, name):
+    if name is None and network.origin is not None:
+        name = network.origin[0]
+    if name not in FAMILIES:
+        raise InputError(f"family is {name!r}, expected one of {', '.join(FAMILIES)}")
     family, arguments = FAMILIES[name], network.arguments
     if not isinstance(network, family.network):
         raise InputError(

@@ -20,7 +20,7 @@ import re
 import shutil
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside
+from dtransformer.files import beside, free_path, warn_of_taken
 from dtransformer.trainers.checkpoint.manifest import (
     MANIFEST,
     read_manifest,
@@ -138,22 +138,26 @@ def _inside(folder):
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
 
 
-def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
+def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> pathlib.Path:
     """Make the folder that a checkpoint is written to, `unfinished(path)`.
 
-    What earlier jobs left unfinished next to it is removed.
+    What earlier jobs left unfinished next to it is removed. Where the path is taken, a warning
+    names another one beside it.
 
     Args:
         path: the checkpoint's folder.
         num_bytes: size of the checkpoint.
         overwrite: whether it may replace a checkpoint.
 
+    Returns:
+        The checkpoint's folder.
+
     Raises:
-        InputError: the path is taken, the folder cannot be written, or the disk is too full.
+        InputError: the folder cannot be written, or the disk is too full.
     """
     if os.path.lexists(path) and not (overwrite and _is_complete(path)):
-        kind = "a checkpoint" if _is_complete(path) else "something that is no checkpoint"
-        raise InputError(f"{path}: there is {kind} already; choose another path")
+        taken, path = path, free_path(path)
+        warn_of_taken(taken, path)
     fresh = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,6 +176,7 @@ def begin(path: pathlib.Path, num_bytes: int, overwrite: bool) -> None:
             f"{path.parent}: the disk has {free / 2**20:,.0f} MiB left, and a checkpoint takes "
             f"{num_bytes / 2**20:,.0f} MiB: make room, or keep fewer checkpoints"
         )
+    return path
 
 
 def unfinished(path: pathlib.Path) -> pathlib.Path:

@@ -53,7 +53,7 @@ class CheckpointWriter:
             path: the checkpoint's folder.
             state: what is saved.
             info: what else the manifest holds.
-            overwrite: whether it may replace a checkpoint.
+            overwrite: whether it may replace a checkpoint; else it is saved beside one.
             replicas: whether shards that several ranks hold are written twice.
             assets: names of files or folders to add, and objects whose `save(path)` writes them.
 
@@ -66,7 +66,8 @@ class CheckpointWriter:
             lambda: (_saved_tensors(state), describe_run(state)), "checkpoint/state"
         )
         self._plan(tensors, replicas)
-        from_chief(lambda: folders.begin(path, self._num_bytes, overwrite), "checkpoint/begin")
+        begin = lambda: str(folders.begin(path, self._num_bytes, overwrite))
+        path = pathlib.Path(from_chief(begin, "checkpoint/begin"))
         values = _values_to_write(tensors, self._files)
         save = Save(path, self._files, values, assets or {}, {**manifest, **info})
         CheckpointWriter._running = concurrent.futures.Future()

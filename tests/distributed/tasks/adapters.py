@@ -4,10 +4,11 @@ import pathlib
 
 import numpy as np
 import tensorflow as tf
+from safetensors.numpy import load_file
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import load_lora, merge_lora, save_lora
+from dtransformer.models import load_lora, merge_lora, save_lora, save_pretrained
 from dtransformer.trainers import Trainer
 from harness.batches import EVEN, batches, replica_share
 from harness.layouts import ALONE
@@ -75,6 +76,9 @@ def train_and_use(folder, layout):
     results["generated_merged"] = generated(loaded.network)
     results["logits_merged"] = logits_of(Trainer(loaded.network))
     results["paths_merged"] = sorted(weight.path for weight in loaded.network.variables)
+    published = pathlib.Path(folder) / f"published-{layout.name}"
+    tensors = load_file(save_pretrained(loaded.network, published, "mistral") / "model.safetensors")
+    results["published"] = np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
     results["sizes"] = np.array([weight.numpy().size for weight in network.trainable_variables])
     return results
 

@@ -8,6 +8,8 @@ steps of SGD, and what they compute in float32. `check` loads adapters of the sa
 FOLDER, and compares what they compute with what those computed that were made.
 """
 
+import dataclasses
+import json
 import pathlib
 import sys
 
@@ -23,6 +25,23 @@ TARGETS = {
     "gpt2": {"target_modules": ["attn.c_proj", "mlp.c_fc"], "fan_in_fan_out": True},
 }
 STEPS, LEARNING_RATE = 3, 0.1
+# Of a Llama: fields that are taken, or change nothing of what is loaded; and those that do.
+BASE = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+VARIANTS = {
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "patterns": {
+        "rank_pattern": {"v_proj": 2, "layers.1.self_attn.q_proj": 8},
+        "alpha_pattern": {"^model.layers.0.*q_proj": 3, "up_proj": 1},
+        "use_rslora": True,
+        "lora_dropout": 0.5,
+    },
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "alora": {"alora_invocation_tokens": [3, 4]},
+    "dora": {"use_dora": True},
+}
 
 
 def base(folder, name):
@@ -57,6 +76,24 @@ def make(models, folder):
             optimizer.step()
         model.save_pretrained(folder / f"{name}_after")
         np.savez(folder / f"{name}.npz", losses=losses, **results)
+    make_variants(models, folder)
+
+
+def make_variants(models, folder):
+    """Save adapters of a Llama by other configs, and the logits of what `peft` loads of them."""
+    for number, (name, options) in enumerate(VARIANTS.items()):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **{**BASE, **options})
+        model = peft.get_peft_model(base(models, "llama"), config)
+        with torch.no_grad():
+            for factor in (x for x in model.parameters() if x.requires_grad):
+                factor.add_(torch.randn_like(factor) * 0.1)
+        model.save_pretrained(folder / name)
+        loaded = peft.PeftModel.from_pretrained(base(models, "llama"), folder / name)
+        ids = torch.randint(0, 61, (2, 9))
+        np.savez(folder / f"{name}.npz", ids=ids.numpy(), logits=logits_of(loaded, ids))
+    fields = {x.name for x in dataclasses.fields(peft.LoraConfig)}
+    (folder / "fields.json").write_text(json.dumps([sorted(fields), peft.LoraConfig().to_dict()]))
 
 
 def check(models, made, folder):

@@ -6,6 +6,8 @@ Names of inputs, outputs and labels are those of our networks; -100 is no label.
 import numpy as np
 import torch
 
+from tests.models.pretrained.search_cases import FOLDER_RULES
+
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, VOCAB_SIZE, END, PADDING = 20, 61, 2, 3
 ROWS, LENGTH = 3, 20
@@ -17,6 +19,19 @@ def random_ids(lengths, length=LENGTH):
     for row, own in enumerate(lengths):
         ids[row, own:] = PADDING
     return ids
+
+
+def padded_left(model, padding, **others):
+    """Return what a model computes of texts that are padded on the left, as its mask says."""
+    ids = torch.randint(4, VOCAB_SIZE, (ROWS, LENGTH))
+    mask = torch.ones_like(ids)
+    for row, size in enumerate([0, 3, 14]):
+        ids[row, :size], mask[row, :size] = padding, 0
+    inputs = {"input_ids": ids, "attention_mask": mask, **others}
+    with torch.no_grad():
+        found = model(**inputs)
+    logits = found.prediction_logits if "prediction_logits" in found else found.logits
+    return {**{f"padded/{name}": x.numpy() for name, x in inputs.items()}, "padded": logits}
 
 
 class Texts:
@@ -31,6 +46,9 @@ class Texts:
 
     def outputs(self, model, batch):
         return {"outputs/": model(batch["inputs/tokens"]).logits}
+
+    def padded(self, model):
+        return padded_left(model, END)
 
     def loss(self, model, batch):
         return model(batch["inputs/tokens"], labels=batch["inputs/tokens"]).loss
@@ -95,6 +113,10 @@ class Masked:
         }
         return self._call(model, batch, **labels).loss
 
+    def padded(self, model):
+        types = torch.randint(0, self.num_token_types, (ROWS, LENGTH))
+        return padded_left(model, PADDING, token_type_ids=types)
+
     def generate(self, model):
         return {}
 
@@ -133,12 +155,24 @@ class Pairs:
     def loss(self, model, batch):
         return self._call(model, batch, labels=batch["labels/"]).loss
 
+    def padded(self, model):
+        mask = torch.ones((ROWS, 5)).long()
+        mask[1, 2:], mask[2, :2] = 0, 0
+        target = torch.randint(4, VOCAB_SIZE, (ROWS, 5))
+        others = {"decoder_input_ids": target, "decoder_attention_mask": mask}
+        return padded_left(model, PADDING, **others)
+
     def generate(self, model):
         source = self.batch()["inputs/source"]
         inputs = {"input_ids": source, "attention_mask": (source != PADDING).long()}
         never = {PADDING, self.start} - {END}
         options = {"bad_words_ids": [[x] for x in never], "max_new_tokens": NEW_TOKENS}
-        return {"generate/source": source, **searches(model, inputs, 1, **options)}
+        ruled = searches(model, inputs, 1, max_new_tokens=NEW_TOKENS, **FOLDER_RULES)
+        return {
+            "generate/source": source,
+            **searches(model, inputs, 1, **options),
+            **{f"ruled_{name}": ids for name, ids in ruled.items()},
+        }
 
 
 def searches(model, inputs, start, **options):

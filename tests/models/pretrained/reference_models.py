@@ -7,6 +7,7 @@
 `check` loads models of the same names from FOLDER, and compares what they compute.
 """
 
+import json
 import pathlib
 import sys
 
@@ -127,9 +128,18 @@ MODELS = {
     "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
 }
 STEPS = 3
+FAMILIES = sorted({model_class.config_class.model_type for model_class, _, _ in MODELS.values()})
+
+
+def save_fields(path):
+    """Save the fields of the kinds of configs, with their usual values."""
+    kinds = {kind: transformers.CONFIG_MAPPING[kind]().to_dict() for kind in FAMILIES}
+    generation = sorted(vars(transformers.GenerationConfig()))
+    path.write_text(json.dumps({"configs": kinds, "generation": generation}))
 
 
 def make(folder):
+    save_fields(folder / "fields.json")
     save_rules(folder / "rules.npz")
     for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
@@ -146,7 +156,7 @@ def make(folder):
         batch = kind.batch()
         with torch.no_grad():
             outputs = kind.outputs(model, batch)
-        generated = kind.generate(model)
+        generated = {**kind.generate(model), **kind.padded(model)}
         if name == SEARCHED:
             generated |= results_of_searches(model)
         optimizer, losses = torch.optim.SGD(model.parameters(), kind.learning_rate), []

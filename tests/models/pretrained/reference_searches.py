@@ -5,23 +5,22 @@ import torch
 import transformers
 
 from tests.models.pretrained.reference_kinds import END, NEW_TOKENS, PROMPTS, VOCAB_SIZE
-from tests.models.pretrained.search_cases import RULES, SEARCHES
+from tests.models.pretrained.search_cases import RULES, SEARCHES, THEIRS
 
 
 def results_of_searches(model) -> dict:
     """Return the results of each search for each prompt by itself, the best first."""
     found = {}
     for name, options in SEARCHES.items():
-        theirs = {key: x for key, x in options.items() if key not in ("beam_size", "stop_ids")}
+        theirs = {THEIRS.get(key, key): x for key, x in options.items()}
+        theirs = {"num_beams": 1, "eos_token_id": [END], **theirs}
         for number, prompt in enumerate(PROMPTS):
             ids = model.generate(
                 torch.tensor([prompt]),
                 max_new_tokens=NEW_TOKENS,
-                num_beams=options.get("beam_size", 1),
                 do_sample=False,
                 length_penalty=0.0,
                 pad_token_id=END,
-                eos_token_id=options.get("stop_ids", [END]),
                 **theirs,
             )
             found[f"{name}_{number}"] = ids[:, len(prompt) :].numpy()

@@ -10,6 +10,28 @@ SEARCHES = {
     "early": {"beam_size": 3, "early_stopping": True, "num_return_sequences": 2},
     "beams_penalty": {"beam_size": 3, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
     "beams_stops": {"beam_size": 3, "stop_ids": [2, 17, 30, 41]},
+    "least": {"min_new_tokens": 9},
+    "beams_least": {"beam_size": 3, "min_new_tokens": 9},
+    "suppressed": {"suppressed_ids": [*range(20, 50)], "suppressed_first_ids": [*range(3, 13)]},
+    "last": {"last_ids": [7, 8], "stop_ids": [2]},
+    "beams_last": {"beam_size": 3, "last_ids": [17], "suppressed_ids": [*range(20, 50)]},
+}
+# What `transformers` calls the options.
+THEIRS = {
+    "beam_size": "num_beams",
+    "stop_ids": "eos_token_id",
+    "last_ids": "forced_eos_token_id",
+    "suppressed_ids": "suppress_tokens",
+    "suppressed_first_ids": "begin_suppress_tokens",
+}
+# Of an encoder-decoder, as its folder says them.
+FOLDER_RULES = {
+    "forced_bos_token_id": 9,
+    "forced_eos_token_id": 2,
+    "min_length": 8,
+    "suppress_tokens": [11, 12, 13, 14],
+    "begin_suppress_tokens": [*range(15, 45)],
+    "bad_words_ids": [[46], [47], [3]],
 }
 # Each on logits [4, 61] and texts [4, 12]: the name in `transformers`, and its arguments.
 RULES = {

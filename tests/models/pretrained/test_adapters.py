@@ -15,6 +15,7 @@ import pytest
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained, load_lora, merge_lora, save_lora
+from dtransformer.models.pretrained import peft
 from dtransformer.trainers import Trainer
 from tests.models.pretrained.published import published
 
@@ -81,14 +82,50 @@ def test_what_is_saved_is_loaded_by_peft(tmp_path):
     run("check", published(), made(), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["gaussian", "orthogonal", "mica", "patterns"])
+@pytest.mark.filterwarnings("ignore:.*lora_dropout=0.5 is not applied")
+def test_configs_that_are_computed_as_there(name, tmp_path):
+    """What is saved again has the ranks and alphas of each kernel, too."""
+    expected = dict(np.load(made() / f"{name}.npz"))
+    network = from_pretrained(published() / "llama")
+    assert load_lora(network, made() / name)
+    assert_logits(network, expected)
+    save_lora(network, tmp_path)
+    again = from_pretrained(published() / "llama")
+    load_lora(again, tmp_path)
+    assert_logits(again, expected)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("pissa", "init_lora_weights='pissa' are not built: .*path_initial_model"),
+        ("olora", "init_lora_weights='olora' are not built"),
+        ("alora", "alora_invocation_tokens="),
+        ("dora", "use_dora=True"),
+    ],
+)
+def test_configs_that_would_compute_something_else(name, told):
+    with pytest.raises(InputError, match=told):
+        load_lora(from_pretrained(published() / "llama"), made() / name)
+
+
 def test_what_is_not_built_is_refused(tmp_path):
     network = from_pretrained(published() / "llama")
     for path in (made() / "llama").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for field, value in {"use_dora": True, "rank_pattern": {"q_proj": 2}, "r": 3}.items():
-        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, field: value}))
-        with pytest.raises(InputError, match=field if field != "r" else "lora_A of .* of rank 3"):
+    names, usual = json.loads((made() / "fields.json").read_text())
+    assert set(names) <= peft.KNOWN and not peft._PLAIN.keys() - set(names)
+    others = {name: usual[name] for name in usual if name not in config}
+    told = {field: f"with {field}=" for field in peft._PLAIN if field != "lora_dropout"}
+    told |= {"r": "lora_A of .*, of rank 'other', is|r is 'other'", "of_tomorrow": "no field of"}
+    for field, words in {**told, "rank_pattern": "rank_pattern is 'other'"}.items():
+        changed = {**others, **config, field: "other"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=words):
             load_lora(network, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**others, **config}))
+    assert load_lora(network, tmp_path)
     with pytest.raises(InputError, match="gpt2 has no tensor for .*query_kernel alone"):
         save_lora(network_with("llama", made() / "llama"), tmp_path / "other", family="gpt2")

@@ -61,11 +61,35 @@ def test_logits(name):
     assert max(errors(network(inputs), expected).values()) < 1e-5
 
 
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_inputs_by_their_names_there(name):
+    """Padding on the left, by whatever id, is what the mask says that it is."""
+    network, expected = from_pretrained(published() / name), results(name)
+    inputs = {
+        key.removeprefix("padded/"): value.astype("int32")
+        for key, value in expected.items()
+        if key.startswith("padded/")
+    }
+    own = network(inputs)
+    own = np.asarray(own["masked_lm"] if isinstance(own, dict) else own)
+    mask = inputs.get("decoder_attention_mask", inputs["attention_mask"]) > 0
+    theirs = expected["padded"][mask]
+    assert np.abs(own[mask][:, : theirs.shape[-1]] - theirs).max() / np.abs(theirs).max() < 1e-5
+
+
 @each_of(TEXTS)
 def test_what_is_generated(name):
     """Prompts have different lengths; windows and learned positions end before the texts do."""
     network, expected = from_pretrained(published() / name), results(name)
     options = {"max_new_tokens": NEW_TOKENS, "length_penalty": 0.0}
+    longest = max(map(len, PROMPTS))
+    ids = np.array([[END] * (longest - len(row)) + row for row in PROMPTS])
+    mask = np.array([[0] * (longest - len(row)) + [1] * len(row) for row in PROMPTS])
+    with pytest.raises(ValueError, match="prompt 0 begins with the end token 2, and others do not"):
+        network.generate(ids, **options)
+    if name == SEARCHED:
+        padded = network.generate({"input_ids": ids, "attention_mask": mask}, **options)
+        np.testing.assert_array_equal(padded, expected["generated_1"])
     greedy = network.generate(PROMPTS, **options).numpy()
     np.testing.assert_array_equal(greedy, expected["generated_1"])
     beams = network.generate(PROMPTS, beam_size=3, **options).numpy()

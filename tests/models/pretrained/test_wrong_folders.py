@@ -321,8 +321,8 @@ def test_tables_that_are_stored_once_more(bart):
         ({"decoder_layers": 2}, "it lacks decoder.layers.1.self_attn.q_proj.weight"),
         ({"vocab_size": 21}, "shared.weight is [20, 16], not [21, 16]"),
         ({"decoder_start_token_id": 20}, "start_id must be in the vocabulary of 20, got 20"),
-        ({"pad_token_id": None}, "pad_id must be an int, got None"),
-        ({"decoder_start_token_id": KeyError}, "start_id must be an int, got None"),
+        ({"pad_token_id": None}, "lacks the field pad_token_id"),
+        ({"decoder_start_token_id": KeyError}, "lacks the field decoder_start_token_id"),
         (
             {"model_type": "marian", "share_encoder_decoder_embeddings": False},
             "share_encoder_decoder_embeddings=false is not built for Marian's blocks",
@@ -421,5 +421,9 @@ def test_an_encoder_decoder_that_is_no_t5(tmp_path, family, options, told):
 
 
 def test_nothing_is_overwritten(folder):
-    with pytest.raises(InputError, match="is there already"):
-        save_pretrained(from_pretrained(folder), folder, "llama")
+    before = (folder / "model.safetensors").read_bytes()
+    network = from_pretrained(folder)
+    network.weights[0].assign_add(np.ones(network.weights[0].shape))
+    with pytest.warns(UserWarning, match="is there already, and is kept"):
+        assert save_pretrained(network, folder, "llama") == folder.parent / "llama-2"
+    assert (folder / "model.safetensors").read_bytes() == before

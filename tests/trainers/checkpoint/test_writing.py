@@ -71,11 +71,17 @@ class TestWriting:
         (tmp_path / "file").write_text("")
         with pytest.raises(InputError, match="cannot be written here"):
             trained.save(tmp_path / "file" / "one")
-        with pytest.raises(InputError, match="something that is no checkpoint"):
-            trained.save(tmp_path / "file")
+
+    def test_a_name_that_is_taken_loses_nothing(self, trained, tmp_path):
+        (tmp_path / "file").write_text("precious")
         trained.save(tmp_path / "one")
-        with pytest.raises(InputError, match="there is a checkpoint already"):
-            trained.save(tmp_path / "one", overwrite=False)
+        for name in ("file", "one"):
+            with pytest.warns(UserWarning, match=f"{name} is there already, .* is in .*{name}-2"):
+                trained.save(tmp_path / name, overwrite=name == "file")
+            other = new_trainer()
+            other.restore(tmp_path / f"{name}-2")
+            assert_same_state(state(trained), state(other))
+        assert (tmp_path / "file").read_text() == "precious"
 
     @pytest.mark.parametrize("jit_compile", [False, True])
     def test_training_goes_on_meanwhile(self, jit_compile, tmp_path, monkeypatch):

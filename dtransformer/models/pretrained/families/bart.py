@@ -40,7 +40,7 @@ _OFFSET = 2  # of BART's positions, whatever the padding's id is
 
 def _arguments(config, name):
     refuse(config, name, normalize_before=False, add_final_layer_norm=False)
-    refuse(config, name, tie_word_embeddings=True)
+    refuse(config, name, tie_word_embeddings=True, is_decoder=False)
     for field in ("attention_heads", "ffn_dim"):
         sides = [config[f"{side}_{field}"] for side in ("encoder", "decoder")]
         if sides[0] != sides[1]:
@@ -71,6 +71,7 @@ def _bart_arguments(config):
 
 def _marian_arguments(config):
     refuse(config, "Marian", share_encoder_decoder_embeddings=True, normalize_embedding=False)
+    refuse(config, "Marian", decoder_vocab_size=config["vocab_size"])
     own = {"positions": "sinusoidal_paper", "trains_padding": False}
     return {**_arguments(config, "Marian"), **own}
 
@@ -87,6 +88,7 @@ def _config(arguments, **own):
         post_layernorm_residual=True,
         gated=False,
         use_bias=True,
+        moe_config=None,
         head_dim=arguments["hidden_size"] // arguments["num_heads"],
         embedding_dropout_rate=arguments["dropout_rate"],
     )

@@ -70,7 +70,8 @@ def _roberta_arguments(config):
 
 
 def _config(arguments):
-    require(arguments, embedding_scale=1.0, post_layernorm_residual=True, tied_head=True)
+    always = {"embedding_scale": 1.0, "post_layernorm_residual": True, "tied_head": True}
+    require(arguments, **always, moe_config=None)
     found = {
         **written(arguments, _FIELDS),
         "max_position_embeddings": arguments["max_length"] + arguments["position_offset"],
@@ -149,6 +150,7 @@ def _roberta_tensors(arguments):
 _POOLER = "pooler.dense.weight", "pooler.dense.bias"
 _OTHERS = {
     "special_ids": {"pad_id": "pad_token_id"},
+    "usual_ids": {"pad_token_id": 0},
     "renamed": {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 }
 BERT = Family(

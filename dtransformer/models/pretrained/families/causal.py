@@ -12,6 +12,7 @@ PLAIN = {
     "soft_cap": None,
     "qk_norm": None,
     "prefix": False,
+    "moe_config": None,
 }
 
 

@@ -33,6 +33,7 @@ class Family:
         config: a function of a network's arguments that returns a published config.
         tensors: a function of a network's arguments that returns the `StoredTensor`s of a file.
         special_ids: dict of arguments that are ids of tokens, and the fields that hold them.
+        usual_ids: dict of those fields and the ids that a config means which lacks them.
         own_padding: whether padding that is the start or end token, too, is none.
         prefix: what names may begin with, or not; `tensors` has them without it.
         heads: what names begin with that have no prefix in any case.
@@ -49,6 +50,7 @@ class Family:
     config: Callable[[dict], dict]
     tensors: Callable[[dict], list[StoredTensor]]
     special_ids: Mapping[str, str] = dataclasses.field(default_factory=lambda: TEXT_IDS)
+    usual_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own_padding: bool = True
     prefix: str = ""
     heads: tuple[str, ...] = ("lm_head",)

@@ -112,6 +112,7 @@ GPT2 = Family(
     _arguments,
     _config,
     _tensors,
+    usual_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     prefix="transformer.",
     copies=("lm_head.weight",),
     ignored=(".attn.bias", ".attn.masked_bias"),

@@ -25,20 +25,30 @@ from dtransformer.models.pretrained.families.family import (
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 
-def llama_arguments(config: dict) -> dict:
-    """Llama's, and those of the families that differ by a few fields only."""
+def llama_arguments(config: dict, kv_heads: int | None = None, base: float = 10000.0) -> dict:
+    """Llama's, and those of the families that differ by a few fields only.
+
+    Args:
+        config: the published config.
+        kv_heads: grouped heads where it does not say; None for as many as heads.
+        base: the rotary base where it does not say.
+    """
     refuse(config, "Llama", mlp_bias=False)
+    if others := sorted({*(config.get("layer_types") or ())} - {"full_attention"}):
+        raise InputError(
+            f"layer_types has {others[0]!r}, attention of some blocks: it is not built"
+        )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return {
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "num_kv_heads": config.get("num_key_value_heads", kv_heads) or heads,
         "head_dim": config.get("head_dim") or hidden // heads,
         "num_layers": config["num_hidden_layers"],
         "ffn_hidden_size": config["intermediate_size"],
         "max_length": config["max_position_embeddings"],
         "positions": "rotary",
-        **_rotary(config),
+        **_rotary(config, base),
         "hidden_act": activation(config.get("hidden_act", "silu")),
         "norm": "rms_norm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
@@ -52,10 +62,10 @@ def llama_arguments(config: dict) -> dict:
     }
 
 
-def _rotary(config):
+def _rotary(config, usual_base):
     """Return the arguments of rotary positions, which configs hold in one of two forms."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = given.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    base = given.pop("rope_theta", None) or config.get("rope_theta", usual_base)
     kind = given.pop("rope_type", None) or given.pop("type", "default")
     given.pop("type", None)
     fraction = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor", 1.0)
@@ -153,7 +163,7 @@ def _plain_llama_arguments(config):
 
 def _mistral_arguments(config):
     # A config that says nothing of it means 4096, as that of the first Mistral.
-    return {**llama_arguments(config), "window": config.get("sliding_window", 4096)}
+    return {**llama_arguments(config, 8), "window": config.get("sliding_window", 4096)}
 
 
 def _mistral_config(arguments):
@@ -181,10 +191,14 @@ def _only_llama_config(arguments):
 SPARE = {"copies": ("lm_head.weight",), "ignored": ("rotary_emb.inv_freq",)}
 
 
-def _family(architecture, arguments, config):
-    return Family(architecture, CausalLM, arguments, config, llama_tensors, **SPARE)
+USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def _family(architecture, arguments, config, usual_ids=USUAL_IDS):
+    options = {**SPARE, "usual_ids": usual_ids}
+    return Family(architecture, CausalLM, arguments, config, llama_tensors, **options)
 
 
 LLAMA = _family("LlamaForCausalLM", _plain_llama_arguments, _only_llama_config)
 MISTRAL = _family("MistralForCausalLM", _mistral_arguments, _mistral_config)
-QWEN2 = _family("Qwen2ForCausalLM", _qwen2_arguments, _qwen2_config)
+QWEN2 = _family("Qwen2ForCausalLM", _qwen2_arguments, _qwen2_config, {})

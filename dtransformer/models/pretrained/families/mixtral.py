@@ -16,6 +16,7 @@ from dtransformer.models.pretrained.families.family import (
 )
 from dtransformer.models.pretrained.families.llama import (
     SPARE,
+    USUAL_IDS,
     attention_tensors,
     llama_arguments,
     llama_config,
@@ -37,7 +38,9 @@ def _arguments(config):
     factor = factor if config.get("output_router_logits") else 0.0
     moe = MoEConfig(**_ALWAYS, aux_loss_factor=factor, **read(config, _FIELDS))
     window = config.get("sliding_window")
-    return {**llama_arguments(config), "window": window, "moe_config": moe}
+    epsilon = config.get("rms_norm_eps", 1e-5)
+    found = {**llama_arguments(config, 8, 1e6), "norm_epsilon": epsilon}
+    return {**found, "window": window, "moe_config": moe}
 
 
 def _config(arguments):
@@ -49,7 +52,7 @@ def _config(arguments):
             f"shared_experts=0, the network has {moe}: it cannot be saved as one of that family"
         )
     return {
-        **llama_config(arguments),
+        **llama_config({**arguments, "moe_config": None}),
         "sliding_window": arguments["window"],
         **written(vars(moe), _FIELDS),
         "output_router_logits": moe.aux_loss_factor > 0,
@@ -72,11 +75,18 @@ def _block(number, arguments):
     ]
 
 
+def _tensors(arguments):
+    if experts_of(arguments) is None:
+        raise InputError("Mixtral's blocks have experts, and the network has none")
+    return llama_tensors(arguments, _block)
+
+
 MIXTRAL = Family(
     "MixtralForCausalLM",
     CausalLM,
     _arguments,
     _config,
-    lambda arguments: llama_tensors(arguments, _block),
+    _tensors,
+    usual_ids=USUAL_IDS,
     **SPARE,
 )

@@ -81,6 +81,7 @@ def _config(arguments):
         **_FORM,
         head_bias=False,
         embedding_norm=False,
+        moe_config=None,
         trains_padding=True,
         attention_dropout_rate=arguments["dropout_rate"],
         embedding_dropout_rate=arguments["dropout_rate"],
