@@ -288,6 +288,7 @@ def barrier() -> None:
 def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
     """Say that a `with` block waits for ranks in a collective; see `Recorder.waiting`."""
     if not tf.executing_eagerly():  # nothing is sent while a function is traced
+        _recorder.traces_collective()
         return contextlib.nullcontext()
     return _recorder.waiting(collective, [rank for rank in ranks if rank != _job.rank])
 

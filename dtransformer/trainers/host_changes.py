@@ -5,6 +5,7 @@ in between. What was set in between is rank 0's from then on; ranks that have tr
 error.
 """
 
+import re
 import warnings
 
 import keras
@@ -20,6 +21,7 @@ from dtransformer.parallel.sharded_variable import ShardedVariable
 _TOLERANCE = 1e-4  # of a norm: what ranks round differently is far less
 _RATE, _KIND, _WEIGHTS, _SET, _TRAINED, _STOP = "rate", "kind", "weights", "set", "trained", "stop"
 _VARIABLE = "a variable"
+_NUMBER = r"_\d+(?=/|$)"
 _MEND = (
     "give every rank the same callbacks, and set learning rates, weights and `trainable` on all "
     "ranks alike"
@@ -140,7 +142,7 @@ def _rate_and_weights(trainer):
     for group, shards in shared_shards(trainer.network.weights).items():
         values = [shard.value for shard in shards if shard.value.dtype.is_floating]
         with tf.device("CPU:0"):
-            of_each = tf.stack([tf.stack(_sum_and_square(x)) for x in values]).numpy()
+            of_each = tf.reshape([_sum_and_square(x) for x in values], [-1, 2]).numpy()
         total, square = of_each.astype("float64").sum(0)
         sums[f"{_WEIGHTS} of {group.ranks}"] = [total, square**0.5]
     return {_RATE: [rate, rate], **sums}
@@ -152,12 +154,16 @@ def _sum_and_square(x):
 
 
 def _trained(trainer):
-    """Return the paths of what is trained, by the pipeline's stage; and of which kind the rate is."""
-    paths = sorted(variable.path for variable in trainer.network.trainable_variables)
+    """Return what is trained, by the pipeline's stage, and of which kind the rate is.
+
+    Keras numbers names by how many layers a process has made, which need not be as many.
+    """
+    weights = enumerate(trainer.network.weights)
+    trained = [f"{re.sub(_NUMBER, '', w.path)} (#{i})" for i, w in weights if w.trainable]
     optimizer = getattr(trainer.optimizer, "inner_optimizer", trainer.optimizer)
     rate = _compat.learning_rate_of(optimizer)
     kind = _VARIABLE if isinstance(rate, keras.Variable) else type(rate).__name__
-    return {f"{_TRAINED} by stage {job.stage()[0]}": ", ".join(paths), _KIND: kind}
+    return {f"{_TRAINED} by stage {job.stage()[0]}": ", ".join(trained), _KIND: kind}
 
 
 def _set(trainer):

@@ -18,7 +18,8 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import all_reduce_sum
 from dtransformer.trainers import Trainer
-from harness.networks import VOCAB_SIZE, translation_model
+from dtransformer.trainers.engines.pipeline_step import PipelineStep
+from harness.networks import translation_model
 
 # What the two ranks are together.
 AXES = {
@@ -37,6 +38,11 @@ class FailsAlone(keras.callbacks.Callback):
             raise OSError("no space is left")
 
 
+def fail(step, instruction):
+    """Fail while sends to and from this rank are on their way."""
+    raise RuntimeError("this rank has had enough")
+
+
 class Script:
     """What a script does after a first training."""
 
@@ -47,15 +53,15 @@ class Script:
         self.trainer.compile(keras.optimizers.SGD(1e-3), CrossEntropyLoss(ignore_id=0))
         self.fit()
 
-    def fit(self, ids=5, **options):
-        inputs, labels = self.batch(ids)
+    def fit(self, **options):
+        inputs, labels = self.batch()
         self.trainer.fit(
             inputs, labels, batch_size=4, shuffle=False, verbose=0, epochs=2, **options
         )
 
-    def batch(self, ids=5):
-        rows = np.full((8, 4), 5, "int32")
-        return {"source": rows, "target": rows}, np.full((8, 4), ids, "int32")
+    def batch(self):
+        ids = np.full((8, 4), 5, "int32")
+        return {"source": ids, "target": ids}, ids
 
     def caught(self, action, *args, **options):
         try:
@@ -71,8 +77,28 @@ class Script:
         self.caught(self.fit, callbacks=[FailsAlone()])
         job.barrier()
 
-    def fit_after_a_label(self):
-        self.caught(self.fit, VOCAB_SIZE + 5)
+    def fit_after_a_stage(self):
+        """The last rank fails amidst a step, while others wait for what it sends."""
+        compute = PipelineStep._backward
+        if not job.is_chief():
+            PipelineStep._backward = fail
+        self.caught(self.fit)
+        PipelineStep._backward = compute
+        self.fit()
+
+    def fit_after_data(self):
+        """One rank's data end with an error."""
+
+        def batches():
+            yield self.batch()
+            if not job.is_chief():
+                raise OSError("a file is gone")
+            yield self.batch()
+
+        ids = tf.TensorSpec([8, 4], "int32")
+        spec = ({"source": ids, "target": ids}, ids)
+        data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+        self.caught(self.trainer.fit, data, verbose=0, shard=True)
         self.fit()
 
     def evaluate(self):

@@ -15,6 +15,8 @@ from dtransformer.parallel.watchdog.activity import Activity, say_ranks
 # that it asks what there is to send.
 _COMPUTES, _COMPUTES_TO_ASK = 0.03, 0.1e-3
 _SECONDS_TO_GUESS = 5.0
+_WITHOUT_GUESS = ("saving", "step")  # a disk takes no cores, and a step has a time of its own
+_OF_THE_PROGRAM = ("outside", "callbacks")
 _STEPS = 7  # of which the middle one tells how long a rank computes
 
 
@@ -28,6 +30,7 @@ class Recorder:
         self._last_computed = self._begin
         self._own_seconds = collections.deque(maxlen=_STEPS)
         self._waits = {}  # number of a thread -> (since when, in what)
+        self._has_own_functions = False  # of the program, with collectives
         self._call = (None, self._begin)  # of a function of TensorFlow, and since when
         asks_every = float(os.environ.get("HOROVOD_CYCLE_TIME") or 1.0) / 1000
         self._computes = _COMPUTES + _COMPUTES_TO_ASK / max(asks_every, 1e-3)
@@ -79,6 +82,10 @@ class Recorder:
         if self._kind == "step":
             self._kind = "compiling"
 
+    def traces_collective(self) -> None:
+        """Say that the function which is traced has a collective."""
+        self._has_own_functions |= self._kind in _OF_THE_PROGRAM
+
     def computed_for(self, seconds: float) -> None:
         """Say how long a step has taken until it needed the other ranks' gradients."""
         self._own_seconds.append(seconds)
@@ -115,9 +122,10 @@ class Recorder:
         call = _compat.call_of_function(main)
         if call != self._call[0]:
             self._call = call, now
-        # A function in which nothing is computed may have collectives. A step has a time of its own,
-        # and a disk takes no cores.
+        # A function in which nothing is computed may wait in a collective that it has.
         since = max(self._call[1], self._last_computed)
-        if call is None or now - since < _SECONDS_TO_GUESS or self._kind in ("saving", "step"):
+        is_known = self._kind not in _OF_THE_PROGRAM or self._has_own_functions
+        may_wait = call is not None and is_known and self._kind not in _WITHOUT_GUESS
+        if not may_wait or now - since < _SECONDS_TO_GUESS:
             return now, "", False
         return since, f"a function of TensorFlow ({call[1]})", True
