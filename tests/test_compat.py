@@ -12,6 +12,8 @@ import logging
 import pathlib
 import re
 import sys
+import threading
+import time
 import types
 
 import keras
@@ -367,6 +369,28 @@ def test_called_flat():
     np.testing.assert_array_equal(found, [8.0, 12.0])
     np.testing.assert_array_equal(other, [4.0, 6.0])
     np.testing.assert_array_equal(weight, [1.0, 2.0])
+
+
+def test_call_of_function():
+    """While a function waits, it is the same call; it is none where Python computes."""
+    full = tf.queue.FIFOQueue(1, "int32")
+    take, main, found = tf.function(full.dequeue), threading.main_thread().ident, []
+
+    def look():
+        for _ in range(100):
+            found.append(_compat.call_of_function(main))
+            time.sleep(0.02)
+            if len(found) > 5 and found[-1] is not None and found[-1] == found[-3]:
+                break
+        full.enqueue(1)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    take()
+    thread.join()
+    (_, place) = found[-1]
+    assert "tests/test_compat.py, line" in place and found[-1] == found[-2]
+    assert _compat.call_of_function(main) is None
 
 
 def test_is_on_a_tape():

@@ -34,6 +34,7 @@ from dtransformer._compat.of_keras import (
     without_autocast,
 )
 from dtransformer._compat.of_tensorflow import (
+    call_of_function,
     called_by_shapes,
     called_flat,
     constants_are_copied,

@@ -4,9 +4,12 @@ import collections
 import contextlib
 import functools
 import gc
+import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 
+import keras
 import tensorflow as tf
 from tensorflow.dtensor.python import api
 from tensorflow.python import _pywrap_dtensor_device
@@ -14,6 +17,10 @@ from tensorflow.python.eager import context, core, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import error_interpolation
 from tensorflow.python.framework.func_graph import FuncGraph
+
+# Where Python is while TensorFlow runs a function, or waits for what one computes.
+_RUNS_FUNCTIONS = ("tensorflow/python/eager/", "tensorflow/python/framework/ops.py")
+_LIBRARIES = tuple(str(pathlib.Path(package.__file__).parent) for package in (tf, keras))
 
 
 def with_cardinality(dataset: tf.data.Dataset, number: int) -> tf.data.Dataset:
@@ -85,6 +92,26 @@ def called_by_shapes(function) -> Callable:
         return results
 
     return call
+
+
+def call_of_function(thread: int) -> tuple | None:
+    """Return what tells a thread's call of a TensorFlow function from others, and where it is.
+
+    None where it is in no such call. Unnecessary if a function could say that it waits.
+
+    Args:
+        thread: its number.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None or not any(part in frame.f_code.co_filename for part in _RUNS_FUNCTIONS):
+        return None
+    key = id(frame), frame.f_lasti
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return key, "nowhere"
+    path = "/".join(pathlib.Path(frame.f_code.co_filename).parts[-2:])
+    return key, f"{path}, line {frame.f_lineno}"
 
 
 def function_names() -> list:

@@ -22,6 +22,20 @@ def broadcast_first_values(network_variables: list, optimizer_variables: list) -
         network_variables: list of Keras variables; replicated ones come from rank 0.
         optimizer_variables: list of Keras variables, one or more for each shard.
     """
+    for group, own in shared_shards(network_variables, optimizer_variables).items():
+        for number, some in enumerate(_messages(own)):
+            values = [shard.value for shard in some]
+            values = transport.broadcast_together(values, 0, group, f"first_values_{number}")
+            for shard, value in zip(some, values):
+                shard.assign(value)
+
+
+def shared_shards(network_variables: list, optimizer_variables: list = ()) -> dict:
+    """Return what several ranks have alike: a dict of their groups, and lists of Keras variables.
+
+    Args:
+        network_variables, optimizer_variables: as of `broadcast_first_values`.
+    """
     same_shards = job.data_parallel_group()
     shards = collections.defaultdict(list)  # group -> what travels in it
     for number, variable in enumerate([*network_variables, *optimizer_variables]):
@@ -31,12 +45,7 @@ def broadcast_first_values(network_variables: list, optimizer_variables: list) -
         group = job.whole_job() if is_replicated and job.stage()[1] == 1 else same_shards
         if group.size > 1:
             shards[group] += own_shards([variable])
-    for group, own in shards.items():
-        for number, some in enumerate(_messages(own)):
-            values = [shard.value for shard in some]
-            values = transport.broadcast_together(values, 0, group, f"first_values_{number}")
-            for shard, value in zip(some, values):
-                shard.assign(value)
+    return shards
 
 
 def _messages(shards: list) -> Iterator[list]:

@@ -35,7 +35,7 @@ from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.process_groups import Group, ProcessGroups
 from dtransformer.parallel.rank_links import RankLinks, connect_ranks
 from dtransformer.parallel.topology import Topology
-from dtransformer.parallel.watchdog.gates import Gates
+from dtransformer.parallel.watchdog.gates import GatesByPurpose
 from dtransformer.parallel.watchdog.recorder import Recorder
 from dtransformer.parallel.watchdog.start import stall_seconds_of, start_watchdog
 from dtransformer.parallel.watchdog.thread import Watchdog
@@ -59,7 +59,7 @@ class _Job:
     pipeline_group: Group | None = None
     mesh: object = None
     rank_links: RankLinks | None = None
-    gates: Gates = dataclasses.field(default_factory=Gates)
+    gates: GatesByPurpose = dataclasses.field(default_factory=GatesByPurpose)
     watchdog: Watchdog | None = None
 
 
@@ -136,19 +136,21 @@ def init(
     groups = ProcessGroups(rank, size, hvd, _job.groups)
     seed = _job.seed if seed is None else seed
     _job = _Job(
-        rank,
-        size,
-        local_rank,
-        topology,
-        config.placement,
-        hvd,
-        groups,
-        seed,
+        *(rank, size, local_rank, topology, config.placement, hvd, groups, seed),
         is_joined=True,
         gates=_job.gates,
         watchdog=watchdog,
     )
-    everyone = range(size)
+    with waiting("dtransformer.init", range(size)):
+        _join_layout(topology, rank, addresses, hvd)
+    return topology
+
+
+def _join_layout(topology, rank, addresses, hvd):
+    """Start the mesh and what joins ranks."""
+    global _job
+    groups, config = _job.groups, get_parallel_config()
+    everyone = range(topology.num_ranks)
     _job = dataclasses.replace(
         _job,
         mesh=start_mesh(topology, rank, addresses, device_type()),
@@ -165,7 +167,6 @@ def init(
         _job = dataclasses.replace(_job, data_parallel_group=group)
         if linked := topology.pairs_within_replicas():
             _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
-    return topology
 
 
 def _leave_layout():
@@ -280,8 +281,16 @@ def placement() -> Placement:
 def barrier() -> None:
     """Wait until every rank is here."""
     if _job.hvd is not None:
-        with doing("waiting"):
+        with waiting("the barrier", range(_job.size)):
             _job.hvd.allreduce(tf.zeros([]), name="dtransformer.barrier")
+
+
+def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
+    """Say that a `with` block waits for ranks in a collective; see `Recorder.waiting`."""
+    if not tf.executing_eagerly():  # nothing is sent while a function is traced
+        _recorder.traces_collective()
+        return contextlib.nullcontext()
+    return _recorder.waiting(collective, [rank for rank in ranks if rank != _job.rank])
 
 
 def doing(kind: str, step: int | None = None) -> contextlib.AbstractContextManager:
@@ -299,22 +308,14 @@ def computed_for(seconds: float) -> None:
     _recorder.computed_for(seconds)
 
 
-def ask_to_stop() -> None:
-    """Let all ranks stop at the same gate, the next one or the one after; from any rank."""
-    if _job.watchdog is not None:
-        _job.watchdog.ask_to_stop()
-    else:
-        _job.gates.open_until(_job.gates.hold())
+def watchdog() -> Watchdog | None:
+    """Return the watchdog of this rank; None without."""
+    return _job.watchdog
 
 
-def can_stop() -> bool:
-    """Return whether ranks can agree where to stop: with a watchdog, or alone."""
-    return _job.size == 1 or _job.watchdog is not None
-
-
-def passes_gate() -> bool:
-    """Return whether training goes on; all ranks have to call, between the same two steps."""
-    return _job.gates.passes()
+def gates() -> GatesByPurpose:
+    """Return the gates at which ranks stop together; see `dtransformer.parallel.stopping`."""
+    return _job.gates
 
 
 def data_shard() -> tuple[int, int]:
@@ -384,7 +385,8 @@ def new_group(ranks: Iterable[int]) -> Group:
     >>> new_group([0])
     Group(ranks=(0,), index=0)
     """
-    return _job.groups.new(ranks)
+    with tf.init_scope(), waiting("new_group", range(_job.size)):
+        return _job.groups.new(ranks)
 
 
 def agreed_group(ranks: Iterable[int]) -> Group:

@@ -26,7 +26,7 @@ def all_gather_json(value, name: str) -> list:
     """
     if job.size() == 1:
         return exchange_json(value, lambda own: own)
-    with job.doing("waiting"):
+    with job.waiting(f"what ranks tell each other ({name})", range(job.size())):
         return exchange_json(value, _all_gather_named(name, job.joined()))
 
 
@@ -93,17 +93,15 @@ def from_chief(action: Callable, name: str):
 
     Raises:
         InputError: on every rank, where rank 0 raised one, or an OSError.
+        Exception: rank 0's; on the others it is a ValueError or a RuntimeError of its text.
     """
-    own = caught = None
+    own = error = None
     if job.is_chief():
-        try:
-            own = {"value": action()}
-        except (InputError, OSError) as error:
-            own, caught = {"error": str(error)}, error
-    first = all_gather_json(own, name)[0]
-    if "error" in first:
-        raise InputError(first["error"]) from caught
-    return first["value"]
+        own, error = _done(lambda: _without_os_errors(action))
+    first, *_ = all_gather_json(own, name)
+    if error is not None:
+        raise error
+    return _value(0, first)
 
 
 def together(action: Callable, name: str):
@@ -117,17 +115,35 @@ def together(action: Callable, name: str):
         InputError, ValueError: the first rank's error, on every rank, is one.
         RuntimeError: it is another one.
     """
-    value = error = None
+    own, error = _done(action)
+    told = {"value": None} if error is None else own
+    for rank, theirs in enumerate(all_gather_json(told, name)):
+        _value(rank, theirs, error)
+    return own["value"]
+
+
+def _without_os_errors(action):
     try:
-        value = action()
-    except Exception as caught:
-        error = caught
+        return action()
+    except OSError as error:
+        raise InputError(str(error)) from error
+
+
+def _done(action):
+    """Return a dict with an action's value, or with its error; and the error."""
+    try:
+        return {"value": action()}, None
+    except Exception as error:
+        kind = "InputError" if isinstance(error, InputError) else type(error).__name__
+        return {"error": [kind, str(error)]}, error
+
+
+def _value(rank, told, own_error=None):
+    """Return the value that a rank has told, or raise its error."""
+    if "value" in told:
+        return told["value"]
+    kind, text = told["error"]
     kinds = {"InputError": InputError, "ValueError": ValueError}
-    own = None if error is None else [type(error).__name__, str(error)]
-    for rank, theirs in enumerate(all_gather_json(own, name)):
-        if theirs is not None:
-            kind, text = theirs
-            if kind not in kinds:
-                text = f"rank {rank}: {kind}: {text}" if job.size() > 1 else f"{kind}: {text}"
-            raise kinds.get(kind, RuntimeError)(text) from error
-    return value
+    if kind not in kinds:
+        text = f"rank {rank}: {kind}: {text}" if job.size() > 1 else f"{kind}: {text}"
+    raise kinds.get(kind, RuntimeError)(text) from own_error

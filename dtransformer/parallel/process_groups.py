@@ -11,8 +11,6 @@ import os
 import types
 from collections.abc import Iterable
 
-import tensorflow as tf
-
 from dtransformer.parallel.json_exchange import exchange_json
 
 
@@ -76,11 +74,10 @@ class ProcessGroups:
         except TypeError:
             pass  # what came is refused below, once every rank is there
         if self._horovod is not None:
-            with tf.init_scope():
-                everyone = exchange_json(
-                    repr(ranks),
-                    lambda own: self._horovod.allgather(own, name="dtransformer.new_group"),
-                )
+            everyone = exchange_json(
+                repr(ranks),
+                lambda own: self._horovod.allgather(own, name="dtransformer.new_group"),
+            )
             for rank, theirs in enumerate(everyone):
                 if theirs != everyone[0]:
                     raise ValueError(

@@ -26,9 +26,11 @@ class ShardedVariable(keras.Variable):
     Attributes:
         shards: list of what this rank holds of it, as ordinary Keras variables.
         unsharded_for_use: whether it is unsharded wherever it is used.
+        num_assigned: how often the program has assigned it, of which this rank keeps its shards.
     """
 
     unsharded_for_use = False
+    num_assigned = 0
     _unsharded = None  # its full value, in the host's memory, for `unsharded_on_chief`
 
     @property
@@ -63,6 +65,11 @@ class ShardedVariable(keras.Variable):
     def _as_used(self, value):
         """Return a value that was given from outside as computations use it."""
         return value
+
+    def assign(self, value):
+        if tf.executing_eagerly():
+            self.num_assigned += 1
+        return super().assign(value)
 
     def __array__(self, dtype=None):
         return np.asarray(self.numpy(), dtype)

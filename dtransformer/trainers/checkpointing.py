@@ -1,6 +1,7 @@
 """How a trainer saves and restores: checkpoints of the full run, and files of weights."""
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.parallel.pipeline.stage_weights import full_network
-from dtransformer.parallel.sharded_variable import unsharded_on_chief
+from dtransformer.parallel.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import (
     is_safetensors,
     load_safetensors,
@@ -182,11 +183,33 @@ class Checkpointing(keras.Model):
         Raises:
             InputError: it cannot be written; on every rank.
         """
+        save = functools.partial(type(self.network).save_weights, self.network)
         if kwargs or not str(filepath).endswith(_WEIGHTS):  # several files, or an error
-            with self._full_network():
-                from_chief(lambda: self.network.save_weights(filepath, **kwargs), "weights/saved")
+            with job.doing("saving"), self._full_network():
+                from_chief(lambda: save(filepath, **kwargs), "weights/saved")
         else:
-            self._write(filepath, _WEIGHTS, overwrite, self.network.save_weights)
+            self._write(filepath, _WEIGHTS, overwrite, save)
+
+    def _share_saving(self):
+        """Let the network's own methods that save write one file, whichever ranks call them."""
+        for method in ("save", "save_weights") if job.size() > 1 else ():
+            shared = functools.partial(self._save_network, method)
+            object.__setattr__(self.network, method, shared)  # no part of the network
+
+    def _save_network(self, method, filepath, overwrite=True, **kwargs):
+        """Save as a method of the network does, which its class has."""
+        network, path = self.network, str(filepath)
+        save = functools.partial(getattr(type(network), method), network)
+        divided = any(isinstance(v, ShardedVariable) for v in network.variables)
+        if kwargs or not overwrite or not path.endswith((".weights.h5", ".keras")):
+            write = lambda: save(filepath, overwrite, **kwargs)  # Keras asks, or says what is wrong
+        else:
+            write = lambda: write_keras(network, filepath, save)
+        if not divided and job.stage()[1] == 1:  # every rank has all: also one alone may call
+            write()
+            return
+        with job.doing("saving"), self._full_network():
+            from_chief(write, "network/saved")
 
     def _write(self, path, ending, overwrite, save):
         """Write a file of the full network from rank 0, complete or not at all; all ranks call."""

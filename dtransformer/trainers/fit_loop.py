@@ -21,6 +21,7 @@ from dtransformer.trainers.data import (
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
+from dtransformer.trainers.host_changes import host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
@@ -40,6 +41,7 @@ class FitLoop(keras.Model):
     _throughput = None
     _beginning = None  # of the fit that is running
     _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
+    num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
 
     def make_train_function(self, force=False):
@@ -214,7 +216,8 @@ class FitLoop(keras.Model):
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
-        callbacks = [self._data_position, LossWarning(), SameStates(), *callbacks]
+        before, after = host_changes(self)
+        callbacks = [self._data_position, LossWarning(), SameStates(), *before, *callbacks]
         try:
             with job.doing("callbacks"), told_in_one_line(), signals_stop(callbacks) as stopping:
                 return super().fit(
@@ -224,7 +227,7 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [*callbacks, *stopping], verbose=verbose, epochs=epochs, model=self
+                        [*callbacks, *stopping, *after], verbose=verbose, epochs=epochs, model=self
                     ),
                     validation_data=validation_data,
                     shuffle=shuffle,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from dtransformer.parallel import job
+from dtransformer.parallel import job, stopping
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 
 EXIT_CODE = 75  # a temporary failure, says <sysexits.h>: start again
@@ -40,7 +40,7 @@ class SaveAndLeave(keras.callbacks.Callback):
         self._pass_gate()
 
     def _pass_gate(self):
-        if job.passes_gate():
+        if stopping.passes_gate():
             return
         step = self._saving.save_now()
         if job.is_chief():
@@ -68,10 +68,10 @@ def signals_stop(
     """
     saving = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
     is_main = threading.current_thread() is threading.main_thread()
-    if len(saving) != 1 or not job.can_stop() or not is_main:
+    if len(saving) != 1 or not stopping.can_stop() or not is_main:
         yield []
         return
-    ask = lambda number, frame: job.ask_to_stop()
+    ask = lambda number, frame: stopping.ask_to_stop()
     before = {number: signal.signal(number, ask) for number in _SIGNALS}
     try:
         yield [SaveAndLeave(saving[0])]

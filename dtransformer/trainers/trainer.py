@@ -33,6 +33,7 @@ from dtransformer.trainers.compile_checks import (
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
+from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.padded_logits import of_classes
 from dtransformer.trainers.reporting import Reporting, check_rules
@@ -77,6 +78,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
         check_network(network)
         self.network = network
+        self._share_saving()
         self.objective = None
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
         self._jit = "auto"
@@ -224,6 +226,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             return
         self.built = True
         check_network(self.network)  # with the layers that came when it was built
+        check_trained_alike(self)
         broadcast_first_values(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(

@@ -16,13 +16,13 @@ _MOVED_AS = {"bfloat16": "uint16"}
 def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """Return a reduction of the ranks' tensors; see `transport.all_reduce`."""
     hvd = job.horovod()
-    return hvd.allreduce(never_constant(x), op=getattr(hvd, op), **_key(group, name))
+    return _run("allreduce", never_constant(x), group, name, op=getattr(hvd, op))
 
 
 def all_reduce_together(tensors: list, group: Group, name: str) -> list:
     """Return the sums of the ranks' tensors; see `transport.all_reduce_together`."""
     hvd = job.horovod()
-    return hvd.grouped_allreduce(tensors, op=hvd.Sum, **_key(group, name))
+    return _run("grouped_allreduce", tensors, group, name, op=hvd.Sum)
 
 
 def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -42,7 +42,7 @@ def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
 def reduce_scatter(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the row [...] of the sum of the ranks' rows [d, ...] that has this rank's position."""
     hvd = job.horovod()
-    total = hvd.reducescatter(to_rank_order(rows, group), op=hvd.Sum, **_key(group, name))
+    total = _run("reducescatter", to_rank_order(rows, group), group, name, op=hvd.Sum)
     total.set_shape([1, *rows.shape[1:]])
     return total[0]
 
@@ -54,17 +54,18 @@ def move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
     """
     bits = _MOVED_AS.get(x.dtype.name)
     sent = tf.bitcast(x, bits) if bits else x
-    operation = getattr(job.horovod(), operation)
-    received = operation(sent, **_key(group, name), **options)
+    received = _run(operation, sent, group, name, **options)
     received, *splits = received if "splits" in options else [received]
     received = tf.bitcast(received, x.dtype) if bits else received
     return (received, *splits) if splits else received
 
 
-def _key(group, name):
-    """Return what Horovod pairs the ranks' operations by."""
-    is_global = trace.current().names_are_global
-    return {"name": name, "process_set": group.process_set, "ignore_name_scope": is_global}
+def _run(operation, x, group, name, **options):
+    """Return what a Horovod operation gives, which the ranks' names and group pair."""
+    key = {"ignore_name_scope": trace.current().names_are_global}
+    key |= {"name": name, "process_set": group.process_set}
+    with job.waiting(f"{operation} {name!r}", group.ranks):
+        return getattr(job.horovod(), operation)(x, **key, **options)
 
 
 # Horovod's order of a group's rows is that of the ranks' numbers.

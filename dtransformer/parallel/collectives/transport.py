@@ -86,7 +86,7 @@ def all_gather_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     links = _links_of(group)
     if links is None:
         return all_gather(x, group, name)
-    rows = _outside(lambda own: tf.stack(links.all_gather(own, group.ranks, name)), x)
+    rows = _outside(lambda own: tf.stack(_linked(links, own, group, name)), x)
     rows.set_shape([group.size, *x.shape])
     return rows
 
@@ -97,7 +97,7 @@ def sum_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     if links is None:
         return all_reduce(x, "Sum", group, name)
     own = tf.cast(x, _ADDED_AS.get(x.dtype.name, x.dtype))
-    total = _outside(lambda own: tf.add_n(links.all_gather(own, group.ranks, name)), own)
+    total = _outside(lambda own: tf.add_n(_linked(links, own, group, name)), own)
     total.set_shape(x.shape)
     return tf.cast(total, x.dtype)
 
@@ -105,6 +105,11 @@ def sum_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
 def _links_of(group):
     links = job.rank_links()
     return None if links is None or not links.join(group.ranks) else links
+
+
+def _linked(links, own, group, name):
+    with job.waiting(f"an all-gather {name!r}", group.ranks):
+        return links.all_gather(own, group.ranks, name)
 
 
 def _outside(function, x):

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
-from dtransformer.parallel import trace
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.dtensor.variable import packed, specs_of, unpacked
 from dtransformer.parallel.sharded_variable import own_shards
@@ -45,7 +45,9 @@ class MeshFunction:
     def _trace(self, weights, args):
         self._is_new, self.calls = True, {}
         mapping = list(zip(self._variables, weights))
-        with keras.StatelessScope(mapping, collect_losses=True) as scope, self._on_mesh():
+        ranks = job.model_parallel_group().ranks
+        waiting = job.waiting("a computation on the mesh", ranks)  # which its functions may do
+        with keras.StatelessScope(mapping, collect_losses=True) as scope, self._on_mesh(), waiting:
             results = self._function(*args)
         self.adds_losses = bool(scope.losses)
         updates = {}

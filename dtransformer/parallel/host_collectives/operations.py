@@ -8,7 +8,7 @@ import zlib
 
 import tensorflow as tf
 
-from dtransformer.parallel import trace
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.process_groups import Group
 
 # What Horovod calls reductions -> what TensorFlow does.
@@ -25,9 +25,7 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
         group: a `Group` that has a `host_key`.
         name: the same on every rank, and no other collective's that is under way.
     """
-    return tf.raw_ops.CollectiveReduceV2(
-        input=x, merge_op=_MERGES[op], final_op="Id", **_key(group, name)
-    )
+    return _run("CollectiveReduceV2", x, group, name, merge_op=_MERGES[op], final_op="Id")
 
 
 def all_reduce_together(tensors: list, group: Group, name: str) -> list:
@@ -37,25 +35,27 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
 
 def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...], in the group's order; see `all_reduce`."""
-    rows = tf.raw_ops.CollectiveGatherV2(input=x[None], **_key(group, name))
+    rows = _run("CollectiveGatherV2", x[None], group, name)
     rows.set_shape([group.size, *x.shape])
     return rows
 
 
 def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i of [d, ...] to position i; return what comes; see `all_reduce`."""
-    received = tf.raw_ops.CollectiveAllToAllV2(input=rows, **_key(group, name))
+    received = _run("CollectiveAllToAllV2", rows, group, name)
     received.set_shape(rows.shape)
     return received
 
 
-def _key(group, name):
-    """Return what the kernels pair the ranks' operations by: as Horovod, a name in its scope."""
+def _run(operation, x, group, name, **options):
+    """Return what an operation gives, which is paired as by Horovod: by a name in its scope."""
     if not tf.executing_eagerly() and not trace.current().names_are_global:
         name = tf.compat.v1.get_default_graph().unique_name(name)
-    return {
+    key = {
         "group_size": group.size,
         "group_key": group.host_key,
         "instance_key": zlib.crc32(name.encode()) & 0x7FFFFFFF,
         "ordering_token": [],
     }
+    with job.waiting(f"{operation} {name!r}", group.ranks):
+        return getattr(tf.raw_ops, operation)(input=x, **key, **options)

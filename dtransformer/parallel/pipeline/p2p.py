@@ -11,6 +11,19 @@ from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 
 
+class _Waited(concurrent.futures.Future):
+    """A future of which the watchdog knows who waits for it, and for whom."""
+
+    def __init__(self, what, rank):
+        super().__init__()
+        self._what, self._rank = what, rank
+
+    def result(self, timeout=None):
+        """As a future's."""
+        with job.waiting(self._what, [self._rank]):
+            return super().result(timeout)
+
+
 class PeerToPeer:
     """Sends and receives lists of tensors.
 
@@ -36,7 +49,7 @@ class PeerToPeer:
         """
         links = job.rank_links()
         if links is not None:
-            return self._timed(links.send(tensors, _rank_of(peer), name), name)
+            return self._timed(links.send(tensors, _rank_of(peer), name), peer, name)
         return self._start(tensors, peer, True, name)
 
     def receive(self, specs: list[tuple], peer: int, name: str) -> concurrent.futures.Future:
@@ -49,12 +62,12 @@ class PeerToPeer:
         """
         links = job.rank_links()
         if links is not None:
-            return self._timed(links.receive(_rank_of(peer), name), name)
+            return self._timed(links.receive(_rank_of(peer), name), peer, name)
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
 
-    def _timed(self, done, name):
+    def _timed(self, done, peer, name):
         """Return a future like another one, which is done once `ended` says when."""
-        future = concurrent.futures.Future()
+        future = _Waited(f"send/recv {name!r}", _rank_of(peer))
 
         def pass_on(done):
             error = done.exception()
@@ -79,7 +92,7 @@ class PeerToPeer:
             self._functions[key] = _compat.expect_many_traces(function)
         future = concurrent.futures.Future()
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
-        return self._timed(future, name)
+        return self._timed(future, peer, name)
 
     def _run(self, future, key, tensors):
         sends, _ = key

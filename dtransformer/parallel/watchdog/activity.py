@@ -1,11 +1,11 @@
 """What a rank does, and how long it may do it: pure."""
 
 import dataclasses
+from collections.abc import Sequence
 
 # How many times `stall_seconds` an activity may take.
 _PATIENCE = {
     "step": 1,  # forward, backward and update
-    "waiting": 1,  # for all ranks, outside of a step
     "compiling": 10,  # a step whose functions are traced and compiled
     "validating": 10,  # and predicting
     "saving": 10,
@@ -16,12 +16,12 @@ KINDS = tuple(_PATIENCE)
 # Those that end early where the rank does not even compute: then it waits for others.
 _COMPUTES = ("compiling", "validating")
 _TIMES_THE_LONGEST = 4  # what a step may take of the longest one before it
-# Those in which ranks need no other rank.
+# Those in which ranks need no other rank, but where they say that they wait.
 _ALONE = ("outside", "saving")
+_MOST_LETTERS = 200  # of what a rank waits in
 
 _SAYS = {
     "step": "step {step}",
-    "waiting": "a wait for all ranks after step {step}",
     "compiling": "step {step}, which is compiled",
     "validating": "validation or prediction after step {step}",
     "saving": "saving after step {step}",
@@ -41,6 +41,9 @@ class Activity:
         idle_seconds: for how long the process has hardly computed.
         longest: seconds of the longest step so far that was not compiled.
         own_seconds: what a step took of late until it needed the other ranks' gradients.
+        waits_in: the collective that it waits in meanwhile, and for whom; "" where it does not.
+        waited: for how long it has waited there.
+        is_guess: whether it may be something else: a function of TensorFlow that computes nothing.
     """
 
     kind: str = "outside"
@@ -49,9 +52,13 @@ class Activity:
     idle_seconds: float = 0.0
     longest: float = 0.0
     own_seconds: float = 0.0
+    waits_in: str = ""
+    waited: float = 0.0
+    is_guess: bool = False
 
     def __str__(self):
-        return _SAYS[self.kind].format(step=self.step)
+        waits = f", where it waits in {self.waits_in}" * bool(self.waits_in)
+        return _SAYS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:
         """Return the fields as JSON has them."""
@@ -66,9 +73,11 @@ class Activity:
         """
         if fields["kind"] not in KINDS:
             raise ValueError(f"no activity: {fields['kind']!r}")
-        names = ("seconds", "idle_seconds", "longest", "own_seconds")
+        names = ("seconds", "idle_seconds", "longest", "own_seconds", "waited")
         numbers = {name: float(fields[name]) for name in names}
-        return cls(fields["kind"], int(fields["step"]), **numbers)
+        waits = {"waits_in": str(fields["waits_in"])[:_MOST_LETTERS]}
+        waits["is_guess"] = bool(fields["is_guess"])
+        return cls(fields["kind"], int(fields["step"]), **numbers, **waits)
 
 
 def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
@@ -77,7 +86,7 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
     Args:
         activity: what it does.
         later: seconds since it told that.
-        stall_seconds: how long a step may take.
+        stall_seconds: how long a step, or a wait for other ranks, may take.
 
     Example:
 
@@ -86,11 +95,27 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
     """
     seconds = activity.seconds + later
     limit = stall_seconds * _PATIENCE[activity.kind]
-    if activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
+    if activity.waits_in:
+        seconds, limit = activity.waited + later, stall_seconds
+    elif activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
         limit = stall_seconds
     return seconds > max(limit, _TIMES_THE_LONGEST * activity.longest)
 
 
 def needs_others(activity: Activity) -> bool:
     """Return whether a rank may be waiting for another one."""
-    return activity.kind not in _ALONE
+    waits = activity.waits_in and not activity.is_guess
+    return bool(waits) or activity.kind not in _ALONE
+
+
+def say_ranks(ranks: Sequence[int]) -> str:
+    """Return a text of a few ranks.
+
+    Example:
+
+    >>> say_ranks([3]), say_ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}" + ", …" * (
+        len(ranks) > 8
+    )

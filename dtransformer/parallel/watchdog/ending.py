@@ -59,8 +59,8 @@ def last_words(told: str, rank: int, host: str, own: Activity, stacks: str) -> s
         stacks: the file with its stacks.
     """
     place = place_of_main_thread(stacks)
-    text = f"{told}; rank {rank} on host {host} was in {own}{f' ({place})' * bool(place)}"
-    return one_line(f"dtransformer: the job ends: {text}; all threads: {stacks}", 600)
+    text = f"rank {rank} on host {host} was in {own}{f' ({place})' * bool(place)}"
+    return one_line(f"dtransformer: the job ends: {told}; {text}; all threads: {stacks}", 1000)
 
 
 def leave(words: str, seconds: float) -> None:

@@ -2,9 +2,11 @@
 
 When a rank is asked to stop, rank 0 asks all to hold. From then on a rank waits at its next gate,
 and answers how many it has passed; no rank can have passed more than one beyond another. The
-greatest of the answers is the last gate that is passed, which all are told.
+greatest of the answers is the last gate that is passed, which all are told. There are gates for
+each purpose: to leave the job, and to end a `fit`.
 """
 
+import itertools
 import threading
 from collections.abc import Iterable
 
@@ -42,6 +44,21 @@ class Gates:
     def is_held(self) -> bool:
         """Whether this rank is to stop."""
         return self._holds
+
+
+class GatesByPurpose:
+    """The `Gates` of this rank for each purpose, a str."""
+
+    def __init__(self):
+        self._lock, self._gates, self._numbers = threading.Lock(), {}, itertools.count()
+
+    def new_purpose(self) -> str:
+        """Return a purpose that is new, the same on ranks that call alike."""
+        return f"number {next(self._numbers)}"
+
+    def __getitem__(self, purpose: str) -> Gates:
+        with self._lock:
+            return self._gates.setdefault(purpose, Gates())
 
 
 class Agreement:

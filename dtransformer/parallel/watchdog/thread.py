@@ -1,5 +1,6 @@
 """The thread of each rank: sends and hears heartbeats, and ends the rank when the verdict is in."""
 
+import collections
 import contextlib
 import selectors
 import socket
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dtransformer.parallel.watchdog import ending
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.gates import Agreement, Gates
+from dtransformer.parallel.watchdog.gates import Agreement, GatesByPurpose
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.recorder import Recorder
 from dtransformer.parallel.watchdog.straggler import Stragglers
@@ -41,14 +42,15 @@ class Watchdog:
         link: Hub | Member,
         stall_seconds: float,
         recorder: Recorder,
-        gates: Gates,
+        gates: GatesByPurpose,
         end: Callable[[str, float], None] = ending.leave,
     ):
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
         self._link, self._recorder, self._gates, self._end = link, recorder, gates, end
         everyone = range(len(hosts))
         self._watch = Watch(everyone if rank == 0 else [0], stall_seconds, time.monotonic())
-        self._agreement, self._stragglers = Agreement(everyone), Stragglers()
+        self._present, self._stragglers = set(everyone), Stragglers()
+        self._agreements = collections.defaultdict(lambda: Agreement(self._present))
         self._ask, self._asked = socket.socketpair()
         self._asked.setblocking(False)
         self._link.selector.register(self._asked, selectors.EVENT_READ)
@@ -59,9 +61,9 @@ class Watchdog:
 
     # Called by the main thread.
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, purpose: str) -> None:
         """Let all ranks stop at the same gate. From a signal's handler, too."""
-        self._wish({"stop": True})
+        self._wish({"stop": purpose})
 
     def leave(self, error: str | None = None) -> None:
         """Say farewell to the other ranks, with the error that ends this one."""
@@ -129,8 +131,7 @@ class Watchdog:
     def _hear(self, rank, said):
         if said is None:
             self._watch.lost(rank)
-            if self.rank == 0:
-                self._answer(rank, None)
+            self._answer_nothing(rank)
             self._beat(time.monotonic())
             return
         self._watch.heard(rank, time.monotonic())
@@ -138,24 +139,25 @@ class Watchdog:
             self._watch.heard(rank, time.monotonic(), Activity.from_json(said["beat"]))
         if "left" in said:
             self._watch.left(rank, said["error"])
-            if self.rank == 0:
-                self._answer(rank, None)
+            self._answer_nothing(rank)
         if "verdict" in said:
             verdict = said["verdict"]
             self._carry_out_verdict(Verdict(tuple(verdict[0]), verdict[1], verdict[2]))
         if "stop" in said:
-            self._begin_stop()
+            self._begin_stop(said["stop"])
         if "hold" in said:
-            self._link.send(0, {"passed": self._gates.hold()})
+            purpose = said["hold"]
+            self._link.send(0, {"passed": [purpose, self._gates[purpose].hold()]})
         if "passed" in said:
-            self._answer(rank, said["passed"])
+            self._answer(rank, *said["passed"])
         if "last_gate" in said:
-            self._gates.open_until(said["last_gate"])
+            purpose, last = said["last_gate"]
+            self._gates[purpose].open_until(last)
 
     def _carry_out(self, wish):
         if "stop" in wish:
             if self.rank == 0:
-                self._begin_stop()
+                self._begin_stop(wish["stop"])
             else:
                 self._link.send(0, wish)
             return
@@ -164,17 +166,23 @@ class Watchdog:
             self._link.send(rank, farewell)
         self._is_leaving = True
 
-    def _begin_stop(self):
-        if not self._agreement.is_asked:
-            self._agreement.is_asked = True
-            self._to_others({"hold": True})
-            self._answer(0, self._gates.hold())
+    def _begin_stop(self, purpose):
+        if not self._agreements[purpose].is_asked:
+            self._agreements[purpose].is_asked = True
+            self._to_others({"hold": purpose})
+            self._answer(0, purpose, self._gates[purpose].hold())
 
-    def _answer(self, rank, passed):
-        last = self._agreement.answer(rank, passed)
-        if last is not None and self._agreement.is_asked:
-            self._to_others({"last_gate": last})
-            self._gates.open_until(last)
+    def _answer(self, rank, purpose, passed):
+        last = self._agreements[purpose].answer(rank, passed)
+        if last is not None and self._agreements[purpose].is_asked:
+            self._to_others({"last_gate": [purpose, last]})
+            self._gates[purpose].open_until(last)
+
+    def _answer_nothing(self, rank):
+        """Know that a rank passes no gate any more."""
+        self._present.discard(rank)
+        for purpose in list(self._agreements):
+            self._answer(rank, purpose, None)
 
     def _to_others(self, value):
         for rank in range(1, len(self.hosts)):

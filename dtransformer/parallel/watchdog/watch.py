@@ -4,10 +4,11 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others
+from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
 
 _LATE = 5.0  # seconds without a look, after which this process itself was stopped
 SILENT_SHARE = 0.5  # of `stall_seconds`: a rank that is not heard of for so long has failed
+_MOST_TOLD = 4  # different things that ranks do
 _AT_ONCE = 0.8  # of that time: ranks that are silent for so long have the same cause
 
 
@@ -109,14 +110,16 @@ class Watch:
         for one in present.values():
             if not is_over(one.activity, now - one.at, self._stall_seconds):
                 return None
-        return stalled({rank: one.activity for rank, one in self._ranks.items()})
+        left = [rank for rank, one in self._ranks.items() if one.is_left]
+        return stalled({rank: one.activity for rank, one in self._ranks.items()}, left)
 
 
-def stalled(activities: dict[int, Activity]) -> Verdict:
+def stalled(activities: dict[int, Activity], left: Sequence[int] = ()) -> Verdict:
     """Return the verdict on a job in which no rank goes on: who is behind, and in what.
 
     Args:
         activities: of all ranks.
+        left: the ranks that have left the job, and are waited for.
 
     Example:
 
@@ -124,21 +127,31 @@ def stalled(activities: dict[int, Activity]) -> Verdict:
     >>> stalled({0: step, 1: step, 2: Activity("callbacks", 3, seconds=600)}).ranks
     (2,)
     """
+    ranks_of = collections.defaultdict(list)  # what ranks do -> which ones
+    for rank, one in activities.items():
+        ranks_of[str(one)].append(rank)
+    seconds = min(one.waited if one.waits_in else one.seconds for one in activities.values())
     newest = max(one.step for one in activities.values())
-    behind = [rank for rank, one in activities.items() if one.step < newest]
+    behind = list(left) or [rank for rank, one in activities.items() if one.step < newest]
+    if not behind and len(ranks_of) == 1:
+        (same,) = ranks_of
+        return Verdict((), f"no rank went on for {seconds:.0f} s in {same}: their calls differ")
+    if not behind and all(one.waits_in for one in activities.values()):
+        theirs = [f"{say_ranks(some)} in {does}" for does, some in ranks_of.items()]
+        more = "; …" * (len(theirs) > _MOST_TOLD)
+        return Verdict(
+            (), f"ranks have waited for each other for {seconds:.0f} s, after an error that one of "
+            f"them alone has caught, or a call that not all make: "
+            f"{'; '.join(theirs[:_MOST_TOLD])}{more}",
+        )  # fmt: skip
     if not behind:  # all are in the same step, most of them in the same way
-        ways = collections.Counter(str(one) for one in activities.values())
-        usual = ways.most_common(1)[0][0]
-        behind = [rank for rank, one in activities.items() if str(one) != usual]
-    seconds = min(one.seconds for one in activities.values())
-    if not behind:
-        (one, *_) = activities.values()
-        return Verdict((), f"no rank went on for {seconds:.0f} s in {one}: their calls differ")
+        usual = max(ranks_of.values(), key=len)
+        behind = [rank for rank in activities if rank not in usual]
     first, other = activities[behind[0]], next(r for r in activities if r not in behind)
-    return Verdict(
-        tuple(behind), f"held the job for {seconds:.0f} s in {first}: rank {other} is in "
-        f"{activities[other]}",
-    )  # fmt: skip
+    does = f"held the job for {seconds:.0f} s in {first}"
+    if left:
+        does = "left the job, in which others wait"
+    return Verdict(tuple(behind), f"{does}: rank {other} is in {activities[other]}")
 
 
 def say(verdict: Verdict, hosts: Sequence[str]) -> str:
@@ -151,8 +164,6 @@ def say(verdict: Verdict, hosts: Sequence[str]) -> str:
     """
     if not verdict.ranks:
         return verdict.cause
-    some = ", ".join(map(str, verdict.ranks[:8])) + ", …" * (len(verdict.ranks) > 8)
     names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
     places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
-    several = len(verdict.ranks) > 1
-    return f"rank{'s' * several} {some} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
+    return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.gates import Agreement, Gates
+from dtransformer.parallel.watchdog.gates import Agreement, GatesByPurpose
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.sealed import Seals, key_of, new_token
 from dtransformer.parallel.watchdog.thread import Watchdog
@@ -38,7 +38,7 @@ class Job:
     def __init__(self, stall_seconds):
         listener = socket.create_server(("127.0.0.1", 0))
         self.address, self.ended = listener.getsockname(), queue.Queue()
-        self.doing, self.gates = [Doing() for _ in HOSTS], [Gates() for _ in HOSTS]
+        self.doing, self.gates = [Doing() for _ in HOSTS], [GatesByPurpose() for _ in HOSTS]
         self.watchdogs = [self._start(0, Hub(listener, TOKEN, len(HOSTS)), stall_seconds)]
         self.links = [None]
         for rank in (1, 2):
@@ -141,7 +141,7 @@ def test_strangers_are_not_heard(job):
                 if data in (b"", b"\n"):
                     break
     assert job.ended.empty()
-    assert not any(gates.is_held for gates in job.gates)
+    assert not any(gates["fit"].is_held for gates in job.gates)
 
 
 def test_a_member_does_not_take_another_program_for_rank_0():
@@ -173,11 +173,11 @@ def test_ranks_stop_at_the_same_gate(job):
     together = threading.Barrier(len(HOSTS))
 
     def train(rank):
-        while job.gates[rank].passes():
+        while job.gates[rank]["fit"].passes():
             passed[rank] += 1
             together.wait(10)  # a step: nobody is ahead of another by more than one
             if rank == 2 and passed[rank] == 20:
-                job.watchdogs[2].ask_to_stop()
+                job.watchdogs[2].ask_to_stop("fit")
                 asks.set()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(len(HOSTS))]
@@ -187,6 +187,7 @@ def test_ranks_stop_at_the_same_gate(job):
         thread.join(30)
     assert asks.is_set()
     assert passed[0] >= 20 and passed == [passed[0]] * len(HOSTS)
+    assert not job.gates[0]["leave"].is_held, "those of another purpose stay open"
 
 
 @pytest.mark.parametrize("answers, expected", [

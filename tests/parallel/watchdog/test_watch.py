@@ -1,5 +1,7 @@
 """Promise: a job that stops is judged by who stopped it, and one that goes on is left alone."""
 
+import dataclasses
+
 import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
@@ -19,7 +21,9 @@ ACTIVITIES = [
     (step(seconds=51), True),
     (step(seconds=51, longest=20), False),  # steps are that slow here: four times the longest
     (step(seconds=81, longest=20), True),
-    (Activity("waiting", 7, 51), True),
+    (Activity("outside", 7, 300, waits_in="the barrier for rank 1", waited=51), True),
+    (Activity("saving", 7, 300, waits_in="the barrier for rank 1", waited=49), False),
+    (step(seconds=300, longest=20, waits_in="an all-gather for rank 1", waited=79), False),
     (Activity("compiling", 1, 300), False),
     (Activity("compiling", 1, 300, idle_seconds=51), True),  # compiles nothing
     (Activity("compiling", 1, 501), True),
@@ -38,7 +42,7 @@ def test_how_long_an_activity_may_take(activity, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activities_go_from_rank_to_rank(kind):
-    activity = Activity(kind, 3, 1.5, 0.5, 2.5, 0.3)
+    activity = Activity(kind, 3, 1.5, 0.5, 2.5, 0.3, "the barrier for rank 1", 1.2, True)
     assert Activity.from_json(activity.as_json()) == activity
     assert "3" in str(activity)
 
@@ -50,7 +54,9 @@ def watch_until(seconds, activities, silent=(), size=3, begin=0.0):
         for rank in range(size):
             if rank not in silent or now <= begin + 2:
                 one = activities[rank]
-                doing = Activity(one.kind, one.step, now - begin, one.idle_seconds, one.longest)
+                doing = dataclasses.replace(one, seconds=now - begin)
+                if one.waits_in:
+                    doing = dataclasses.replace(doing, waited=now - begin)
                 watch.heard(rank, now, doing)
         verdict = watch.verdict(now)
         if verdict is not None:
@@ -69,10 +75,18 @@ def test_a_host_that_is_cut_off_is_named_with_all_its_ranks():
     assert verdict.ranks == (1, 2)
 
 
+def waiting(kind, is_guess=False):
+    """A rank that waits; it may only look like that."""
+    what = "a function" if is_guess else f"a collective of {kind}"
+    return Activity(kind, 7, waits_in=what, is_guess=is_guess)
+
+
 # What the ranks do when nothing goes on -> who is at fault.
 STALLS = {
     "unequal steps": ([step(8), step(7), step(8)], (1,)),
-    "one is somewhere else": ([step(7), step(7), Activity("waiting", 7)], (2,)),
+    "one is somewhere else": ([step(7), step(7), waiting("callbacks")], (2,)),
+    "they wait for each other": ([waiting("outside"), waiting("saving"), waiting("outside")], ()),
+    "a script's own function": ([waiting("outside"), *[waiting("outside", True)] * 2], ()),
     "the same step, different calls": ([step(7)] * 3, ()),
     "one has compiled nothing": ([Activity("compiling", 1, 0, 99)] * 3, ()),
 }
@@ -92,6 +106,9 @@ GOES_ON = {
     "all validate": [Activity("validating", 7)] * 3,
     "slow steps": [step(7, longest=100)] * 3,
     "nobody is in fit": [Activity("outside", 7, 0, 999)] * 3,
+    "functions of scripts": [waiting("outside", True)] * 3,
+    "all wait for one that saves": [waiting("saving"), waiting("saving"), Activity("saving", 7)],
+    "all wait for one that reads data": [waiting("outside")] * 2 + [Activity("outside", 7)],
 }
 
 
@@ -139,7 +156,18 @@ def test_ranks_that_wait_for_one_that_has_left_end():
     for now in range(1, 60):
         watch.heard(0, now, step(7, now))
         verdict = watch.verdict(now)
-    assert verdict.ranks == (1,)
+    assert verdict.ranks == (1,) and "left the job, in which others wait" in verdict.cause
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_what_each_waits_for():
+    waits = [("an all-gather for rank 1", 60), ("the barrier for rank 0", 55)]
+    cause = stalled({r: Activity("outside", 3, 99, 0, 0, 0, *one) for r, one in enumerate(waits)})
+    for words in (
+        "55 s",
+        "rank 0 in no fit, after step 3, where it waits in an all-gather for rank 1",
+        "rank 1 in no fit, after step 3, where it waits in the barrier for rank 0",
+    ):
+        assert words in cause.cause
 
 
 def test_a_process_that_was_stopped_itself_blames_nobody():

@@ -1,0 +1,32 @@
+"""Promise: a network that all ranks save by its own methods is one whole file, as its trainer's."""
+
+import pathlib
+
+import keras
+import numpy as np
+
+from tests.distributed.tasks.network_files import make
+from tests.shared_runs import each
+
+TASK = "tests.distributed.tasks.network_files:saved"
+LONG = [f"{TASK}/{layout}" for layout in ("pp2m2-1f1b@2x1", "mp2@2x1", "dp2@2x1")]
+RUNS = [f"{TASK}/dp2@2x1+shard3", *LONG]
+
+
+@each(RUNS, LONG)
+def test_files_are_whole(run, ranks_of):
+    first, *_ = ranks_of(run)
+    folder = pathlib.Path(first["folder"])
+    expected, loaded = make(), make()
+    expected.load_weights(folder / "trainer.weights.h5")
+    loaded.load_weights(folder / "network.weights.h5")
+    for network in (loaded, keras.models.load_model(folder / "network.keras")):
+        for own, wanted in zip(network.get_weights(), expected.get_weights(), strict=True):
+            np.testing.assert_array_equal(own, wanted)
+    assert (folder / "alone.weights.h5").exists() == run.endswith("dp2@2x1")
+
+
+@each(RUNS, LONG)
+def test_what_rank_0_refuses_is_told_on_every_rank(run, ranks_of):
+    for rank in ranks_of(run):
+        assert "weights.h5" in rank["message"]
