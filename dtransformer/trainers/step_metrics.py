@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.packing import by_dtype
@@ -57,7 +58,8 @@ class StepMetrics:
             totals: dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
             counts: see `Objective.counts`, of the global batch.
             happened: bool scalar, False where the step is skipped, which does not count.
-            labels, outputs, sample_weight: of this rank; None where no metric sees them.
+            labels, outputs, sample_weight: of this rank; None where no metric sees them. Outputs
+                come with their masks, see `ForwardStep.kept`.
         """
         happened = tf.cast(happened, "float32")
         rows, weight = self._objective.rows(counts), self._objective.weight(counts)
@@ -88,7 +90,7 @@ class StepMetrics:
         states = [variable.value for variable in self._compiled.variables]
         before = [tf.identity(state) for state in states]
         if outputs is not None:
-            self._compiled.update_state(labels, outputs, sample_weight)
+            self._compiled.update_state(labels, _compat.with_masks(*outputs), sample_weight)
         if job.data_shard()[1] > 1:
             self._reduce_states(states, before)
         if job.stage()[1] > 1:

@@ -202,7 +202,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         metrics = self._program.metrics
         if metrics.is_built:
             return
-        metrics.build(labels, self._engine.example_outputs() if outputs is None else outputs)
+        metrics.build(labels, self._engine.example_outputs() if outputs is None else outputs[0])
         if self._beginning is not None:
             with tf.init_scope():
                 self._beginning.restore_metrics(self)

@@ -90,13 +90,17 @@ class ForwardStep:
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
-        return gradients, outputs if self.keeps_outputs else None, sums
+        return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
         outputs = self.outputs(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        return outputs if self.keeps_outputs else None, sums
+        return self.kept(outputs), sums
+
+    def kept(self, outputs):
+        """Return (outputs, their masks by `_compat.masks_of`) for metrics; None where none looks."""
+        return (outputs, _compat.masks_of(outputs)) if self.keeps_outputs else None
 
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return this rank's sums, a dict of float32 scalars: what the logs are made of.
@@ -192,8 +196,8 @@ class Engine(typing.Protocol):
 
         Returns:
             gradients, a list of tensors, one for each shard that this rank has of each trained
-            weight; outputs, nested tensors, or None where they are not wanted or not here; and
-            sums, see `ForwardStep.sums`.
+            weight; outputs and masks, see `ForwardStep.kept`, None where they are not wanted or
+            not here; and sums, see `ForwardStep.sums`.
         """
 
     def evaluate(self, inputs, labels, sample_weight, counts):

@@ -182,8 +182,7 @@ class PipelineEngine:
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
-        if chunk != self.placement.last_chunk or not step.keeps_outputs:
-            outputs = None
+        outputs = step.kept(outputs) if chunk == self.placement.last_chunk else None
         losses = losses_of(self.network, chunk, self.placement)
         sums["added"] = step.added(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
@@ -232,7 +231,7 @@ class PipelineEngine:
         outputs = self._step.outputs(inputs)
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
-        results = outputs if self._step.keeps_outputs else None, sums
+        results = self._step.kept(outputs), sums
         return results, self.devices.replicate(self._step.added(losses, inputs, counts))
 
     def predict(self, inputs):
@@ -270,7 +269,9 @@ class PipelineEngine:
             if one.kind not in SENDS:
                 continue
             backward = one.kind == SEND_GRADIENTS
-            for tensor in self._last_dataflow.sent_after(one.chunk - backward):
+            dataflow = self._last_dataflow
+            passing = dataflow.gradients_after if backward else dataflow.sent_after
+            for tensor in passing(one.chunk - backward):
                 layer = tensor.name.split(":")[0].split("/", 1)[-1]
                 sent += [
                     audit.Collective(
