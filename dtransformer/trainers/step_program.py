@@ -123,9 +123,7 @@ class StepProgram:
         """Return the logs, after the update."""
         totals, loss, norm = begun["totals"], begun["loss"], begun["norm"]
         loss_scale = self.optimizer_step.loss_scale
-        # A step that is skipped does not count.
-        happened = tf.math.is_finite(norm) if loss_scale.is_used else tf.constant(True)
-        logs = self.metrics.update(loss, totals, counts, happened, *seen)
+        logs = self.metrics.update(loss, totals, counts, *seen)
         if loss_scale.is_used:
             logs["loss_scale"] = begun["scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
@@ -138,7 +136,7 @@ class StepProgram:
         totals = grads.reduce_sum(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
-        return self.metrics.update(loss, totals, counts, tf.constant(True), *seen)
+        return self.metrics.update(loss, totals, counts, *seen)
 
 
 def _compiled(function):
