@@ -20,6 +20,7 @@ from dtransformer.parallel.told import listening
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.expert_loads import named
+from dtransformer.trainers.layer_states import LayerStates
 
 
 class Numbers(typing.NamedTuple):
@@ -45,30 +46,37 @@ class ForwardStep:
         network: the `keras.Model` that is trained.
         objective: the `Objective`; None where nothing but outputs is asked for.
         keeps_outputs: whether outputs are wanted, for metrics. They are large.
+        states: the `LayerStates` of its layers.
     """
 
     network: object
     objective: object = None
     keeps_outputs: bool = False
+    states: LayerStates = dataclasses.field(default_factory=LayerStates)
 
     def counts(self, inputs, labels, sample_weight):
         """Return `Numbers.counts` of a batch, from this rank's share of it."""
         own = self.objective.counts(inputs, labels, sample_weight)
         return grads.reduce_sum({"counts": own}, name="counts")["counts"]
 
-    def outputs(self, inputs, training=False):
-        """Return the network's outputs."""
+    def outputs(self, inputs, training=False, layers=None):
+        """Return the network's outputs; what layers set by that is forgotten."""
+        return self.outputs_and_states(inputs, training, layers)[0]
+
+    def outputs_and_states(self, inputs, training=False, layers=None):
+        """Return the network's outputs, and what `LayerStates.collected` yields for layers."""
         if not tf.executing_eagerly():
             job.compiles()
         inside = current_unsharding() is not None
-        with contextlib.nullcontext() if inside else unsharding("call"):
+        unsharded = contextlib.nullcontext() if inside else unsharding("call")
+        with unsharded, self.states.collected(layers) as found:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
                 f"the network {self.network.name!r} returned None: its call has to return a tensor, "
                 "or several"
             )
-        return outputs
+        return outputs, found
 
     def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
         """Return the gradients of loss · scale, the outputs and this rank's sums.
@@ -83,10 +91,10 @@ class ForwardStep:
         seed, listens = dropout_seed(numbers.seed), listening()
         with tape, own_tape, seed, unsharding("train"), listens as told:
             tape.watch(values)
-            outputs = self.outputs(inputs, training=True)
+            outputs, found = self.outputs_and_states(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(told)
+            sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
@@ -94,8 +102,9 @@ class ForwardStep:
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
-        outputs = self.outputs(inputs)
+        outputs, found = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
+        sums |= self.states.shares(found, self.share(inputs, counts))
         return self.kept(outputs), sums
 
     def kept(self, outputs):
@@ -133,11 +142,13 @@ class ForwardStep:
             counts: as from `counts`, of the global batch.
             divided: of `Objective.sums`, where the loss has it.
         """
-        share = divided
-        if share is None:
-            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
-            share = tf.cast(rows, "float32") / self.objective.rows(counts)
+        share = self.share(inputs, counts) if divided is None else divided
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
+
+    def share(self, inputs, counts):
+        """Return the share of the global batch's rows that `inputs` are."""
+        rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
+        return tf.cast(rows, "float32") / self.objective.rows(counts)
 
     def _check_divided(self, losses):
         """Refuse a mean over a mask, known after the forward pass, beside means over rows.

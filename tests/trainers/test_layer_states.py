@@ -1,0 +1,132 @@
+"""Promise: states and metrics of layers, and masks in metrics, are Keras' on every layout."""
+
+import warnings
+
+import keras
+import pytest
+from keras import ops
+
+import dtransformer
+from dtransformer import parallel_config
+from dtransformer.trainers import Trainer
+from tests.on_mesh import on_mesh, start, stop
+from tests.tolerances import TRAINING
+from tests.trainers import stateful
+from tests.trainers.stateful import Adds, Counts, Seen, assert_as_in_keras, network, numbers
+
+CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2, "micro_batch_num": 2}
+
+
+def everything():
+    return network(lambda: [Seen(), Counts()])
+
+
+def test_micro_batches():
+    """A state is set once a step; metrics of layers are in the logs, those compiled see masks."""
+    expected = numbers(everything(), **stateful.masked_metrics())
+    assert {"seen", "val_seen", "rows", "val_rows"} < set(expected["history"])
+    with parallel_config(micro_batch_num=2):
+        found = numbers(Trainer(everything()), **stateful.masked_metrics())
+    assert_as_in_keras(found, expected, TRAINING)
+
+
+def test_a_norm_of_the_spectrum_in_micro_batches():
+    make = lambda: network(lambda: [keras.layers.SpectralNormalization(keras.layers.Dense(6))])
+    expected = numbers(make(), epochs=1)
+    with parallel_config(micro_batch_num=2):
+        assert_as_in_keras(numbers(Trainer(make()), epochs=1), expected, TRAINING)
+
+
+@on_mesh
+def test_a_mesh_and_model_chunks():
+    """What a chunk hands on is the value and the mask that is on it."""
+    expected = numbers(everything(), **stateful.masked_metrics(), epochs=1)
+    for fields in ({}, CHUNKS):
+        start(model_parallel=2, **fields)
+        found = numbers(Trainer(everything()), **stateful.masked_metrics(), epochs=1)
+        assert_as_in_keras(found, expected, TRAINING)
+        stop()
+
+
+class Unmasked(keras.layers.Layer):
+    """Takes masks away, which weigh no loss of one value."""
+
+    def call(self, x):
+        return x + 0.0
+
+
+def masked_mean(labels, outputs):
+    """The mean over the labels that are not 0: a ratio of sums."""
+    counts = ops.cast(labels > 0, "float32")
+    values = keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+    return ops.sum(values * counts) / ops.sum(counts)
+
+
+def mean(labels, outputs):
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True))
+
+
+NAMED = {
+    "a ratio": (list, masked_mean, "the loss masked_mean"),
+    "a product of means": (lambda: [Adds(2, name="squares")], None, "squares"),
+    "variances": (lambda: [keras.layers.BatchNormalization(name="norm")], None, "norm"),
+    "means": (lambda: [Adds(1), keras.layers.ActivityRegularization(0.1)], mean, None),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
+    inner, loss, name = NAMED[kind]
+    make = lambda: network(lambda: [*inner(), Unmasked()])
+    with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = numbers(Trainer(make()), loss, epochs=1)
+    told = [str(one.message) for one in told if "not Keras'" in str(one.message)]
+    if name is None:
+        assert not told
+        assert_as_in_keras(found, numbers(make(), loss, epochs=1), TRAINING)
+    else:
+        assert len(told) == 1 and told[0].startswith(f"{name}: ")
+
+
+def test_nothing_is_told_where_a_step_is_computed_at_once():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not Keras'")
+        numbers(Trainer(network(lambda: [Adds(2)])), epochs=1)
+
+
+class Greatest(keras.metrics.Metric):
+    """No sum over the rows."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, x):
+        self.value.assign(ops.maximum(self.value, ops.max(x)))
+
+    def result(self):
+        return self.value + 0.0  # a tensor, which validation does not change
+
+
+@on_mesh
+def test_a_metric_of_a_layer_that_no_device_can_share_is_named():
+    class Owner(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(name="owner")
+            self.greatest = Greatest(name="greatest")
+
+        def call(self, x):
+            self.greatest.update_state(x)
+            return x
+
+    expected, found = (
+        numbers(make(network(lambda: [Owner()]))) for make in (lambda network: network, Trainer)
+    )
+    assert len(set(found["history"]["greatest"])) == 2  # begun anew
+    assert_as_in_keras(found, expected, TRAINING)
+    start(model_parallel=2)
+    trainer = Trainer(network(lambda: [Owner()]))
+    with pytest.raises(ValueError, match="owner owns the metric 'greatest'.*give it to compile"):
+        numbers(trainer)
+    dtransformer.shutdown()
