@@ -54,15 +54,15 @@ class LayerStates:
         self.metrics = layer_metrics(network)
         if in_pipeline or job.mesh() is not None or job.data_shard()[1] > 1:
             self._count(network, in_pipeline)
-        num_parts = job.data_shard()[1] * get_parallel_config().micro_batch_num
-        if in_pipeline or num_parts > 1:
+        num_shares = job.data_shard()[1] * get_parallel_config().micro_batch_num
+        if in_pipeline or num_shares > 1:
             rules, differing = try_parts(network, objective, inputs, labels)
             for layer in _compat.flat_layers(network):
                 for variable in own_states(layer):
                     if id(variable) in rules:
                         name = f"states/{job.stage()[0]}.{len(self._states)}"
                         self._states[name] = layer, variable, rules[id(variable)]
-            if num_parts > 1:
+            if num_shares > 1:
                 tell_of_parts(differing)
 
     def _count(self, network, in_pipeline):
@@ -74,10 +74,11 @@ class LayerStates:
                         f"{where}, and no stage of a pipeline computes a model's own call: let a "
                         "layer update it"
                     )
-                if {*reductions(metric)} - {"sum"}:
+                if not _is_sum(metric):
                     raise ValueError(
-                        f"{where}, whose states are no sums over the rows: a layer's metrics have to "
-                        "be where devices share a batch; give it to compile, or use one device"
+                        f"{where}, whose states are not known to be sums over the rows, as those of "
+                        "layers have to be where devices share a batch: say state_reduction = 'sum' "
+                        "in its class if they are, give it to compile, or use one device"
                     )
                 for variable in metric.variables:
                     self._counts[f"metrics/{len(self._counts)}"] = layer, variable, SUM
@@ -152,6 +153,13 @@ def layer_metrics(network: keras.Model) -> list:
     layers = _compat.flat_layers(network)
     shown = [one for one in layers if one is network or not isinstance(one, keras.Model)]
     return list({id(metric): metric for one in shown for metric in _own_metrics(one)}.values())
+
+
+def _is_sum(metric):
+    try:
+        return {*reductions(metric)} == {"sum"}
+    except ValueError:  # nobody says what they are
+        return False
 
 
 def _own_metrics(layer):

@@ -50,7 +50,9 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
     elsewhere = [layer for layer in placed_layers(network) if is_elsewhere(layer)]
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
     layers = [one for one in _compat.flat_layers(network) if id(one) not in elsewhere]
-    layers = [one for one in layers if _may_add_losses(one) or (_is_foreign(one) and own_states(one))]
+    layers = [
+        one for one in layers if _may_add_losses(one) or (_is_foreign(one) and own_states(one))
+    ]
     owns = any(_is_own_loss(loss) for loss in objective.losses)
     if not layers and not owns:
         return {}, []
@@ -241,7 +243,9 @@ def _losses_that_differ(objective, outputs, labels):
         own = tf.nest.map_structure(lambda x: _drawn_labels(x, ignored, draw), labels)
         try:
             counts = objective.counts(own, own, None)
-            of_rows = lambda start, end: tf.nest.map_structure(lambda x: x[start:end], (outputs, own))
+            of_rows = lambda start, end: tf.nest.map_structure(
+                lambda x: x[start:end], (outputs, own)
+            )
             sums = [
                 objective.sums(*of_rows(*rows), None, counts, own_is_all=False)
                 for rows in ((0, _ROWS), (0, _ROWS // 2), (_ROWS // 2, _ROWS))

@@ -111,18 +111,6 @@ def checkpoints(folder):
     return found | {"restored in the end": trainer.restore(folder / "good").step}
 
 
-class RunningMean(keras.layers.Layer):
-    """Keeps the mean of what it sees while it trains."""
-
-    def build(self, input_shape):
-        self.mean = self.add_weight((), "zeros", trainable=False, name="mean")
-
-    def call(self, x, training=False):
-        if training:
-            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
-        return x
-
-
 def data_shards():
     """Train what needs the whole batch, and give the data shards other data than they need."""
     x = np.arange(16, dtype="float32").reshape(8, 2)
