@@ -8,6 +8,7 @@ from keras import ops
 
 import dtransformer
 from dtransformer import parallel_config
+from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start, stop
 from tests.tolerances import TRAINING
@@ -35,6 +36,29 @@ def test_a_norm_of_the_spectrum_in_micro_batches():
     expected = numbers(make(), epochs=1)
     with parallel_config(micro_batch_num=2):
         assert_as_in_keras(numbers(Trainer(make()), epochs=1), expected, TRAINING)
+
+
+class Recomputed(TransformerEncoderLayer):
+    """A block that is computed again in the backward pass, with layers that set states."""
+
+    def add_sublayers(self):
+        super().add_sublayers()
+        self.inner = [Seen(), Counts()]
+        self.recompute(True)
+
+    def _compute(self, *args, **kwargs):
+        x = super()._compute(*args, **kwargs)
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_is_recomputed():
+    keras.backend.clear_session()
+    block = Recomputed(6, 2, 8, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)
+    history = numbers(Trainer(network(lambda: [block])), epochs=1)["history"]
+    assert history["rows"] == [stateful.ROWS] and history["seen"][0] > 0
+    assert int(block.inner[1].steps) == stateful.ROWS // 8
 
 
 @on_mesh
