@@ -81,10 +81,6 @@ class Objective:
         start = 1 + _COUNTS * number
         return Counted(*(counts[start + i] for i in range(_COUNTS)))
 
-    def weight(self, counts) -> tf.Tensor:
-        """Return what a batch weighs in an epoch's mean: its tokens, or its rows, as in Keras."""
-        return self.counted(counts, 0).tokens if self.is_of_tokens else self.rows(counts)
-
     def _label_counts(self, labels, sample_weight):
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
         weights = _one_each(sample_weight, len(flat))

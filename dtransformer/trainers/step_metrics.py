@@ -60,7 +60,8 @@ class StepMetrics:
             labels, outputs, sample_weight: of this rank; None where no metric sees them. Outputs
                 come with their masks, see `ForwardStep.kept`.
         """
-        rows, weight = self._objective.rows(counts), self._objective.weight(counts)
+        rows = self._objective.rows(counts)
+        weight = totals["counted"] if self._objective.is_of_tokens else rows  # Keras': rows
         logs = {"loss": self._mean(self._loss, loss, weight)}
         if "right" in totals:
             counted = totals["counted"]

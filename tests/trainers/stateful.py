@@ -70,12 +70,12 @@ def network(inner=list):
     return keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
 
 
-def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2):
+def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_size=8):
     """Return the history of `fit`, what `evaluate` gives, and the states of layers."""
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     options = {"metrics": [*metrics], "weighted_metrics": [*weighted_metrics]}
     model.compile(keras.optimizers.SGD(0.5), loss, **options)
-    data = {"x": IDS, "y": TAGS, "batch_size": 8}
+    data = {"x": IDS, "y": TAGS, "batch_size": batch_size}
     found = model.fit(
         **data, epochs=epochs, shuffle=False, verbose=0, validation_data=(IDS, TAGS)
     ).history

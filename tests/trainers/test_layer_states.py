@@ -8,7 +8,7 @@ from keras import ops
 
 import dtransformer
 from dtransformer import parallel_config
-from dtransformer.layers import TransformerEncoderLayer
+from dtransformer.layers import CrossEntropyLoss, TransformerEncoderLayer
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start, stop
 from tests.tolerances import TRAINING
@@ -29,6 +29,14 @@ def test_micro_batches():
     with parallel_config(micro_batch_num=2):
         found = numbers(Trainer(everything()), **stateful.masked_metrics())
     assert_as_in_keras(found, expected, TRAINING)
+
+
+def test_our_loss_sees_masks():
+    options = {"loss": CrossEntropyLoss(), "metrics": ["accuracy"], "epochs": 1}
+    options["batch_size"] = stateful.ROWS  # the mean of several batches is by their tokens
+    expected = numbers(network(), **options)
+    with parallel_config(micro_batch_num=2):
+        assert_as_in_keras(numbers(Trainer(network()), **options), expected, TRAINING)
 
 
 def test_a_norm_of_the_spectrum_in_micro_batches():
