@@ -25,11 +25,12 @@ class LayerStates:
 
     Attributes:
         metrics: list of the layers' own metrics, whose results are shown in the logs.
+        adding: list of the names of layers that add losses of the rows, until they are told.
         is_used: whether states are collected.
     """
 
     def __init__(self):
-        self.metrics, self._is_started = [], False
+        self.metrics, self.adding, self._is_started = [], [], False
         self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
         self._counts = {}  # the same of metrics, which begin a share with zeros
 
@@ -56,7 +57,7 @@ class LayerStates:
             self._count(network, in_pipeline)
         num_shares = job.data_shard()[1] * get_parallel_config().micro_batch_num
         if in_pipeline or num_shares > 1:
-            rules, differing = try_parts(network, objective, inputs, labels)
+            rules, differing, self.adding = try_parts(network, objective, inputs, labels)
             for layer in _compat.flat_layers(network):
                 for variable in own_states(layer):
                     if id(variable) in rules:

@@ -6,6 +6,7 @@ layers and losses that may be such, a few random rows are computed whole and as 
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 
@@ -23,6 +24,7 @@ from dtransformer.parallel.pipeline.placed_layers import placed_layers
 MEAN, SUM = "mean", "sum"
 _ROWS = 4
 _TYPE_OF_SEEDS = "uint32"
+_MOST_ELEMENTS = 2**24  # of the weights of a layer that is tried
 
 
 def own_states(layer: keras.Layer) -> list[keras.Variable]:
@@ -35,7 +37,7 @@ def own_states(layer: keras.Layer) -> list[keras.Variable]:
     ]
 
 
-def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, list[str]]:
+def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, list, list]:
     """Compute what may not add up, on a few random rows and on halves of them.
 
     Args:
@@ -44,8 +46,9 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
         inputs, labels: nested tensors of a batch, of which the shapes and types count.
 
     Returns:
-        A dict of the id of each state that its layer's call sets, MEAN or SUM; and a list of names:
-        the layers and losses of which a whole is neither the mean nor the sum of its halves.
+        A dict of the id of each state that its layer's call sets, MEAN or SUM; a list of the names
+        of layers and losses of which a whole is neither the mean nor the sum of its halves; and one
+        of layers that add losses of the rows.
     """
     elsewhere = [layer for layer in placed_layers(network) if is_elsewhere(layer)]
     elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
@@ -55,28 +58,35 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
     ]
     owns = any(_is_own_loss(loss) for loss in objective.losses)
     if not layers and not owns:
-        return {}, []
+        return {}, [], []
     try:
         outputs, calls, adding = _calls(network, inputs, layers, _ROWS)
         _, of_half, _ = _calls(network, inputs, layers, _ROWS // 2)
     except Exception as error:
-        return {}, [f"{network.name} (not tried: {str(error).strip().splitlines()[0][:80]})"]
-    rules, differing = {}, []
+        why = str(error).strip().splitlines()[0][:80]
+        return {}, [f"{network.name} (not tried: {why})"], []
+    rules, differing, of_rows = {}, [], []
     for layer in layers:
-        if layer in of_half and (layer in adding or own_states(layer)):
-            if not _try_layer(layer, calls[layer], of_half[layer], rules):
-                differing.append(layer.path or layer.name)
-    return rules, differing + (_losses_that_differ(objective, outputs, labels) if owns else [])
+        if layer not in of_half or not (layer in adding or own_states(layer)):
+            continue
+        name, trials = layer.path or layer.name, _trials(layer, calls[layer], of_half[layer])
+        if trials is None:
+            differing.append(f"{name} (not tried)")
+            rules.update((id(variable), MEAN) for variable in own_states(layer))
+            continue
+        (loss, states), *halves = trials
+        losses, add_up = [half for half, _ in halves], _find_rules(states, halves, rules)
+        if not add_up or not _is_near(loss, sum(losses) / 2):
+            differing.append(name)
+        if not _is_near([loss] * 2, losses):  # else it is of weights alone
+            of_rows.append(name)
+    differing += _losses_that_differ(objective, outputs, labels) if owns else []
+    return rules, differing, of_rows
 
 
-def _try_layer(layer, call, of_half, rules):
-    """Find the rules of a layer's states; return whether what it gives adds up."""
-    trials = _trials(layer, call, of_half)
-    if trials is None:
-        rules.update((id(variable), MEAN) for variable in own_states(layer))
-        return False
-    (loss, states), *halves = trials
-    adds_up = _is_near(loss, sum(half for half, _ in halves) / 2)
+def _find_rules(states, halves, rules):
+    """Find the rules of a layer's states; return whether they add up."""
+    adds_up = True
     for number, (variable, whole) in enumerate(states):
         changes = [half[number][1] for _, half in halves]
         if np.any(whole) or np.any(changes):
@@ -171,8 +181,10 @@ class _Network(keras.Operation):
 def _trials(layer, call, of_half):
     """Return (loss, [(state, its change)]) of a call of random rows, and of each half of them.
 
-    None where the call cannot be tried by itself.
+    None where the call cannot be tried by itself, or takes long.
     """
+    if sum(math.prod(v.shape) for v in layer.variables) > _MOST_ELEMENTS:
+        return None
     draw = np.random.default_rng(0)
     flat, halves = tf.nest.flatten(call), tf.nest.flatten(of_half)
     trials = [list(flat) for _ in range(3)]

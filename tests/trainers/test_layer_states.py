@@ -5,15 +5,26 @@ import warnings
 import keras
 import pytest
 from keras import ops
+from keras.layers import Dense
 
 import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss, TransformerEncoderLayer
 from dtransformer.trainers import Trainer
+from harness import stateful
+from harness.stateful import (
+    Adds,
+    Counts,
+    Seen,
+    Unmasked,
+    assert_as_in_keras,
+    masked_mean,
+    network,
+    norm_of_the_spectrum,
+    numbers,
+)
 from tests.on_mesh import on_mesh, start, stop
 from tests.tolerances import TRAINING
-from tests.trainers import stateful
-from tests.trainers.stateful import Adds, Counts, Seen, assert_as_in_keras, network, numbers
 
 CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2, "micro_batch_num": 2}
 
@@ -40,7 +51,7 @@ def test_our_loss_sees_masks():
 
 
 def test_a_norm_of_the_spectrum_in_micro_batches():
-    make = lambda: network(lambda: [keras.layers.SpectralNormalization(keras.layers.Dense(6))])
+    make = lambda: network(norm_of_the_spectrum)
     expected = numbers(make(), epochs=1)
     with parallel_config(micro_batch_num=2):
         assert_as_in_keras(numbers(Trainer(make()), epochs=1), expected, TRAINING)
@@ -80,36 +91,23 @@ def test_a_mesh_and_model_chunks():
         stop()
 
 
-class Unmasked(keras.layers.Layer):
-    """Takes masks away, which weigh no loss of one value."""
-
-    def call(self, x):
-        return x + 0.0
-
-
-def masked_mean(labels, outputs):
-    """The mean over the labels that are not 0: a ratio of sums."""
-    counts = ops.cast(labels > 0, "float32")
-    values = keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
-    return ops.sum(values * counts) / ops.sum(counts)
-
-
 def mean(labels, outputs):
     return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True))
 
 
 NAMED = {
-    "a ratio": (list, masked_mean, "the loss masked_mean"),
+    "a ratio": (lambda: [Unmasked()], masked_mean, "the loss masked_mean"),
     "a product of means": (lambda: [Adds(2, name="squares")], None, "squares"),
     "variances": (lambda: [keras.layers.BatchNormalization(name="norm")], None, "norm"),
-    "means": (lambda: [Adds(1), keras.layers.ActivityRegularization(0.1)], mean, None),
+    "a mean beside a mask": (lambda: [Adds(1, name="mean")], None, "mean"),
+    "means": (lambda: [Unmasked(), Adds(1), Dense(6, activity_regularizer="l2")], mean, None),
 }
 
 
 @pytest.mark.parametrize("kind", NAMED)
 def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
     inner, loss, name = NAMED[kind]
-    make = lambda: network(lambda: [*inner(), Unmasked()])
+    make = lambda: network(inner)
     with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = numbers(Trainer(make()), loss, epochs=1)
@@ -118,7 +116,8 @@ def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
         assert not told
         assert_as_in_keras(found, numbers(make(), loss, epochs=1), TRAINING)
     else:
-        assert len(told) == 1 and told[0].startswith(f"{name}: ")
+        assert told and all(one.startswith(f"{name}: ") for one in told)
+        assert len(set(told)) == len(told)
 
 
 def test_nothing_is_told_where_a_step_is_computed_at_once():

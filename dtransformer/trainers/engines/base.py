@@ -7,6 +7,7 @@ or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
 import contextlib
 import dataclasses
 import typing
+import warnings
 
 import tensorflow as tf
 
@@ -153,9 +154,20 @@ class ForwardStep:
     def _check_divided(self, losses):
         """Refuse a mean over a mask, known after the forward pass, beside means over rows.
 
+        Those of layers that are not this package's are weighed as the loss is, which one warning
+        says.
+
         Raises:
             ValueError: there are both.
         """
+        adding, self.states.adding = self.states.adding, []
+        if losses and adding and job.is_chief():
+            warnings.warn(
+                f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "
+                "by what the mask leaves of a data shard or micro-batch, not by rows: the numbers are "
+                "not Keras'; one data shard and micro_batch_num=1 give Keras'",
+                stacklevel=2,
+            )
         layers = _compat.flat_layers(self.network)
         if losses and any(getattr(layer, "adds_means", False) for layer in layers):
             raise ValueError(

@@ -11,7 +11,7 @@ from dtransformer.layers import TransformerEncoder, TransformerEncoderLayer, Voc
 from dtransformer.models import CausalLM
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
-from tests.trainers import stateful
+from harness import stateful
 
 ROWS, WIDTH, CLASSES = 20, 5, 4
 rng = np.random.default_rng(0)

@@ -1,8 +1,15 @@
 """Networks whose layers set states, own metrics, add losses, or leave masks on what they return."""
 
+import functools
+import warnings
+
 import keras
 import numpy as np
 from keras import ops
+from keras.layers import Dense
+
+from dtransformer.trainers import Trainer
+from harness.layouts import ALONE
 
 ROWS, WIDTH, VOCAB, CLASSES = 16, 4, 8, 3
 rng = np.random.default_rng(0)
@@ -55,7 +62,7 @@ class Adds(keras.layers.Layer):
         self.power = power
 
     def call(self, x):
-        self.add_loss(ops.mean(x * x) ** self.power)
+        self.add_loss(ops.mean((30 * x) ** 2) ** self.power)
         return x
 
 
@@ -65,9 +72,9 @@ def network(inner=list):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH,), dtype="int32")
     x = keras.layers.ReversibleEmbedding(VOCAB, 6, mask_zero=True)(inputs)
-    for layer in (keras.layers.Dense(6, "tanh"), *inner(), keras.layers.Dense(6, "tanh")):
+    for layer in (Dense(6, "tanh"), *inner(), Dense(6, "tanh")):
         x = layer(x)
-    return keras.Model(inputs, keras.layers.Dense(CLASSES)(x))
+    return keras.Model(inputs, Dense(CLASSES)(x))
 
 
 def numbers(model, loss=None, metrics=(), weighted_metrics=(), epochs=2, batch_size=8):
@@ -107,3 +114,64 @@ def masked_metrics():
 def top(labels, outputs):
     """The greatest output of each position."""
     return ops.max(outputs, -1)
+
+
+def masked_mean(labels, outputs):
+    """The mean over the labels that are not 0: a ratio of sums."""
+    counts = ops.cast(labels > 0, "float32")
+    values = keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+    return ops.sum(values * counts) / ops.sum(counts)
+
+
+class Unmasked(keras.layers.Layer):
+    """Takes masks away, which weigh no loss of one value."""
+
+    def call(self, x):
+        return x + 0.0
+
+
+def norm_of_the_spectrum():
+    return [keras.layers.SpectralNormalization(Dense(6))]
+
+
+# What benchmarks/keras_values.py shows: layers, arguments of `numbers`, and which number counts.
+KINDS = {
+    "a mask that a layer leaves on its result": (list, {}, "loss"),
+    "the mask in a compiled metric": (list, masked_metrics, "accuracy"),
+    "the mask in `weighted_metrics`": (list, masked_metrics, "right"),
+    "a metric that a layer owns": (lambda: [Seen()], {}, "seen"),
+    "states that a layer sets": (lambda: [Counts()], {}, "states"),
+    "`SpectralNormalization`": (norm_of_the_spectrum, {}, "states"),
+    "an activity regularizer": (
+        lambda: [Unmasked(), Dense(6, activity_regularizer="l2")],
+        {},
+        "loss",
+    ),
+    "`add_loss` of a mean": (lambda: [Unmasked(), Adds(1)], {}, "loss"),
+    "the same beside a masked loss": (lambda: [Adds(1)], {}, "loss"),
+    "`add_loss` of a product of means": (lambda: [Unmasked(), Adds(2)], {}, "loss"),
+    "a loss that is a ratio of sums": (lambda: [Unmasked()], {"loss": masked_mean}, "loss"),
+    "`BatchNormalization`": (lambda: [keras.layers.BatchNormalization()], {}, "states"),
+}
+
+
+def value_of(kind, layout):
+    """Return the number of a kind under a layout, by Keras' own `fit` where that is one process."""
+    inner, options, name = KINDS[kind]
+    model = network(inner)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            model = model if layout == ALONE else Trainer(model)
+            found = numbers(model, **(options() if callable(options) else options))
+        except ValueError as error:
+            return {"refused": str(error)}
+    is_told = any("not Keras'" in str(one.message) for one in told)
+    if name == "states":
+        value = float(sum(np.abs(state).sum() for state in found["states"]))
+    else:
+        value = float(found["history"][name][-1])
+    return {"value": value, "is_told": is_told}
+
+
+TASKS = {str(i): functools.partial(value_of, kind) for i, kind in enumerate(KINDS)}
