@@ -9,6 +9,7 @@ Not part of the installed package. From the bottom up:
     batches.py     what they are trained on
     training.py    trains a network, and uses it in every other way
     tasks.py       other small trainings, each with an option of its own
+    stateful.py    networks whose layers set states, own metrics, add losses, or leave masks
     runs.py        a task under a layout; the files with what its ranks give
     rank.py        the program that runs them on a rank
     quick.py       what tests leave out to compile quickly

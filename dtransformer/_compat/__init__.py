@@ -20,6 +20,7 @@ from dtransformer._compat.of_keras import (
     known_as,
     learning_rate_of,
     mask_of,
+    masks_of,
     optimizer_states,
     own_trainable_variables,
     own_variables,
@@ -31,6 +32,7 @@ from dtransformer._compat.of_keras import (
     uses_weight_decay,
     variable_key,
     with_mask,
+    with_masks,
     without_autocast,
 )
 from dtransformer._compat.of_tensorflow import (

@@ -218,6 +218,24 @@ def with_mask(tensor: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+def masks_of(tensors) -> dict[int, tf.Tensor]:
+    """Return the masks of nested tensors, a dict by the numbers of the tensors that have one.
+
+    A mask is an attribute, which is lost where tensors go into a function, come out of it, or are
+    sent. Unnecessary as `mask_of`.
+    """
+    masks = {i: mask_of(x) for i, x in enumerate(tf.nest.flatten(tensors))}
+    return {i: mask for i, mask in masks.items() if mask is not None}
+
+
+def with_masks(tensors, masks: dict[int, tf.Tensor]):
+    """Return nested tensors with the masks that `masks_of` has found. Unnecessary as `mask_of`."""
+    flat = tf.nest.flatten(tensors)
+    for number, mask in masks.items():
+        flat[number] = with_mask(tf.identity(flat[number]), mask)
+    return tf.nest.pack_sequence_as(tensors, flat)
+
+
 class CompileLoss(compile_utils.CompileLoss):
     """Keras' way from the losses given to `compile` to the losses of the outputs.
 

@@ -59,13 +59,14 @@ def recomputed(
     with _compat.without_autocast():  # gradients are taken of the type that is stored
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
-    seed, num_inputs, told_names = current_dropout_seed(), len(inputs), []
+    seed, num_inputs, told_names, states = current_dropout_seed(), len(inputs), [], []
     numbers = trace.current().dropout_numbers
 
     def run(args, seed, sums, dy=None):
         """Compute for the first time; or again, once the gradient dy of the result is known.
 
-        Returns the result, what layers add to the loss, and, the first time, what they tell.
+        Returns the result, what layers add to the loss, and, the first time, what they tell, and
+        the new values of their states.
         """
         num_tensors = num_inputs + len(others)
         own, shards = args[num_inputs:num_tensors], args[num_tensors:]
@@ -73,16 +74,17 @@ def recomputed(
             stack.enter_context(dropout_seed(seed))
             stack.enter_context(dropout_numbers(numbers))
             stack.enter_context(trace.scope(deferred=None))  # all of it is computed again at once
-            scope = keras.StatelessScope(list(zip(others, own)), collect_losses=True)
+            scope = _StateScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))
             if not config.mp_comm_recompute and trace.is_on_mesh():
                 stack.enter_context(trace.scope(kept_sums=(sums, dy is not None)))
             told = stack.enter_context(listening(is_listening() and dy is None))
             results = [function(*args[:num_inputs]), *scope.losses]
-            if dy is None:
-                told_names[:] = told
-            return [*results, *told.values()]
+            if dy is not None:
+                return results
+            told_names[:], states[:] = told, scope.states.values()
+            return [*results, *told.values(), *map(scope.get_current_value, states)]
 
     @custom_gradient
     def forward(*args):
@@ -105,10 +107,35 @@ def recomputed(
         return results, gradient
 
     result, *besides = forward(*inputs, *values)
-    num_losses = len(besides) - len(told_names)
+    num_losses = len(besides) - len(told_names) - len(states)
     add_loss(besides[:num_losses])
     tell_all(dict(zip(told_names, besides[num_losses:])))
+    for variable, value in zip(states, besides[num_losses + len(told_names) :]):
+        variable.assign(value)
     return result
+
+
+class _StateScope(keras.StatelessScope):
+    """A scope inside of another that remembers which variables are set.
+
+    Attributes:
+        states: dict of their ids and themselves, but for the seeds of Keras' own dropout.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.states = {}
+
+    def add_update(self, update):
+        super().add_update(update)
+        if update[0].dtype != "uint32":
+            self.states[id(update[0])] = update[0]
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        if value is None and self.original_scope is not None:
+            value = self.original_scope.get_current_value(variable)
+        return value
 
 
 def keep_for_recompute(compute: Callable[[], tf.Tensor]) -> tf.Tensor:

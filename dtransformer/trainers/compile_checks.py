@@ -85,14 +85,6 @@ def check_network(network):
             f"{layer.name}: a BatchNormalization would have other means on each data shard: use "
             "LayerNormalization or GroupNormalization, or freeze it (trainable=False)"
         )
-    parts = job.data_shard()[1] * get_parallel_config().micro_batch_num
-    for layer in _compat.flat_layers(network) if parts > 1 else ():
-        if getattr(layer, "activity_regularizer", None) is not None:
-            raise ValueError(
-                f"{layer.name} has an activity regularizer, a sum over the rows of a batch, of "
-                "which data shards and micro-batches see a part: use add_loss with a mean over the "
-                "rows, or one data shard and micro_batch_num=1"
-            )
     for name in _STEPS:
         method = getattr(type(network), name, None)
         if method is not None and not method.__module__.startswith("keras."):

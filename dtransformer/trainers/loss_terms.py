@@ -82,8 +82,11 @@ def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all:
     """
     if hasattr(loss, "per_token"):
         values, weights = loss.per_token(outputs, labels, sample_weight)
+        mask = _compat.mask_of(outputs)
+        if mask is not None:
+            weights = _product(weights, tf.cast(mask, weights.dtype))
         own = tf.reduce_sum(tf.cast(weights, "float32"))
-        divisor, is_known = counted.tokens, hasattr(loss, "token_weights")
+        divisor, is_known = counted.tokens, hasattr(loss, "token_weights") and mask is None
         values *= tf.cast(weights, values.dtype)
     else:
         values, weights, own = _keras_values(loss, labels, outputs, sample_weight, own_is_all)

@@ -23,27 +23,30 @@ class Objective:
         loss_weights: None, or numbers in the same structure.
         output_names: list of the names of the network's outputs, where it has them.
 
+    Attributes:
+        losses: list of the losses, as given.
+
     Raises:
         ValueError: a loss is none of these, or has no reduction to a scalar.
     """
 
     def __init__(self, loss, loss_weights=None, output_names=None):
         self._losses, self._weights, self._names = loss, loss_weights, output_names
-        self._flat = keras.tree.flatten(loss)
-        for one in self._flat:
+        self.losses = keras.tree.flatten(loss)
+        for one in self.losses:
             if one is not None and not hasattr(one, "per_token") and one not in _BY_SHAPE:
                 check_loss(keras.losses.get(one))
 
     @property
     def is_of_tokens(self) -> bool:
         """Whether it is one loss of tokens, of which epochs' means are weighted by their number."""
-        return len(self._flat) == 1 and hasattr(self._flat[0], "token_weights")
+        return len(self.losses) == 1 and hasattr(self.losses[0], "token_weights")
 
     @property
     def knows_divisors(self) -> bool:
         """Whether it is known before the forward pass what sums of losses are divided by."""
         return all(
-            not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self._flat
+            not hasattr(one, "per_token") or hasattr(one, "token_weights") for one in self.losses
         )
 
     def counts(self, inputs, labels, sample_weight) -> tf.Tensor:
@@ -60,6 +63,13 @@ class Objective:
         rows = tf.shape(keras.tree.flatten(inputs)[0])[0]
         return tf.stack([tf.cast(rows, "float32"), *self._label_counts(labels, sample_weight)])
 
+    def name_of(self, name: str) -> str:
+        """Return what a user knows a loss by, of its name in the `sums`."""
+        if name != "loss":
+            return f"the loss of {name.removeprefix('loss/')}"
+        (loss,) = [one for one in self.losses if one is not None][:1]
+        return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"
+
     @staticmethod
     def rows(counts) -> tf.Tensor:
         """Return the number of rows of a batch, of its `counts`."""
@@ -71,14 +81,10 @@ class Objective:
         start = 1 + _COUNTS * number
         return Counted(*(counts[start + i] for i in range(_COUNTS)))
 
-    def weight(self, counts) -> tf.Tensor:
-        """Return what a batch weighs in an epoch's mean: its tokens, or its rows, as in Keras."""
-        return self.counted(counts, 0).tokens if self.is_of_tokens else self.rows(counts)
-
     def _label_counts(self, labels, sample_weight):
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
         weights = _one_each(sample_weight, len(flat))
-        losses = self._flat if len(self._flat) == len(flat) else self._flat[:1] * len(flat)
+        losses = self.losses if len(self.losses) == len(flat) else self.losses[:1] * len(flat)
         counts = []
         for label, weight, loss in zip(flat, weights, losses):
             size = tf.cast(tf.size(label), "float32")

@@ -174,16 +174,16 @@ class ShardedOptimizer:
 
     def _unscaled(self, gradients):
         """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
+        scale = self.loss_scale.value()
+        if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
+            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
         norm_shares = [one.norm_share for one in self.shards]
         squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
         others = self._others(range(len(gradients)))
         counted = tf.constant([i for i in others if self.shards[i].counts], "int32")
         norm = tf.sqrt(grads.sum_over_stages(tf.reduce_sum(tf.gather(squares, counted))))
-        scale = self.loss_scale.value()
-        norm /= scale
-        if self.loss_scale.is_used:
-            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
-            squares /= scale**2
+        if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
+            norm /= scale
         if self._clips:
             own = tf.gather(squares, tf.constant(others, "int32"))
             owners = [self.shards[i].number for i in others]

@@ -3,6 +3,7 @@
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.packing import by_dtype
@@ -49,30 +50,30 @@ class StepMetrics:
         """Make the metrics' states, from tensors like those that they will see."""
         self._compiled.build(labels, outputs)
 
-    def update(self, loss, totals, counts, happened, labels, outputs, sample_weight):
-        """Count a batch; return the logs, means since the epoch began.
+    def update(self, loss, totals, counts, labels, outputs, sample_weight):
+        """Count a batch, of a step that is skipped, too; return the logs, means of the epoch so far.
 
         Args:
             loss: of the global batch.
             totals: dict of float32 scalars, sums over the global batch; see `ForwardStep.sums`.
             counts: see `Objective.counts`, of the global batch.
-            happened: bool scalar, False where the step is skipped, which does not count.
-            labels, outputs, sample_weight: of this rank; None where no metric sees them.
+            labels, outputs, sample_weight: of this rank; None where no metric sees them. Outputs
+                come with their masks, see `ForwardStep.kept`.
         """
-        happened = tf.cast(happened, "float32")
-        rows, weight = self._objective.rows(counts), self._objective.weight(counts)
-        logs = {"loss": self._mean(self._loss, loss, weight * happened)}
+        rows = self._objective.rows(counts)
+        weight = totals["counted"] if self._objective.is_of_tokens else rows  # Keras': rows
+        logs = {"loss": self._mean(self._loss, loss, weight)}
         if "right" in totals:
             counted = totals["counted"]
             right = tf.math.divide_no_nan(totals["right"], counted)
-            logs["accuracy"] = self._mean(self._accuracy, right, counted * happened)
+            logs["accuracy"] = self._mean(self._accuracy, right, counted)
         for name, total in totals.items():
             if name.startswith("loss/"):
                 name = f"{name.removeprefix('loss/')}_loss"
                 if name not in self._of_outputs:
                     with tf.init_scope():
                         self._of_outputs[name] = keras.metrics.Mean(name=name)
-                logs[name] = self._mean(self._of_outputs[name], total, rows * happened)
+                logs[name] = self._mean(self._of_outputs[name], total, rows)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)
             logs.update(self._compiled.result())
@@ -88,7 +89,7 @@ class StepMetrics:
         states = [variable.value for variable in self._compiled.variables]
         before = [tf.identity(state) for state in states]
         if outputs is not None:
-            self._compiled.update_state(labels, outputs, sample_weight)
+            self._compiled.update_state(labels, _compat.with_masks(*outputs), sample_weight)
         if job.data_shard()[1] > 1:
             self._reduce_states(states, before)
         if job.stage()[1] > 1:

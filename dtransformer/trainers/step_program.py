@@ -36,7 +36,7 @@ class StepProgram:
     """
 
     def __init__(self, step, engine, optimizer, optimizer_step, metrics):
-        self._step, self._optimizer = step, optimizer
+        self._step, self._states, self._optimizer = step, step.states, optimizer
         self.optimizer_step, self.metrics = optimizer_step, metrics
         self.expert_loads = ExpertLoads()
         self.forward_backward, self.evaluate = engine.forward_backward, engine.evaluate
@@ -107,6 +107,7 @@ class StepProgram:
         Of the gradients only those that are changed, a dict by their units' numbers as texts.
         """
         totals = grads.reduce_sum(sums, name="sums")
+        self._states.apply(totals)
         factor = None
         if "divided" in totals:
             factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
@@ -123,13 +124,11 @@ class StepProgram:
         """Return the logs, after the update."""
         totals, loss, norm = begun["totals"], begun["loss"], begun["norm"]
         loss_scale = self.optimizer_step.loss_scale
-        # A step that is skipped does not count.
-        happened = tf.math.is_finite(norm) if loss_scale.is_used else tf.constant(True)
-        logs = self.metrics.update(loss, totals, counts, happened, *seen)
+        logs = self.metrics.update(loss, totals, counts, *seen)
         if loss_scale.is_used:
             logs["loss_scale"] = begun["scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
-        logs.update(self.expert_loads.update(totals))
+        logs |= self._states.results() | self.expert_loads.update(totals)
         logs.update(step_loss=loss, gradient_norm=norm, learning_rate=begun["rate"])
         return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
 
@@ -138,7 +137,8 @@ class StepProgram:
         totals = grads.reduce_sum(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
-        return self.metrics.update(loss, totals, counts, tf.constant(True), *seen)
+        self._states.apply(totals)
+        return self.metrics.update(loss, totals, counts, *seen) | self._states.results()
 
 
 def _compiled(function):

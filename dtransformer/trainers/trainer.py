@@ -34,6 +34,7 @@ from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
 from dtransformer.trainers.host_changes import check_trained_alike
+from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import Objective
 from dtransformer.trainers.padded_logits import of_classes
 from dtransformer.trainers.reporting import Reporting, check_rules
@@ -173,7 +174,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def train_step(self, data: tuple) -> dict:
         ready = moment_of(data)
-        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        inputs, labels, sample_weight = self._batch(data)
         numbers = self._program.numbers(inputs, labels, sample_weight)
         begin = moment_of(numbers.counts)  # all ranks have their batches
         inputs = after(begin, inputs) if job.data_parallel_group().size > 1 else inputs
@@ -187,7 +188,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def test_step(self, data: tuple) -> dict:
         moment_of(data)  # nothing is sent before there is a batch: there may be none
-        inputs, labels, sample_weight = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        inputs, labels, sample_weight = self._batch(data)
         counts = self._program.counts(inputs, labels, sample_weight)
         outputs, sums = self._program.evaluate(inputs, labels, sample_weight, counts)
         self._build_metrics(labels, outputs)
@@ -199,12 +200,19 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
         return self._all(self._engine.predict(inputs))
 
+    def _batch(self, data):
+        """Return this rank's share of a batch; with the first one layers are tried."""
+        batch = keras.utils.unpack_x_y_sample_weight(self._own(data))
+        with tf.init_scope():
+            self._states.start(self.network, self.objective, *batch[:2])
+        return batch
+
     def _build_metrics(self, labels, outputs):
         """Make the metrics' states; those of an epoch that is resumed in its middle are set."""
         metrics = self._program.metrics
         if metrics.is_built:
             return
-        metrics.build(labels, self._engine.example_outputs() if outputs is None else outputs)
+        metrics.build(labels, self._engine.example_outputs() if outputs is None else outputs[0])
         if self._beginning is not None:
             with tf.init_scope():
                 self._beginning.restore_metrics(self)
@@ -213,7 +221,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     def metrics(self) -> list:
         """The list of all metrics: those of the outputs' losses among them."""
         means = [] if self._program is None else self._program.metrics.means
-        return means + [one for one in super().metrics if all(one is not mean for mean in means)]
+        others = [one for one in super().metrics if all(one is not mean for mean in means)]
+        return [*means, *others, *layer_metrics(self.network)]
 
     # What comes before the first step.
 
@@ -244,7 +253,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if first is not None and hasattr(self.network, "named_inputs"):  # one of ours
             self.network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
         sees_outputs = self.compiled and self._compile_metrics is not None
-        step = ForwardStep(self.network, self.objective, sees_outputs)
+        if self._engine is None:
+            self._states = LayerStates()
+        step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
         if self._engine is None:
             self._engine = make_engine(step, jit_compile=self._jit is True)
         with named_alike():
@@ -276,6 +287,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self.network.build()
         self._start_optimizer()
         metrics = [self._loss_tracker, self._accuracy_tracker, self._compile_metrics]
+        metrics += layer_metrics(self.network)
         return TrainingState(
             network=self.network,
             optimizer=self.optimizer,

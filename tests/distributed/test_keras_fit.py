@@ -10,6 +10,7 @@ TASKS = "tests.distributed.tasks."
 QUICK = {
     "keras_fit:several_outputs": ("dp2@2x1+shard2",),
     "keras_fit:a_mask": ("mp2@2x1",),
+    "keras_fit:keeps": ("dp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:tokens": ("dp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:callbacks": ("mp2@1x2",),
     "keras_fit:between": ("mp2@1x2",),

@@ -195,3 +195,22 @@ def test_an_overflow_in_float16_skips_the_step():
     assert all(np.isfinite(weight).all() for weight in record.weights[2])
     assert np.isfinite(record["gradient_norm"][2])
     assert float(trainer.optimizer.scale_loss(1.0)) == scale / 2
+
+
+@pytest.mark.parametrize("policy, scale", [("mixed_float16", 2.0**24), ("float32", 1e30)])
+def test_the_loss_of_a_step_that_is_skipped_is_the_loss(policy, scale):
+    """The logs count skipped steps apart; a scale whose squares overflow skips none in float32."""
+    x, y = points()
+    found = []
+    for make in (TestAgainstKeras.keras_model, dense_trainer):
+        keras.utils.set_random_seed(0)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), scale)
+        with dtype_policy(policy):
+            network = dense_network()
+        model = make(optimizer, "mse", network, auto_scale_loss=False)
+        found.append(model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history)
+    expected, found = found
+    np.testing.assert_allclose(found["loss"], expected["loss"], TRAINING)
+    skips = policy == "mixed_float16"
+    assert (expected["loss"][0] == expected["loss"][1]) == skips
+    assert found["skipped_steps"][:2] == ([2, 4] if skips else [0, 0])

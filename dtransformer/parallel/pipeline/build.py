@@ -90,7 +90,7 @@ def place_all(network: keras.Model, specs, placement: Placement) -> None:
 
 
 def _parts_without_place(layer, adds_losses=False):
-    """Return the outermost layers that have variables, or add losses, and no place.
+    """Return the outermost layers that have variables, own metrics, or add losses, and no place.
 
     Models are no such layers, and layers that have placed ones inside: their layers are.
     """
@@ -100,8 +100,10 @@ def _parts_without_place(layer, adds_losses=False):
             continue
         if isinstance(inner, keras.Model) or any(map(is_placed, _compat.flat_layers(inner))):
             found += _parts_without_place(inner, adds_losses)
-        elif inner.variables or (
-            adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner)))
+        elif (
+            inner.variables
+            or inner.metrics
+            or (adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner))))
         ):
             found.append(inner)
     return list(dict.fromkeys(found))

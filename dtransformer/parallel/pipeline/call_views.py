@@ -95,6 +95,9 @@ class ChunkView:
         flat = tf.nest.flatten(results)
         for number, x in enumerate(flat):
             flat[number] = self._received.get(f"{name}:{number}", x)
+            mask = self._received.get(mask_name(name, number))
+            if mask is not None:
+                _compat.with_mask(flat[number], mask)
         if self.chunk in self._dataflow.copies_of(layer):
             for number, weight in layer.results_that_are_weights.items():
                 flat[number] = tf.convert_to_tensor(getattr(layer, weight))
@@ -105,6 +108,13 @@ class ChunkView:
             if f"{name}:{number}" in self._wanted:
                 check_output(layer, number, x, args, kwargs)
                 self.sent[f"{name}:{number}"] = x
+            if mask_name(name, number) in self._wanted:
+                self.sent[mask_name(name, number)] = _compat.mask_of(x)
+
+
+def mask_name(call: str, number: int) -> str:
+    """Return the name of the mask that a call has left on one of its results."""
+    return f"{call}:{number}.mask"
 
 
 class CallNames:

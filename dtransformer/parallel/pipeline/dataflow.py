@@ -17,7 +17,7 @@ from dtransformer.parallel.pipeline.recorder import Recorder
 
 @dataclasses.dataclass(frozen=True)
 class CrossStageTensor:
-    """A result of a placed layer that other model chunks need.
+    """A result of a placed layer that other model chunks need, or the mask that is on it.
 
     Args:
         name: str, the same on every rank.
@@ -32,6 +32,11 @@ class CrossStageTensor:
     dtype: str
     first_chunk: int
     last_chunk: int
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it; of masks and other ints there is none."""
+        return "float" in self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,10 @@ class Dataflow:
     def sent_after(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor`s that a chunk hands to the next one."""
         return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
+
+    def gradients_after(self, chunk: int) -> list[CrossStageTensor]:
+        """Return those of `sent_after(chunk)` of which the next chunk hands gradients back."""
+        return [x for x in self.sent_after(chunk) if x.has_gradient]
 
     def received_by(self, chunk: int) -> list[CrossStageTensor]:
         """Return the `CrossStageTensor`s that a chunk has from the one before."""

@@ -4,9 +4,12 @@ They have the shapes and types of the layer's results, from its `compute_output_
 values: nothing that a stage computes for others depends on them.
 """
 
+from collections.abc import Callable
+
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -16,9 +19,45 @@ def output_specs(layer, args: tuple, kwargs: dict):
     They come from the layer's `compute_output_spec`, which by Keras' rules asks its
     `compute_output_shape`, or else traces its `call`.
     """
-    symbols = lambda x: keras.KerasTensor(tuple(x.shape), x.dtype.name) if tf.is_tensor(x) else x
-    args, kwargs = tf.nest.map_structure(symbols, (args, kwargs))
+    args, kwargs = tf.nest.map_structure(_symbol, (args, kwargs))
     return layer.compute_output_spec(*args, **kwargs)
+
+
+def left_masks(layer, compute: Callable, args: tuple, kwargs: dict) -> dict:
+    """Return `keras.KerasTensor`s like the masks that a call leaves on its results by itself.
+
+    Those that Keras derives from `compute_mask` after the call are on every stage.
+
+    Args:
+        layer: the layer.
+        compute: its method, which is traced with args and kwargs, once more.
+        args, kwargs: the method's arguments.
+
+    Returns:
+        A dict of the numbers of results, flattened, and their masks.
+    """
+    layers = _compat.flat_layers(layer)
+    if all(type(one).__module__.startswith("dtransformer.") for one in layers):
+        return {}  # these have a `compute_mask`
+    masks = _compat.masks_of((args, kwargs))
+    given = tf.nest.map_structure(_symbol, (args, kwargs, masks))
+    return _Masks(compute).compute_output_spec(*given)
+
+
+class _Masks(keras.Operation):
+    """The masks that a function leaves on its results."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self._compute = compute
+
+    def call(self, args, kwargs, masks):
+        args, kwargs = _compat.with_masks((args, kwargs), masks)
+        return _compat.masks_of(self._compute(*args, **kwargs))
+
+
+def _symbol(x):
+    return keras.KerasTensor(tuple(x.shape), x.dtype.name) if tf.is_tensor(x) else x
 
 
 def placeholder_outputs(layer, args: tuple, kwargs: dict):

@@ -4,23 +4,25 @@ import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.parallel.pipeline.call_views import CallNames, view
+from dtransformer import _compat
+from dtransformer.parallel.pipeline.call_views import CallNames, mask_name, view
+from dtransformer.parallel.pipeline.placeholders import left_masks
 from dtransformer.parallel.shapes import specs_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of a placed layer's call.
+    """A result of a placed layer's call, or the mask that the call leaves on it.
 
     Args:
         layer: the layer.
-        number: its number among the results of the call, flattened.
+        number: its number among the results of the call, flattened; None of a mask.
         name: str, the same on every rank.
         spec: its `tf.TensorSpec`.
     """
 
     layer: object
-    number: int
+    number: int | None
     name: str
     spec: tf.TensorSpec
 
@@ -62,14 +64,22 @@ class Recorder:
         flat = [tf.identity(x) for x in tf.nest.flatten(results)]
         name = self._names.next(layer)
         for number, x in enumerate(flat):
-            spec = tf.TensorSpec(x.shape, x.dtype)
-            self._results[x.name] = Result(layer, number, f"{name}:{number}", spec)
+            self._remember(x, layer, number, f"{name}:{number}")
+        for number, spec in left_masks(layer, compute, args, kwargs).items():
+            mask = tf.zeros(spec.shape, spec.dtype)
+            self._remember(mask, layer, None, mask_name(name, number))
+            _compat.with_mask(flat[number], mask)
         return tf.nest.pack_sequence_as(results, flat)
 
+    def _remember(self, x, layer, number, name):
+        spec = tf.TensorSpec(x.shape, x.dtype)
+        self._results[x.name] = Result(layer, number, name, spec)
+
     def _origins(self, tensors):
-        """Return the results that nested tensors come from, without another in between."""
+        """Return the results that nested tensors, and their masks, come from directly."""
         found, seen = {}, set()
-        todo = [x for x in tf.nest.flatten(tensors) if tf.is_tensor(x)]
+        masks = list(_compat.masks_of(tensors).values())
+        todo = [x for x in [*tf.nest.flatten(tensors), *masks] if tf.is_tensor(x)]
         while todo:
             x = todo.pop()
             if x.name in seen:

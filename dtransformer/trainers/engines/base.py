@@ -7,6 +7,7 @@ or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
 import contextlib
 import dataclasses
 import typing
+import warnings
 
 import tensorflow as tf
 
@@ -20,6 +21,7 @@ from dtransformer.parallel.told import listening
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.expert_loads import named
+from dtransformer.trainers.layer_states import LayerStates
 
 
 class Numbers(typing.NamedTuple):
@@ -45,30 +47,37 @@ class ForwardStep:
         network: the `keras.Model` that is trained.
         objective: the `Objective`; None where nothing but outputs is asked for.
         keeps_outputs: whether outputs are wanted, for metrics. They are large.
+        states: the `LayerStates` of its layers.
     """
 
     network: object
     objective: object = None
     keeps_outputs: bool = False
+    states: LayerStates = dataclasses.field(default_factory=LayerStates)
 
     def counts(self, inputs, labels, sample_weight):
         """Return `Numbers.counts` of a batch, from this rank's share of it."""
         own = self.objective.counts(inputs, labels, sample_weight)
         return grads.reduce_sum({"counts": own}, name="counts")["counts"]
 
-    def outputs(self, inputs, training=False):
-        """Return the network's outputs."""
+    def outputs(self, inputs, training=False, layers=None):
+        """Return the network's outputs; what layers set by that is forgotten."""
+        return self.outputs_and_states(inputs, training, layers)[0]
+
+    def outputs_and_states(self, inputs, training=False, layers=None):
+        """Return the network's outputs, and what `LayerStates.collected` yields for layers."""
         if not tf.executing_eagerly():
             job.compiles()
         inside = current_unsharding() is not None
-        with contextlib.nullcontext() if inside else unsharding("call"):
+        unsharded = contextlib.nullcontext() if inside else unsharding("call")
+        with unsharded, self.states.collected(layers) as found:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
                 f"the network {self.network.name!r} returned None: its call has to return a tensor, "
                 "or several"
             )
-        return outputs
+        return outputs, found
 
     def loss_and_gradients(self, inputs, labels, sample_weight, numbers):
         """Return the gradients of loss · scale, the outputs and this rank's sums.
@@ -83,20 +92,25 @@ class ForwardStep:
         seed, listens = dropout_seed(numbers.seed), listening()
         with tape, own_tape, seed, unsharding("train"), listens as told:
             tape.watch(values)
-            outputs = self.outputs(inputs, training=True)
+            outputs, found = self.outputs_and_states(inputs, training=True)
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(told)
+            sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         grads.check_used(weights, gradients)
-        return gradients, outputs if self.keeps_outputs else None, sums
+        return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
-        outputs = self.outputs(inputs)
+        outputs, found = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        return outputs if self.keeps_outputs else None, sums
+        sums |= self.states.shares(found, self.share(inputs, counts))
+        return self.kept(outputs), sums
+
+    def kept(self, outputs):
+        """Return (outputs, their masks by `_compat.masks_of`) for metrics; None where none looks."""
+        return (outputs, _compat.masks_of(outputs)) if self.keeps_outputs else None
 
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return this rank's sums, a dict of float32 scalars: what the logs are made of.
@@ -129,18 +143,31 @@ class ForwardStep:
             counts: as from `counts`, of the global batch.
             divided: of `Objective.sums`, where the loss has it.
         """
-        share = divided
-        if share is None:
-            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
-            share = tf.cast(rows, "float32") / self.objective.rows(counts)
+        share = self.share(inputs, counts) if divided is None else divided
         return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
+
+    def share(self, inputs, counts):
+        """Return the share of the global batch's rows that `inputs` are."""
+        rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
+        return tf.cast(rows, "float32") / self.objective.rows(counts)
 
     def _check_divided(self, losses):
         """Refuse a mean over a mask, known after the forward pass, beside means over rows.
 
+        Those of layers that are not this package's are weighed as the loss is, which one warning
+        says.
+
         Raises:
             ValueError: there are both.
         """
+        adding, self.states.adding = self.states.adding, []
+        if losses and adding and job.is_chief():
+            warnings.warn(
+                f"{', '.join(adding)}: what layers add to a loss that is a mean over a mask is weighed "
+                "by what the mask leaves of a data shard or micro-batch, not by rows: the numbers are "
+                "not Keras'; one data shard and micro_batch_num=1 give Keras'",
+                stacklevel=2,
+            )
         layers = _compat.flat_layers(self.network)
         if losses and any(getattr(layer, "adds_means", False) for layer in layers):
             raise ValueError(
@@ -192,8 +219,8 @@ class Engine(typing.Protocol):
 
         Returns:
             gradients, a list of tensors, one for each shard that this rank has of each trained
-            weight; outputs, nested tensors, or None where they are not wanted or not here; and
-            sums, see `ForwardStep.sums`.
+            weight; outputs and masks, see `ForwardStep.kept`, None where they are not wanted or
+            not here; and sums, see `ForwardStep.sums`.
         """
 
     def evaluate(self, inputs, labels, sample_weight, counts):

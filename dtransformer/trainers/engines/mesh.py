@@ -69,7 +69,7 @@ class MeshEngine:
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
         gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))
-        _check_added_rows(inputs, self._step.network, self._train.adds_losses, training=True)
+        self._check_added_rows(inputs, self._train, training=True)
         weights = self._step.network.trainable_variables
         shards = [
             shard
@@ -82,12 +82,35 @@ class MeshEngine:
         check_mesh_batch((inputs, labels, sample_weight))
         batch = put_batch(inputs, labels, sample_weight)
         outputs, sums = self._test(*batch, put_numbers(counts))
-        _check_added_rows(inputs, self._step.network, self._test.adds_losses)
+        self._check_added_rows(inputs, self._test)
         return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
         check_mesh_batch(inputs)
         return _own_rows(self._predict(put_sharded(inputs)), inputs)
+
+    def _check_added_rows(self, inputs, function, training=False):
+        """Check that nothing counts the rows of zeros that are added to a batch, but for the loss.
+
+        Raises:
+            ValueError: what layers add to the loss does, or keep; or a BatchNormalization.
+        """
+        rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
+        if rows % axis == 0:
+            return
+        what = None
+        if function.adds_losses:
+            what = "the losses that layers add"
+        elif training and trained_batch_normalization(self._step.network) is not None:
+            what = "the BatchNormalization's means"
+        elif self._step.states.is_used:
+            what = "the states and metrics of layers"
+        if what is not None:
+            raise ValueError(
+                f"a batch has {rows} rows, which the mesh's data axis of {axis} does not divide: "
+                f"{what} would count rows of zeros; give batches of a multiple of {axis} rows, or "
+                "drop the rest"
+            )
 
     # What is traced on the mesh.
 
@@ -122,24 +145,6 @@ def _tell_of_chunks(network):
             "network is made; later steps take longer where blocks are small: see 'Deep networks on "
             "a mesh' in docs/pipeline.md",
             stacklevel=2,
-        )
-
-
-def _check_added_rows(inputs, network, adds_losses, training=False):
-    """Check that nothing counts the rows of zeros that are added to a batch, but for the loss.
-
-    Raises:
-        ValueError: what layers add to the loss does, or a BatchNormalization that is trained.
-    """
-    rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
-    if rows % axis == 0:
-        return
-    normalizes = training and trained_batch_normalization(network) is not None
-    if adds_losses or normalizes:
-        what = "the losses that layers add" if adds_losses else "the BatchNormalization's means"
-        raise ValueError(
-            f"a batch has {rows} rows, which the mesh's data axis of {axis} does not divide: {what} "
-            f"would count rows of zeros; give batches of a multiple of {axis} rows, or drop the rest"
         )
 
 

@@ -23,7 +23,12 @@ from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS, wi
 from dtransformer.parallel.pipeline.measured_timeline import gather_timeline
 from dtransformer.parallel.pipeline.own_stage import own_chunks
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.parallel.pipeline.placed_layers import has_state, losses_of, weights_of
+from dtransformer.parallel.pipeline.placed_layers import (
+    has_state,
+    layers_of,
+    losses_of,
+    weights_of,
+)
 from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline.simulator import ideal_of
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
@@ -60,7 +65,7 @@ class PipelineEngine:
         self.devices, self.peers = stage_devices(), PeerToPeer()
         self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train", True)
         self._predict = ForwardPass(
-            self.network, lambda x, _: (step.outputs(x), None), "call", shares=True
+            self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
         )
         self._evaluate = ForwardPass(
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
@@ -177,17 +182,21 @@ class PipelineEngine:
         job.compiles()
         defers = deferring() if self._divides_backward else contextlib.nullcontext({})
         with dropout_seed(devices.numbers(seed, [2])), defers as deferred, listening() as told:
-            outputs = self.network(inputs, training=True)
-        sums = named(told)
+            outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
+        sums = named(told) | step.states.shares(found, step.share(inputs, counts))
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
-        if chunk != self.placement.last_chunk or not step.keeps_outputs:
-            outputs = None
+        outputs = step.kept(outputs) if chunk == self.placement.last_chunk else None
         losses = losses_of(self.network, chunk, self.placement)
         sums["added"] = step.added(losses, inputs, counts)
         loss = (sums.get("loss", 0.0) + sums["added"]) * devices.numbers(loss_scale, [])
         return devices.replicate((loss, sums, outputs, deferred))
+
+    def _layers(self, chunk=None):
+        """Return the layers of a model chunk, by default of the one that is computed."""
+        chunk = current_chunk() if chunk is None else chunk
+        return layers_of(self.network, chunk, self.placement)
 
     def _check(self, batch):
         self.devices.check(batch)
@@ -222,18 +231,21 @@ class PipelineEngine:
         self._check((inputs, labels, sample_weight))
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
-        (outputs, sums), added = self._evaluate((*batch, self.devices.put_numbers(counts)))
+        (outputs, sums), of_chunks = self._evaluate((*batch, self.devices.put_numbers(counts)))
         outputs = tf.nest.map_structure(lambda x: None if x is None else x[:rows], outputs)
-        sums["added"] += tf.add_n([self.devices.local(x) for x in added.values()])
+        for own in of_chunks.values():
+            for name, x in self.devices.local(own).items():
+                sums[name] = sums.get(name, 0.0) + x
         return outputs, self._sums_everywhere(sums, "test")
 
     def _outputs_and_sums(self, inputs, labels, sample_weight, counts):
-        """Return the last chunk's results, and what the layers of this one add to the loss."""
-        outputs = self._step.outputs(inputs)
+        """Return the last chunk's results, and what the layers of this one add to the sums."""
+        outputs, found = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
-        results = outputs if self._step.keeps_outputs else None, sums
-        return results, self.devices.replicate(self._step.added(losses, inputs, counts))
+        own = self._step.states.shares(found, self._step.share(inputs, counts))
+        own["added"] = self._step.added(losses, inputs, counts)
+        return (self._step.kept(outputs), sums), self.devices.replicate(own)
 
     def predict(self, inputs):
         """As `Engine.predict`."""
@@ -270,7 +282,9 @@ class PipelineEngine:
             if one.kind not in SENDS:
                 continue
             backward = one.kind == SEND_GRADIENTS
-            for tensor in self._last_dataflow.sent_after(one.chunk - backward):
+            dataflow = self._last_dataflow
+            passing = dataflow.gradients_after if backward else dataflow.sent_after
+            for tensor in passing(one.chunk - backward):
                 layer = tensor.name.split(":")[0].split("/", 1)[-1]
                 sent += [
                     audit.Collective(

@@ -67,16 +67,17 @@ class PipelineStep:
         for chunk in own_chunks():
             one = Instruction(FORWARD, 0, chunk)
             if chunk:
-                self._handed[_activations(0, chunk - 1)] = self._zeros(chunk - 1)
+                passing = self.dataflow.sent_after(chunk - 1)
+                self._handed[_activations(0, chunk - 1)] = self._zeros(passing)
             self._forward(one)
             if (chunk, 0) in self._tapes:
-                self._handed[_gradients(0, chunk)] = self._zeros(chunk)
+                passing = self.dataflow.gradients_after(chunk)
+                self._handed[_gradients(0, chunk)] = self._zeros(passing)
                 self._backward(one)
                 if self._left[chunk, 0]:
                     self._weight_gradients(one)
 
-    def _zeros(self, border):
-        crossing = self.dataflow.sent_after(border)
+    def _zeros(self, crossing):
         shards = [tf.zeros(*spec) for spec in self._devices.shard_specs(crossing)]
         return self._devices.from_shards(crossing, shards)
 
@@ -110,49 +111,55 @@ class PipelineStep:
     # hand to hand where both chunks are on this stage.
 
     def _receive_activations(self, one):
-        self._receive(one, one.chunk - 1, _activations(one.micro_batch, one.chunk - 1))
+        passing = self.dataflow.received_by(one.chunk)
+        self._receive(one, passing, _activations(one.micro_batch, one.chunk - 1))
 
     def _receive_gradients(self, one):
-        self._receive(one, one.chunk, _gradients(one.micro_batch, one.chunk))
+        passing = self.dataflow.gradients_after(one.chunk)
+        self._receive(one, passing, _gradients(one.micro_batch, one.chunk))
 
-    def _receive(self, one, border, name):
-        specs = self._devices.shard_specs(self.dataflow.sent_after(border))
+    def _receive(self, one, crossing, name):
+        specs = self._devices.shard_specs(crossing)
         self._arriving[name] = self._engine.peers.receive(specs, one.peer, name)
         self.received[name] = Event(self._engine.stage, one, time.time(), None)
 
     def _send_activations(self, one):
-        self._send(one, one.chunk, _activations(one.micro_batch, one.chunk))
+        passing = self.dataflow.sent_after(one.chunk)
+        self._send(one, passing, _activations(one.micro_batch, one.chunk))
 
     def _send_gradients(self, one):
-        self._send(one, one.chunk - 1, _gradients(one.micro_batch, one.chunk - 1))
+        passing = self.dataflow.gradients_after(one.chunk - 1)
+        self._send(one, passing, _gradients(one.micro_batch, one.chunk - 1))
 
-    def _send(self, one, border, name):
-        crossing = self.dataflow.sent_after(border)
+    def _send(self, one, crossing, name):
         shards = self._devices.shards(crossing, self._handed.pop(name))
         self.sent[name] = time.time()
         self._leaving.append(self._engine.peers.send(shards, one.peer, name))
 
-    def _take(self, border, name):
-        """Return the tensors that pass a border, in the order of `dataflow.sent_after(border)`."""
+    def _take(self, crossing, name):
+        """Return the tensors that pass a border, in the order of the `CrossStageTensor`s."""
         if name in self._handed:
             return self._handed.pop(name)
         shards = self._arriving.pop(name).result()
         self._started = time.time()  # what comes before is waiting
-        return self._devices.from_shards(self.dataflow.sent_after(border), shards)
+        return self._devices.from_shards(crossing, shards)
 
     # Computations.
 
     def _forward(self, one):
         k, chunk, devices = one.micro_batch, one.chunk, self._devices
-        received = self._take(chunk - 1, _activations(k, chunk - 1)) if chunk else []
+        crossing = self.dataflow.received_by(chunk)
+        received = self._take(crossing, _activations(k, chunk - 1)) if chunk else []
         seed = devices.put_numbers(seed_of(self._seed, k, len(self._batches)))
         function = self._engine.function(chunk, self.dataflow)
         if chunk not in self._weights:
             self._weights[chunk] = function.weights()
         weights = self._weights[chunk]
-        names = [tensor.name for tensor in self.dataflow.received_by(chunk)]
+        names = [tensor.name for tensor in crossing]
         has_backward = chunk >= self._engine.first_trained
-        received_trained = received if chunk > self._engine.first_trained else []
+        received_trained = []
+        if chunk > self._engine.first_trained:
+            received_trained = [x for x, of in zip(received, crossing) if of.has_gradient]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*weights, *received_trained])
             sent, (loss, sums, outputs, deferred) = function(
@@ -161,12 +168,14 @@ class PipelineStep:
                 *self._batches[k],
                 *(self._counts, self._loss_scale, seed),
             )
-        sent = [sent[tensor.name] for tensor in self.dataflow.sent_after(chunk)]
-        if has_backward:
-            told = [x for x in sums.values() if x.shape.rank and x.dtype.is_floating]
-            self._tapes[chunk, k] = tape, sent, loss, told, received_trained, deferred
         if chunk != self._last_chunk:
-            self._handed[_activations(k, chunk)] = sent
+            passing = self.dataflow.sent_after(chunk)
+            self._handed[_activations(k, chunk)] = [sent[tensor.name] for tensor in passing]
+        if has_backward:
+            trained = [sent[tensor.name] for tensor in self.dataflow.gradients_after(chunk)]
+            told = [x for x in tf.nest.flatten((sums, outputs)) if x is not None]
+            told = [x for x in told if x.shape.rank and x.dtype.is_floating]
+            self._tapes[chunk, k] = tape, trained, loss, told, received_trained, deferred
         for name, x in sums.items():
             self.sums[name] = devices.local(x) + self.sums.get(name, 0.0)
         if outputs is not None:
@@ -177,7 +186,7 @@ class PipelineStep:
         k, chunk = one.micro_batch, one.chunk
         upstream = []
         if chunk != self._last_chunk:
-            upstream = self._take(chunk, _gradients(k, chunk))
+            upstream = self._take(self.dataflow.gradients_after(chunk), _gradients(k, chunk))
         tape, sent, loss, told, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
         # What is told has no gradient, but the tape would make zeros of it that are not on the mesh.

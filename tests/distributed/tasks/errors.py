@@ -111,18 +111,6 @@ def checkpoints(folder):
     return found | {"restored in the end": trainer.restore(folder / "good").step}
 
 
-class RunningMean(keras.layers.Layer):
-    """Keeps the mean of what it sees while it trains."""
-
-    def build(self, input_shape):
-        self.mean = self.add_weight((), "zeros", trainable=False, name="mean")
-
-    def call(self, x, training=False):
-        if training:
-            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
-        return x
-
-
 def data_shards():
     """Train what needs the whole batch, and give the data shards other data than they need."""
     x = np.arange(16, dtype="float32").reshape(8, 2)
@@ -150,9 +138,6 @@ def data_shards():
     def generators():
         trainer().fit((batch for batch in [(own, y)] * 3), steps_per_epoch=2, verbose=0)
 
-    def state_of_a_layer():
-        trainer(RunningMean()).fit(x, y, verbose=0)
-
     def normalization():
         trainer(keras.layers.BatchNormalization())
 
@@ -162,17 +147,13 @@ def data_shards():
         layer.trainable = True
         made.fit(x, y, verbose=0)
 
-    def activity_regularizer():
-        trainer(keras.layers.Dense(2, activity_regularizer="l2"))
-
     def metric_of_all_rows():
         root = lambda y_true, y_pred: keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
         trainer(metrics=[root]).fit(x, y, verbose=0)
 
     return messages_of(
         *(other_batches, equal_shares, other_rows, other_validation, generators),
-        state_of_a_layer,
-        *(normalization, normalization_that_is_unfrozen, activity_regularizer, metric_of_all_rows),
+        *(normalization, normalization_that_is_unfrozen, metric_of_all_rows),
     )
 
 

@@ -4,12 +4,14 @@ import pathlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoder, TransformerEncoderLayer, VocabEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer
+from harness import stateful
 
 ROWS, WIDTH, CLASSES = 20, 5, 4
 rng = np.random.default_rng(0)
@@ -87,6 +89,19 @@ def a_mask():
     # several times, and not their sum.
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     return train(model, {"x": IDS[:, :-1], "y": IDS[:, 1:]}, optimizer, loss=classes)
+
+
+def keeps():
+    """Layers that set states and own metrics, behind one that leaves its mask by itself."""
+    model = stateful.network(lambda: [stateful.Seen(), stateful.Counts(name="counts")])
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data, optimizer = {"x": stateful.IDS, "y": stateful.TAGS}, keras.optimizers.SGD(0.5)
+    found = train(model, data, optimizer, loss=classes, **stateful.masked_metrics())
+    counts = model.get_layer("counts")
+    if counts.weights:  # on its stage
+        assert (int(counts.steps), float(counts.rows)) == (4, 32.0)
+        assert float(keras.ops.sum(counts.mean)) == pytest.approx(8.0e-4, abs=2e-6)
+    return found
 
 
 def tokens():
@@ -241,5 +256,15 @@ def first_calls():
     return {"history": {}, "evaluation": {}, **outputs}
 
 
-_ALL = several_outputs, a_mask, tokens, callbacks, shared_by_hand, between, added, first_calls
+_ALL = (
+    several_outputs,
+    a_mask,
+    keeps,
+    tokens,
+    callbacks,
+    shared_by_hand,
+    between,
+    added,
+    first_calls,
+)
 TASKS = {task.__name__: task for task in _ALL}

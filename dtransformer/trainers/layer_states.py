@@ -1,0 +1,170 @@
+"""States that layers set in their calls: once a step, whatever shares of its batch are computed.
+
+Keras' layers set moving means, counters and metrics of their own while they compute. Data shards,
+micro-batches and pipeline stages each compute a share of a step; here every share begins with the
+states of before the step, what it changes is added up like the sums of the logs, and is applied
+to the states of all ranks alike.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel import job, trace
+from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.sharded_variable import own_shards, shard_bounds_of
+from dtransformer.trainers.step_metrics import reductions
+from dtransformer.trainers.tried_parts import MEAN, SUM, own_states, tell_of_parts, try_parts
+
+
+class LayerStates:
+    """The states of a network's layers, and the metrics that they own.
+
+    Attributes:
+        metrics: list of the layers' own metrics, whose results are shown in the logs.
+        adding: list of the names of layers that add losses of the rows, until they are told.
+        is_used: whether states are collected.
+    """
+
+    def __init__(self):
+        self.metrics, self.adding, self._is_started = [], [], False
+        self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
+        self._counts = {}  # the same of metrics, which begin a share with zeros
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._states or self._counts)
+
+    def start(self, network: keras.Model, objective, inputs, labels) -> None:
+        """Find out, once, what layers set, and what becomes of it; warns of what has no shares.
+
+        Args:
+            network: the `keras.Model`, built.
+            objective: the `Objective`.
+            inputs, labels: nested tensors of a batch, or what a `tf.function` has of it.
+
+        Raises:
+            ValueError: a layer's metric cannot be put together of shares; names both.
+        """
+        if self._is_started:
+            return
+        self._is_started, in_pipeline = True, job.placement().num_chunks > 1
+        self.metrics = layer_metrics(network)
+        if in_pipeline or job.mesh() is not None or job.data_shard()[1] > 1:
+            self._count(network, in_pipeline)
+        num_shares = job.data_shard()[1] * get_parallel_config().micro_batch_num
+        if in_pipeline or num_shares > 1:
+            rules, differing, self.adding = try_parts(network, objective, inputs, labels)
+            for layer in _compat.flat_layers(network):
+                for variable in own_states(layer):
+                    if id(variable) in rules:
+                        name = f"states/{job.stage()[0]}.{len(self._states)}"
+                        self._states[name] = layer, variable, rules[id(variable)]
+            if num_shares > 1:
+                tell_of_parts(differing)
+
+    def _count(self, network, in_pipeline):
+        for layer in _compat.flat_layers(network):
+            for metric in _own_metrics(layer):
+                where = f"{layer.path or layer.name} owns the metric {metric.name!r}"
+                if in_pipeline and isinstance(layer, keras.Model):
+                    raise ValueError(
+                        f"{where}, and no stage of a pipeline computes a model's own call: let a "
+                        "layer update it"
+                    )
+                if not _is_sum(metric):
+                    raise ValueError(
+                        f"{where}, whose states are not known to be sums over the rows, as those of "
+                        "layers have to be where devices share a batch: say state_reduction = 'sum' "
+                        "in its class if they are, give it to compile, or use one device"
+                    )
+                for variable in metric.variables:
+                    self._counts[f"metrics/{len(self._counts)}"] = layer, variable, SUM
+
+    @contextlib.contextmanager
+    def collected(self, layers: list | None = None) -> Iterator[dict[str, tf.Tensor]]:
+        """After the `with` block states are what they were before.
+
+        Args:
+            layers: those that are computed, with the ones inside; None for all.
+
+        Yields:
+            A dict that has, after the block, by how much each state was changed.
+        """
+        if layers is not None:
+            layers = {id(one) for layer in layers for one in _compat.flat_layers(layer)}
+        here = {**self._states, **self._counts}
+        here = {k: v for k, (of, v, _) in here.items() if layers is None or id(of) in layers}
+        before, begins, found = {}, {}, {}
+        for name, variable in here.items():
+            if trace.is_on_mesh():  # where metrics are not
+                before[name] = begins[name] = _compat.stateless_value(variable)
+            else:
+                before[name] = begins[name] = tf.identity(variable.value)
+            if name in self._counts:
+                begins[name] = tf.zeros(variable.shape, variable.dtype)
+                variable.assign(begins[name])
+        yield found
+        for name, variable in here.items():
+            new = tf.cast(variable.value, "float32") - tf.cast(begins[name], "float32")
+            found[name] = tf.stop_gradient(new)
+            if before[name] is not None:
+                variable.assign(before[name])
+
+    def shares(self, found: dict, share: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return what was collected as it adds up over the shares of a step.
+
+        Args:
+            found: what `collected` gave.
+            share: the share of the global batch's rows that was computed, a scalar.
+        """
+        means = {name for name, (_, _, rule) in self._states.items() if rule == MEAN}
+        return {name: x * share if name in means else x for name, x in found.items()}
+
+    def apply(self, totals: dict[str, tf.Tensor]) -> None:
+        """Take the sums of all shares' changes out of a step's sums, and change the states."""
+        for name in [name for name in totals if name.startswith(("states/", "metrics/"))]:
+            change = totals.pop(name)
+            _, variable, _ = self._states.get(name) or self._counts.get(name) or (None,) * 3
+            if variable is None:  # another stage's
+                continue
+            if tf.as_dtype(variable.dtype).is_integer:
+                change = tf.round(change)
+            for shard, (bounds, _) in zip(own_shards([variable]), shard_bounds_of(variable)):
+                part = change[tuple(slice(*one) for one in bounds)]
+                shard.assign(shard.value + tf.cast(part, shard.dtype))
+
+    def results(self) -> dict[str, tf.Tensor]:
+        """Return the results of the layers' metrics, by their names, as Keras shows them."""
+        logs = {}
+        for metric in self.metrics:
+            result = metric.result()
+            logs.update(result if isinstance(result, dict) else {metric.name: result})
+        return logs
+
+
+def layer_metrics(network: keras.Model) -> list:
+    """Return the metrics that a network and its layers own, in Keras' order, each once.
+
+    Those of models inside of it are not shown, by Keras neither.
+    """
+    layers = _compat.flat_layers(network)
+    shown = [one for one in layers if one is network or not isinstance(one, keras.Model)]
+    return list({id(metric): metric for one in shown for metric in _own_metrics(one)}.values())
+
+
+def _is_sum(metric):
+    try:
+        return {*reductions(metric)} == {"sum"}
+    except ValueError:  # nobody says what they are
+        return False
+
+
+def _own_metrics(layer):
+    """Return a layer's metrics without those of layers inside of it."""
+    inside = _compat.flat_layers(layer, include_self=False, recursive=False)
+    inner = {id(metric) for one in inside for metric in one.metrics}
+    return [one for one in keras.Layer.metrics.fget(layer) if id(one) not in inner]

@@ -1,0 +1,293 @@
+"""What adds up over the parts of a batch, found by trying: losses, and the states of layers.
+
+A loss that is a ratio or a product of means of a batch is not the mean of those of its parts. Of
+layers and losses that may be such, a few random rows are computed whole and as halves.
+"""
+
+import functools
+import inspect
+import math
+import sys
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel import job
+from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.pipeline.own_stage import is_elsewhere
+from dtransformer.parallel.pipeline.placed_layers import placed_layers
+
+# What a state's change over a batch is of the changes over its parts.
+MEAN, SUM = "mean", "sum"
+_ROWS = 4
+_TYPE_OF_SEEDS = "uint32"
+_MOST_ELEMENTS = 2**24  # of the weights of a layer that is tried
+
+
+def own_states(layer: keras.Layer) -> list[keras.Variable]:
+    """Return the variables of a layer, without those of layers inside, that its call may set."""
+    trained = {id(variable) for variable in _compat.own_trainable_variables(layer)}
+    return [
+        v
+        for v in _compat.own_variables(layer)
+        if id(v) not in trained and v.dtype != _TYPE_OF_SEEDS
+    ]
+
+
+def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, list, list]:
+    """Compute what may not add up, on a few random rows and on halves of them.
+
+    Args:
+        network: the `keras.Model`, built.
+        objective: the `Objective`.
+        inputs, labels: nested tensors of a batch, of which the shapes and types count.
+
+    Returns:
+        A dict of the id of each state that its layer's call sets, MEAN or SUM; a list of the names
+        of layers and losses of which a whole is neither the mean nor the sum of its halves; and one
+        of layers that add losses of the rows.
+    """
+    elsewhere = [layer for layer in placed_layers(network) if is_elsewhere(layer)]
+    elsewhere = {id(inner) for layer in elsewhere for inner in _compat.flat_layers(layer)}
+    layers = [one for one in _compat.flat_layers(network) if id(one) not in elsewhere]
+    layers = [
+        one for one in layers if _may_add_losses(one) or (_is_foreign(one) and own_states(one))
+    ]
+    owns = any(_is_own_loss(loss) for loss in objective.losses)
+    if not layers and not owns:
+        return {}, [], []
+    try:
+        outputs, calls, adding = _calls(network, inputs, layers, _ROWS)
+        _, of_half, _ = _calls(network, inputs, layers, _ROWS // 2)
+    except Exception as error:
+        why = str(error).strip().splitlines()[0][:80]
+        return {}, [f"{network.name} (not tried: {why})"], []
+    rules, differing, of_rows = {}, [], []
+    for layer in layers:
+        if layer not in of_half or not (layer in adding or own_states(layer)):
+            continue
+        name, trials = layer.path or layer.name, _trials(layer, calls[layer], of_half[layer])
+        if trials is None:
+            differing.append(f"{name} (not tried)")
+            rules.update((id(variable), MEAN) for variable in own_states(layer))
+            continue
+        (loss, states), *halves = trials
+        losses, add_up = [half for half, _ in halves], _find_rules(states, halves, rules)
+        if not add_up or not _is_near(loss, sum(losses) / 2):
+            differing.append(name)
+        if not _is_near([loss] * 2, losses):  # else it is of weights alone
+            of_rows.append(name)
+    differing += _losses_that_differ(objective, outputs, labels) if owns else []
+    return rules, differing, of_rows
+
+
+def _find_rules(states, halves, rules):
+    """Find the rules of a layer's states; return whether they add up."""
+    adds_up = True
+    for number, (variable, whole) in enumerate(states):
+        changes = [half[number][1] for _, half in halves]
+        if np.any(whole) or np.any(changes):
+            is_mean, is_sum = (_is_near(whole, sum(changes) / n) for n in (2, 1))
+            rules[id(variable)] = SUM if is_sum and not is_mean else MEAN
+            adds_up &= is_sum or is_mean
+    return adds_up
+
+
+def tell_of_parts(differing: list[str]) -> None:
+    """Warn of what has other numbers in parts than as a whole; all ranks call, rank 0 tells.
+
+    Args:
+        differing: names of layers and losses, of those that this rank has.
+    """
+    everyone = [name for names in all_gather_json(differing, "parts") for name in names]
+    if everyone and job.is_chief():
+        warnings.warn(
+            f"{', '.join(dict.fromkeys(everyone))}: what a batch gives there is not the mean of what "
+            "its parts give, and data shards and micro-batches compute parts: the numbers are those "
+            "of parts, not Keras'; one data shard and micro_batch_num=1 give Keras'",
+            stacklevel=2,
+        )
+
+
+def _is_foreign(layer):
+    return not type(layer).__module__.startswith("dtransformer.")
+
+
+def _may_add_losses(layer):
+    regularizes = getattr(layer, "activity_regularizer", None) is not None
+    return regularizes or any(map(_code_adds_losses, type(layer).__mro__))
+
+
+@functools.cache
+def _code_adds_losses(of):
+    """Return whether code of a user's class, or of its module, adds losses."""
+    if of is object or of.__module__.startswith(("keras.", "dtransformer.")):
+        return False
+    module = vars(sys.modules.get(of.__module__, of))
+    functions = filter(inspect.isfunction, [*vars(of).values(), *module.values()])
+    return any("add_loss" in inspect.unwrap(one).__code__.co_names for one in functions)
+
+
+def _calls(network, inputs, layers, rows):
+    """Trace a network for so many rows, and watch layers.
+
+    Returns the outputs' specs; a dict of the layers and their first calls, (args, kwargs); and those
+    that add losses, a set.
+    """
+    found, adding, before = {}, set(), []
+
+    def watch(layer, call, add_loss):
+        def watched(*args, **kwargs):
+            found.setdefault(layer, (args, kwargs))
+            return call(*args, **kwargs)
+
+        def watched_add_loss(loss):
+            adding.add(layer)
+            return add_loss(loss)
+
+        return {"call": watched, "add_loss": watched_add_loss}
+
+    symbols = tf.nest.map_structure(
+        lambda x: keras.KerasTensor((rows, *(n or _ROWS for n in x.shape[1:])), x.dtype.name),
+        tf.nest.map_structure(tf.convert_to_tensor, inputs),
+    )
+    try:
+        for layer in layers:
+            for name, function in watch(layer, layer.call, layer.add_loss).items():
+                before.append((layer, name, vars(layer).get(name)))
+                object.__setattr__(layer, name, function)
+        return _Network(network).compute_output_spec(symbols), found, adding
+    finally:
+        for layer, name, function in before:
+            vars(layer).pop(name)
+            if function is not None:
+                object.__setattr__(layer, name, function)
+
+
+class _Network(keras.Operation):
+    """A network that trains, whose shapes alone are computed."""
+
+    def __init__(self, network):
+        super().__init__()
+        self._network = network
+
+    def call(self, inputs):
+        return self._network(inputs, training=True)
+
+
+def _trials(layer, call, of_half):
+    """Return (loss, [(state, its change)]) of a call of random rows, and of each half of them.
+
+    None where the call cannot be tried by itself, or takes long.
+    """
+    if sum(math.prod(v.shape) for v in layer.variables) > _MOST_ELEMENTS:
+        return None
+    draw = np.random.default_rng(0)
+    flat, halves = tf.nest.flatten(call), tf.nest.flatten(of_half)
+    trials = [list(flat) for _ in range(3)]
+    for number, (x, half) in enumerate(zip(flat, halves)):
+        if not tf.is_tensor(x):
+            continue
+        parts = [_drawn(half.shape, half.dtype, part, draw) for part in range(2)]
+        is_of_rows = x.shape != half.shape
+        whole = tf.concat(parts, 0) if is_of_rows else parts[0]
+        for trial, value in zip(trials, [whole, *(parts if is_of_rows else parts[:1] * 2)]):
+            trial[number] = value
+    values = [(v, _drawn(v.shape, v.dtype, 0, draw)) for v in layer.variables]
+    values = [(v, value) for v, value in values if v.dtype != _TYPE_OF_SEEDS]
+    packed = [tf.nest.pack_sequence_as(call, trial) for trial in trials]
+    try:
+        results = [_computed(layer, values, *one) for one in packed]
+        if not _is_near(results[0][0], _computed(layer, values, *packed[0])[0]):  # it draws
+            packed = [(args, {**kwargs, "training": False}) for args, kwargs in packed]
+            results = [(_computed(layer, values, *one)[0], []) for one in packed]
+    except Exception:
+        return None
+    return results
+
+
+def _computed(layer, values, args, kwargs):
+    with keras.StatelessScope(values, collect_losses=True) as scope:
+        layer(*args, **kwargs)
+    before = {id(variable): value for variable, value in values}
+    loss = sum(float(tf.reduce_sum(x)) for x in scope.losses)
+    changes = []
+    for variable in own_states(layer):
+        new = np.asarray(scope.get_current_value(variable), "float64")
+        changes.append((variable, new - np.asarray(before[id(variable)], "float64")))
+    return loss, changes
+
+
+def _drawn(shape, dtype, part, draw):
+    """Return random values; those of two parts are spread in other ways."""
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_floating:
+        return tf.cast(draw.normal(part, 0.5 + part, shape), dtype)
+    return tf.cast(draw.random(shape) < 0.2 + 0.6 * part, dtype)
+
+
+def _is_near(x, y):
+    scale = np.max(np.abs([x, y])) if np.size(x) else 0.0
+    return bool(np.all(np.abs(np.subtract(x, y)) <= 0.01 * scale))
+
+
+# Losses.
+
+
+def _is_own_loss(loss):
+    """Return whether a loss is a user's own, of which nobody knows whether it is one of each row."""
+    loss = getattr(loss, "fn", loss)
+    if loss is None or isinstance(loss, str) or hasattr(loss, "per_token"):
+        return False
+    of = loss if inspect.isfunction(loss) else type(loss)
+    return not of.__module__.startswith("keras.")
+
+
+def _losses_that_differ(objective, outputs, labels):
+    """Return the names of the losses that are not the mean of those of two halves of random rows."""
+    draw, differing = np.random.default_rng(0), []
+    labels = tf.nest.map_structure(tf.convert_to_tensor, labels)
+    outputs = tf.nest.map_structure(lambda x: _probabilities(x.shape, draw), outputs)
+    for ignored in (0, -100):  # what labels that do not count are, most often
+        own = tf.nest.map_structure(lambda x: _drawn_labels(x, ignored, draw), labels)
+        try:
+            counts = objective.counts(own, own, None)
+            of_rows = lambda start, end: tf.nest.map_structure(
+                lambda x: x[start:end], (outputs, own)
+            )
+            sums = [
+                objective.sums(*of_rows(*rows), None, counts, own_is_all=False)
+                for rows in ((0, _ROWS), (0, _ROWS // 2), (_ROWS // 2, _ROWS))
+            ]
+        except Exception:  # such as of a loss that takes no such labels
+            continue
+        names = [name for name in sums[0] if name.startswith("loss/")] or ["loss"]
+        for name in names:
+            whole, total = _loss_of(sums[:1], name), _loss_of(sums[1:], name)
+            if np.isfinite(whole + total) and not _is_near(whole, total):
+                differing.append(objective.name_of(name))
+    return differing
+
+
+def _loss_of(sums, name):
+    """Return the loss of shares that are added up."""
+    divided = sum(float(one.get("divided", 0.0)) for one in sums) or 1.0
+    return sum(float(one[name]) for one in sums) / divided
+
+
+def _drawn_labels(like, ignored, draw):
+    """Return random labels, of which more count in the second half."""
+    shape = (_ROWS // 2, *(n or _ROWS for n in like.shape[1:]))
+    counts = tf.concat([_drawn(shape, "bool", part, draw) for part in range(2)], 0)
+    return tf.cast(tf.where(counts, 1, ignored if like.dtype.is_integer else 0), like.dtype)
+
+
+def _probabilities(shape, draw):
+    """Return random positive values; those of several classes sum to 1."""
+    values = draw.uniform(0.05, 0.95, shape)
+    if len(shape) > 1 and shape[-1] > 1:
+        values /= values.sum(-1, keepdims=True)
+    return tf.constant(values, "float32")

@@ -1,0 +1,163 @@
+"""Promise: states and metrics of layers, and masks in metrics, are Keras' on every layout."""
+
+import warnings
+
+import keras
+import pytest
+from keras import ops
+from keras.layers import Dense
+
+import dtransformer
+from dtransformer import parallel_config
+from dtransformer.layers import CrossEntropyLoss, TransformerEncoderLayer
+from dtransformer.trainers import Trainer
+from harness import stateful
+from harness.stateful import (
+    Adds,
+    Counts,
+    Seen,
+    Unmasked,
+    assert_as_in_keras,
+    masked_mean,
+    network,
+    norm_of_the_spectrum,
+    numbers,
+)
+from tests.on_mesh import on_mesh, start, stop
+from tests.tolerances import TRAINING
+
+CHUNKS = {"pipeline_schedule": "interleaved", "pipeline_chunks": 2, "micro_batch_num": 2}
+
+
+def everything():
+    return network(lambda: [Seen(), Counts()])
+
+
+def test_micro_batches():
+    """A state is set once a step; metrics of layers are in the logs, those compiled see masks."""
+    expected = numbers(everything(), **stateful.masked_metrics())
+    assert {"seen", "val_seen", "rows", "val_rows"} < set(expected["history"])
+    with parallel_config(micro_batch_num=2):
+        found = numbers(Trainer(everything()), **stateful.masked_metrics())
+    assert_as_in_keras(found, expected, TRAINING)
+
+
+def test_our_loss_sees_masks():
+    options = {"loss": CrossEntropyLoss(), "metrics": ["accuracy"], "epochs": 1}
+    options["batch_size"] = stateful.ROWS  # the mean of several batches is by their tokens
+    expected = numbers(network(), **options)
+    with parallel_config(micro_batch_num=2):
+        assert_as_in_keras(numbers(Trainer(network()), **options), expected, TRAINING)
+
+
+def test_a_norm_of_the_spectrum_in_micro_batches():
+    make = lambda: network(norm_of_the_spectrum)
+    expected = numbers(make(), epochs=1)
+    with parallel_config(micro_batch_num=2):
+        assert_as_in_keras(numbers(Trainer(make()), epochs=1), expected, TRAINING)
+
+
+class Recomputed(TransformerEncoderLayer):
+    """A block that is computed again in the backward pass, with layers that set states."""
+
+    def add_sublayers(self):
+        super().add_sublayers()
+        self.inner = [Seen(), Counts()]
+        self.recompute(True)
+
+    def _compute(self, *args, **kwargs):
+        x = super()._compute(*args, **kwargs)
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_is_recomputed():
+    keras.backend.clear_session()
+    block = Recomputed(6, 2, 8, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)
+    history = numbers(Trainer(network(lambda: [block])), epochs=1)["history"]
+    assert history["rows"] == [stateful.ROWS] and history["seen"][0] > 0
+    assert int(block.inner[1].steps) == stateful.ROWS // 8
+
+
+@on_mesh
+def test_a_mesh_and_model_chunks():
+    """What a chunk hands on is the value and the mask that is on it."""
+    expected = numbers(everything(), **stateful.masked_metrics(), epochs=1)
+    for fields in ({}, CHUNKS):
+        start(model_parallel=2, **fields)
+        found = numbers(Trainer(everything()), **stateful.masked_metrics(), epochs=1)
+        assert_as_in_keras(found, expected, TRAINING)
+        stop()
+
+
+def mean(labels, outputs):
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True))
+
+
+NAMED = {
+    "a ratio": (lambda: [Unmasked()], masked_mean, "the loss masked_mean"),
+    "a product of means": (lambda: [Adds(2, name="squares")], None, "squares"),
+    "variances": (lambda: [keras.layers.BatchNormalization(name="norm")], None, "norm"),
+    "a mean beside a mask": (lambda: [Adds(1, name="mean")], None, "mean"),
+    "means": (lambda: [Unmasked(), Adds(1), Dense(6, activity_regularizer="l2")], mean, None),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_parts_of_a_batch_do_not_add_up_to_is_named_once(kind):
+    inner, loss, name = NAMED[kind]
+    make = lambda: network(inner)
+    with parallel_config(micro_batch_num=2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = numbers(Trainer(make()), loss, epochs=1)
+    told = [str(one.message) for one in told if "not Keras'" in str(one.message)]
+    if name is None:
+        assert not told
+        assert_as_in_keras(found, numbers(make(), loss, epochs=1), TRAINING)
+    else:
+        assert told and all(one.startswith(f"{name}: ") for one in told)
+        assert len(set(told)) == len(told)
+
+
+def test_nothing_is_told_where_a_step_is_computed_at_once():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not Keras'")
+        numbers(Trainer(network(lambda: [Adds(2)])), epochs=1)
+
+
+class Greatest(keras.metrics.Metric):
+    """No sum over the rows."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, x):
+        self.value.assign(ops.maximum(self.value, ops.max(x)))
+
+    def result(self):
+        return self.value + 0.0  # a tensor, which validation does not change
+
+
+@on_mesh
+def test_a_metric_of_a_layer_that_no_device_can_share_is_named():
+    class Owner(keras.layers.Layer):
+        def __init__(self):
+            super().__init__(name="owner")
+            self.greatest = Greatest(name="greatest")
+
+        def call(self, x):
+            self.greatest.update_state(x)
+            return x
+
+    expected, found = (
+        numbers(make(network(lambda: [Owner()]))) for make in (lambda network: network, Trainer)
+    )
+    assert len(set(found["history"]["greatest"])) == 2  # begun anew
+    assert_as_in_keras(found, expected, TRAINING)
+    start(model_parallel=2)
+    trainer = Trainer(network(lambda: [Owner()]))
+    with pytest.raises(ValueError, match="owner owns the metric 'greatest'.*give it to compile"):
+        numbers(trainer)
+    dtransformer.shutdown()
