@@ -162,10 +162,7 @@ def _prepare(config, old_run):
     largest = max(part.max_tokens for part in (batches, dev_batches) if part)
     needs.check_batches(config, tokenizer.vocab_size, largest, job.size())
     if job.is_chief():
-        print(
-            f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs; "
-            f"{batches.num_left_out:,} pairs have more than {config.data.max_length} tokens"
-        )
+        print(f"Batches: {len(batches):,} an epoch of {batches.num_pairs:,} pairs")
     trainer = Trainer(model)
     optimizer = runs.make_optimizer(config, options.epochs * len(batches))
     try:

@@ -125,7 +125,7 @@ def options_of(network, given: Mapping, before: int) -> GenerationOptions:
 
     Args:
         network: a network, which may have `generation_rules`.
-        given: options by their names; those that are None are not given.
+        given: options by their names.
         before: number of tokens before each result.
 
     Raises:
@@ -135,7 +135,7 @@ def options_of(network, given: Mapping, before: int) -> GenerationOptions:
     rules = dict(network.generation_rules)
     path, asks = rules.pop("asks", ("", {}))
     least = max(rules.pop("min_length", 0) - before, rules.get("min_new_tokens", 0), 0)
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: x for name, x in given.items() if x is not None or name != "stop_ids"}
     open_ = {name: (x, own) for name, (x, own) in asks.items() if own not in given}
     if open_ and not network.has_told_rules:
         network.has_told_rules = True
