@@ -98,7 +98,8 @@ class Unsharding:
         if key not in self._values:
             name, gate = self.next_name(variable.path), self.forward_gate
             if not variable.trainable:
-                self._values[key] = all_gather(variable, _after(shard, gate), name)
+                value = all_gather(variable, _after(shard, gate), name)
+                self._values[key] = tf.stop_gradient(value)  # recompute watches all shards
                 return self._values[key]
 
             @tf.custom_gradient
