@@ -62,7 +62,7 @@ class Adds(keras.layers.Layer):
         self.power = power
 
     def call(self, x):
-        self.add_loss(ops.mean((30 * x) ** 2) ** self.power)
+        self.add_loss(ops.mean((10 * x) ** 2) ** self.power)
         return x
 
 
