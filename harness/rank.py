@@ -27,6 +27,7 @@ from harness.quick import compile_quickly, leave_graphs_as_they_are
 from harness.runs import SECONDS_OF_A_RUN, Run
 
 RANK = int(os.environ.get("HOROVOD_RANK", "0"))
+RUNS_OF_GARBAGE = 8  # that is collected together
 
 
 def task_of(name):
@@ -79,7 +80,7 @@ def main():
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
     # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
-    for run in arguments.runs:
+    for number, run in enumerate(arguments.runs, 1):
         signal.alarm(arguments.seconds)
         begin = cpu_seconds()
         try:
@@ -91,8 +92,10 @@ def main():
             text = f"{run.name} failed on rank {RANK}:\n{traceback.format_exc()}"
             print(text, file=sys.stderr, flush=True)
             run.error_file(arguments.folder, RANK).write_text(text)
-        gc.unfreeze()
-        keras.backend.clear_session()  # collects garbage
+        collects = number % RUNS_OF_GARBAGE == 0
+        if collects:
+            gc.unfreeze()
+        keras.backend.clear_session(free_memory=collects)  # names begin anew
         gc.freeze()  # what is left is not searched for garbage meanwhile
     signal.alarm(arguments.seconds)
     dtransformer.shutdown()  # waits for ranks that are still reading

@@ -4,19 +4,20 @@
 # More layouts: python benchmarks/parity.py, with --layouts '*+shard?', '*pp*', '*cp*' and '*ep*'
 QUICK = """
     untied/dp2mp2@2x2+rows+sp+shard1 tied.used/mp2m2@2x1+rows+sp+recompute
-    adamw/dp2m2@2x1+shard2+recompute llama_lora.used/dp2@2x1+shard3+recompute
+    adamw/dp2m2@2x1+shard2+recompute llama_lora/dp2@2x1+shard3+recompute
     llama/dp2mp2m2@2x2+rows+sp+shard3 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute
     deep_tied.used/pp2m2-interleaved2@2x1+recompute tied/mp2pp2m2-gpipe@2x2+rows+sp
     deep/dp2pp2m2-zb_v2@4x1+shard2+recompute lamb/dp2pp2m2-zb_h1@4x1+whole1 bert/mp2pp2m2-1f1b@4x1
     tied/dp2pp2m2-1f1b@4x1+shard1 lamb/dp2pp2m2-1f1b@4x1+whole2 dropout/pp2m4-1f1b@2x1
-    long.used/dp2cp2m2@2x2+ulysses+shard1+recompute long_causal/cp2mp2@2x2+rows+ring
+    long/dp2cp2m2@2x2+ulysses+shard1+recompute long_causal/cp2mp2@2x2+rows+ring
     long_causal/dp2cp2@2x2+all_gather+shard3 long/dp2cp2@2x2+ring+whole1 long/cp2pp2m2-1f1b@2x2+ring
-    moe.used/dp2ep2@2x1 moe/dp4ep2@4x1+shard2 moe/dp4ep2@2x2+whole1 moe/dp2ep2@2x1+shard3
+    moe/dp2ep2@2x1 moe/dp4ep2@4x1+shard2 moe/dp4ep2@2x2+whole1 moe/dp2ep2@2x1+shard3
     moe/dp2mp2ep2m2@1x4+rows+sp+recompute moe/dp2ep2pp2m2-1f1b@2x2
     long_moe/dp2cp2ep2-interleaved2@1x4+ring causal/mp2-interleaved2@2x1+rows+sp
     adamw/dp2m2-interleaved2@2x1+shard2+recompute adamw/dp2-interleaved2@2x1+whole1
 """.split()
 LONG = """
+    long.used/dp2cp2@2x2+all_gather moe.used/dp4ep2@4x1 llama_lora.used/mp2@1x2+rows+sp
     untied.used/dp2mp2@1x4+rows+sp sgd/dp2@1x2 sgd/dp2mp2@2x2+sp adamw/dp2@2x1+shard1
     tied.used/dp2@2x1+shard3 muon/dp2@2x1+whole1 llama_lora/dp2@2x1 deep_llama_frozen/pp2m4-1f1b@2x1
     bert.used/mp2@1x2+rows+sp long.used/cp2@1x2 untied.used/dp2mp4@1x8+rows+sp tied/dp4mp2@1x8+sp
@@ -32,32 +33,32 @@ LONG = """
     llama_lora/mp2pp2m2-1f1b@2x2+rows llama_lora/dp2@2x1+shard1 llama_lora/dp2@2x1+shard2
     llama_lora/pp2m4-zb_h1@2x1 tied.used/dp2@2x1+shard3+recompute llama_lora.used/dp2@2x1+shard3
     llama_lora.used/pp2m4-1f1b@2x1 llama_lora/dp2mp2@2x2+shard3 llama_lora/dp2@2x1+whole2
-    llama_lora/mp2@1x2+rows+sp deep_llama_frozen.used/dp2mp2@2x2+rows
-    deep_llama_frozen/dp2@2x1+shard3 deep_llama_frozen/dp2@2x1+shard1
-    deep_llama_frozen/dp2mp2@2x2+shard2 deep_llama_frozen/pp2m4-zb_h1@2x1
-    deep_llama_frozen.used/mp2pp2m2-1f1b@2x2+rows deep_llama_frozen/pp2m4-zb_v2@2x1
-    deep_llama_frozen.used/pp2m2-interleaved2@2x1 bert.used/dp2mp2@2x2+rows bert.used/dp2@2x1+shard3
-    bert/dp2@2x1+shard1 bert.used/pp2m4-1f1b@2x1 bert/pp2m4-zb_h1@2x1 bert/mp2pp2m2-1f1b@2x2+rows
-    moe/dp2@2x1 moe/dp2@2x1+shard1 moe/dp2@2x1+shard2 moe.used/dp2@2x1+shard3 moe/dp2@1x2
-    moe/dp2mp2@1x4+sp moe.used/mp2@2x1+rows+sp moe.used/dp2ep2@1x2 moe_global/dp2@2x1
-    moe.used/dp2mp2ep2@2x2+rows+sp moe/dp4ep2@4x1 moe/dp4ep2@4x1+shard1 moe/dp4ep4@4x1
-    moe/dp2mp2ep2@4x1 moe/dp2mp2ep2@2x2+shard3 moe.used/pp2m4-1f1b@2x1 moe/pp2m4-zb_h1@2x1
-    moe/dp2pp2m2-1f1b@4x1+shard2 moe/dp2ep2pp2m2-1f1b@4x1 moe/dp2mp2ep2pp2m2-1f1b@4x2
-    moe_global.used/dp2@1x2 moe_global/dp2ep2@2x1 moe_global/dp2@2x1+shard3
-    moe_global/dp4@4x1+shard2 moe_global/dp2mp2ep2@2x2 sentences/mp2@1x2+sp sentences/dp2@2x1+shard2
+    deep_llama_frozen.used/dp2mp2@2x2+rows deep_llama_frozen/dp2@2x1+shard3
+    deep_llama_frozen/dp2@2x1+shard1 deep_llama_frozen/dp2mp2@2x2+shard2
+    deep_llama_frozen/pp2m4-zb_h1@2x1 deep_llama_frozen.used/mp2pp2m2-1f1b@2x2+rows
+    deep_llama_frozen/pp2m4-zb_v2@2x1 deep_llama_frozen.used/pp2m2-interleaved2@2x1
+    bert.used/dp2mp2@2x2+rows bert.used/dp2@2x1+shard3 bert/dp2@2x1+shard1 bert.used/pp2m4-1f1b@2x1
+    bert/pp2m4-zb_h1@2x1 bert/mp2pp2m2-1f1b@2x2+rows moe/dp2@2x1 moe/dp2@2x1+shard1
+    moe/dp2@2x1+shard2 moe.used/dp2@2x1+shard3 moe/dp2@1x2 moe/dp2mp2@1x4+sp
+    moe.used/mp2@2x1+rows+sp moe.used/dp2ep2@1x2 moe_global/dp2@2x1 moe.used/dp2mp2ep2@2x2+rows+sp
+    moe/dp4ep2@4x1+shard1 moe/dp4ep4@4x1 moe/dp2mp2ep2@4x1 moe/dp2mp2ep2@2x2+shard3
+    moe.used/pp2m4-1f1b@2x1 moe/pp2m4-zb_h1@2x1 moe/dp2pp2m2-1f1b@4x1+shard2
+    moe/dp2ep2pp2m2-1f1b@4x1 moe/dp2mp2ep2pp2m2-1f1b@4x2 moe_global.used/dp2@1x2
+    moe_global/dp2ep2@2x1 moe_global/dp2@2x1+shard3 moe_global/dp4@4x1+shard2
+    moe_global/dp2mp2ep2@2x2 sentences/mp2@1x2+sp sentences/dp2@2x1+shard2
     sentences/dp2pp2m2-1f1b@4x1 bart.used/dp2mp2@2x2+rows bart/mp2@1x2+rows+sp
     bart.used/dp2@2x1+shard3 bart/dp2@2x1+shard1 bart/dp2@2x1+shard2 bart.used/pp2m4-1f1b@2x1
     bart/pp2m4-zb_h1@2x1 bart.used/mp2pp2m2-1f1b@2x2+rows t5.used/dp2mp2@2x2+rows t5/mp2@1x2+rows+sp
     t5.used/dp2@2x1+shard3 t5/dp2@2x1+shard1 t5/dp2@2x1+shard2 t5.used/pp2m4-1f1b@2x1
     t5/pp2m4-zb_h1@2x1 deep_t5/pp2m2-interleaved2@2x1 t5.used/mp2pp2m2-1f1b@2x2+rows
     long.used/cp2pp2m2-1f1b@2x2+all_gather long/cp4@1x4+ring long/cp4mp2@1x8+ulysses
-    long/dp2cp2@2x2+all_gather long/dp2cp2@2x2+ulysses+shard1 long/dp2cp2@1x4+all_gather
-    long/dp2cp2@2x2+ring+shard3 long/cp2mp2@1x4+rows+ring
-    long_causal.used/cp2mp2@2x2+rows+all_gather long_causal/dp2cp2@2x2+ring+shard2
-    long_causal/cp4@4x1+ring long_causal/cp4@2x2+ulysses long_causal/cp4@1x4+all_gather
-    long_causal/cp2pp2m2-1f1b@4x1+ulysses long_causal/cp2mp2pp2m2-1f1b@2x4+ring
-    causal.used/mp2@2x1+sp deep_causal.used/pp2m2-interleaved2@2x1 long_moe/cp2@1x2
-    long_moe/dp2cp2ep2@1x4 moe/dp2ep2@1x2+recompute long_causal/cp2@1x2+ring+recompute
+    long/dp2cp2@2x2+ulysses+shard1 long/dp2cp2@1x4+all_gather long/dp2cp2@2x2+ring+shard3
+    long/cp2mp2@1x4+rows+ring long_causal.used/cp2mp2@2x2+rows+all_gather
+    long_causal/dp2cp2@2x2+ring+shard2 long_causal/cp4@4x1+ring long_causal/cp4@2x2+ulysses
+    long_causal/cp4@1x4+all_gather long_causal/cp2pp2m2-1f1b@4x1+ulysses
+    long_causal/cp2mp2pp2m2-1f1b@2x4+ring causal.used/mp2@2x1+sp
+    deep_causal.used/pp2m2-interleaved2@2x1 long_moe/cp2@1x2 long_moe/dp2cp2ep2@1x4
+    moe/dp2ep2@1x2+recompute long_causal/cp2@1x2+ring+recompute
     deep_causal.used/mp2-interleaved4@1x2 deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
     deep_llama.used/dp2mp2-interleaved4@2x2+shard2 deep_t5.used/mp2-interleaved4@1x2
     deep_tied.used/pp2m4-zb_v2@2x1 deep/dp2pp2m4-zb_h1@4x1+shard2 deep/mp2pp2m2-1f1b@4x1+rows+sp

@@ -8,12 +8,10 @@ from tests.shared_runs import each
 
 TASKS = "tests.distributed.tasks."
 QUICK = {
-    "keras_fit:several_outputs": ("dp2@2x1+shard2",),
     "keras_fit:a_mask": ("mp2@2x1",),
-    "keras_fit:keeps": ("dp2@2x1", "pp2m2-1f1b@2x1"),
-    "keras_fit:tokens": ("dp2@2x1", "pp2m2-1f1b@2x1"),
+    "keras_fit:keeps": ("dp2@2x1",),
+    "keras_fit:tokens": ("pp2m2-1f1b@2x1",),
     "keras_fit:callbacks": ("mp2@1x2",),
-    "keras_fit:between": ("mp2@1x2",),
     "keras_fit:added": ("dp2@2x1+shard2",),
 }
 IN_TEST_ALL = {
@@ -23,9 +21,10 @@ IN_TEST_ALL = {
     "keras_options:a_loss_that_is_nan": ("dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:added": ("dp2@2x1", "mp2@1x2", "mp2@2x1", "dp2mp2@2x2"),
     "keras_fit:first_calls": ("mp2@1x2", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
-    "keras_fit:several_outputs": ("dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
+    "keras_fit:keeps": ("pp2m2-1f1b@2x1",),
+    "keras_fit:several_outputs": ("dp2@2x1+shard2", "dp2@2x1", "mp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:a_mask": ("dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1"),
-    "keras_fit:tokens": ("mp2@2x1", "dp2mp2@2x2", "dp2@2x1+shard2"),
+    "keras_fit:tokens": ("dp2@2x1", "mp2@2x1", "dp2mp2@2x2", "dp2@2x1+shard2"),
     "keras_fit:callbacks": (
         "mp2@2x1",
         "dp2@2x1",
@@ -34,7 +33,7 @@ IN_TEST_ALL = {
         "pp2m2-1f1b@2x1",
     ),
     "keras_fit:shared_by_hand": ("mp2@1x2", "mp2@2x1", "dp2@2x1", "dp2@2x1+shard2"),
-    "keras_fit:between": ("mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
+    "keras_fit:between": ("mp2@1x2", "mp2@2x1", "dp2@2x1", "dp2@2x1+shard2", "pp2m2-1f1b@2x1"),
 }
 LONG = [f"{TASKS}{task}/{layout}" for task, names in IN_TEST_ALL.items() for layout in names]
 RUNS = [f"{TASKS}{task}/{layout}" for task, names in QUICK.items() for layout in names] + LONG

@@ -8,9 +8,11 @@ from tests.distributed.tasks.language_model import STOP
 from tests.shared_runs import each
 
 TASKS = "tests.distributed.tasks.language_model:"
-QUICK = [f"{TASKS}gpt/dp2@2x1"]
 LONG = [
-    *(f"{TASKS}gpt/{layout}" for layout in ("dp2mp2@2x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")),
+    *(
+        f"{TASKS}gpt/{layout}"
+        for layout in ("dp2@2x1", "dp2mp2@2x2", "dp2@2x1+shard3", "pp2m2-1f1b@2x1")
+    ),
     *(f"{TASKS}bert/{layout}" for layout in ("dp2@2x1", "mp2@1x2", "pp2m2-1f1b@2x1")),
 ]
 
@@ -19,7 +21,7 @@ def alone(run):
     return f"{run.split('/')[0]}/alone@1x1"
 
 
-each_run = each([*QUICK, *LONG], LONG, lambda run: [alone(run)])
+each_run = each(LONG, LONG, lambda run: [alone(run)])
 
 
 @each_run

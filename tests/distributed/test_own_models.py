@@ -16,7 +16,7 @@ LAYOUTS = """
 """.split()
 RUNS = [f"{TASKS}{model}/{layout}" for model in own_models.TASKS for layout in LAYOUTS]
 QUICK = """
-    tagger/dp2mp2@2x2  vision/dp2@2x1+shard2  plain/pp2m2-1f1b@2x1
+    vision/dp2@2x1+shard2  plain/pp2m2-1f1b@2x1
 """.split()
 LONG = [run for run in RUNS if run.removeprefix(TASKS) not in QUICK]
 

@@ -14,7 +14,12 @@ def is_without_mesh(layout):
 
 
 SHARDED = [run for run in RUNS if Run.of(run).layout.level and Run.of(run).layout.stages == 1]
-WITHOUT_MESH = [run for run in SHARDED if is_without_mesh(Run.of(run).layout)]
+WITHOUT_MESH = [
+    run
+    for run in SHARDED
+    if is_without_mesh(Run.of(run).layout)
+    and not any(word in network_of(run) for word in ("lora", "frozen"))
+]
 FLAT = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "flat"]
 WHOLE = [run for run in WITHOUT_MESH if Run.of(run).layout.partition == "whole"]
 

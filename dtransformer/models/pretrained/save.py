@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -38,7 +39,7 @@ def save_pretrained(
     folder: str | os.PathLike,
     family: str | None = None,
     overwrite: bool = False,
-    tokenizer=None,
+    tokenizer: Any = None,
 ) -> pathlib.Path:
     """Write a network into a folder that `transformers`, and `from_pretrained`, load.
 
