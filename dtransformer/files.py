@@ -246,7 +246,8 @@ def new_folder(
 
 def partial_path(path: pathlib.Path) -> pathlib.Path:
     """Return where a file is written before it becomes the one at a path, with the same ending."""
-    return path.with_name(f"{_PARTIAL}{os.getpid()}.{path.name}")
+    writer = f"{os.getpid()}-{os.environ.get('HOROVOD_RANK', '0')}"  # ids repeat on other hosts
+    return path.with_name(f"{_PARTIAL}{writer}.{path.name}")
 
 
 def is_partial(name: str) -> bool:

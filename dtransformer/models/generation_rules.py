@@ -99,13 +99,19 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
             rules[_NUMBERS[name]] = value
         elif name == "forced_bos_token_id" and has_source:
             rules["first_ids"] = ids(name, value)
-        elif name == "bad_words_ids" and all(isinstance(x, list) and len(x) == 1 for x in value):
-            ends = ids("eos_token_id", fields.get("eos_token_id") or [])
+        elif name == "bad_words_ids" and _are_single(value):
+            end = fields.get("eos_token_id")
+            ends = [] if end is None else ids("eos_token_id", end)
             own = [one for (one,) in value if [one] != ends]
             rules["suppressed_ids"] = rules.get("suppressed_ids", []) + ids(name, own)
         elif _asks(name, value, fields):
             asks[name] = [value, _OPTIONS.get(name, (None,))[0]]
     return {**rules, **({"asks": [str(path), asks]} if asks else {})}
+
+
+def _are_single(words):
+    """Return whether words that are not to come are single tokens, as a list of lists has them."""
+    return isinstance(words, list) and all(isinstance(x, list) and len(x) == 1 for x in words)
 
 
 def _asks(name, value, fields):

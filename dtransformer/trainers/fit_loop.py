@@ -21,7 +21,7 @@ from dtransformer.trainers.data import (
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
-from dtransformer.trainers.host_changes import host_changes
+from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
@@ -216,10 +216,10 @@ class FitLoop(keras.Model):
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
-        before, after = host_changes(self)
-        callbacks = [self._data_position, LossWarning(), SameStates(), *before, *callbacks]
+        of_user = callbacks
+        callbacks = [self._data_position, LossWarning(), SameStates()]
         try:
-            with job.doing("callbacks"), told_in_one_line(), signals_stop(callbacks) as stopping:
+            with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(
                     beginning.data,
                     y,
@@ -227,7 +227,10 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [*callbacks, *stopping, *after], verbose=verbose, epochs=epochs, model=self
+                        [*callbacks, *with_host_changes([*of_user, *stopping])],
+                        verbose=verbose,
+                        epochs=epochs,
+                        model=self,
                     ),
                     validation_data=validation_data,
                     shuffle=shuffle,

@@ -17,6 +17,7 @@ from dtransformer.parallel import job, stopping
 from dtransformer.parallel.first_values import broadcast_first_values, shared_shards
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.sharded_variable import ShardedVariable
+from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 
 _TOLERANCE = 1e-4  # of a norm: what ranks round differently is far less
 _RATE, _KIND, _WEIGHTS, _SET, _TRAINED, _STOP = "rate", "kind", "weights", "set", "trained", "stop"
@@ -28,15 +29,18 @@ _MEND = (
 )
 
 
-def host_changes(trainer) -> tuple[list, list]:
-    """Return the callbacks that keep ranks alike: those before a `fit`'s own, and those after.
+def with_host_changes(callbacks: list) -> list:
+    """Return a `fit`'s callbacks with those that keep ranks alike.
 
-    Args:
-        trainer: the `Trainer`.
+    Ranks agree on `stop_training` before a checkpoint is saved, which all of them have to do, and
+    once more when all callbacks have been called.
     """
     if job.size() == 1:
-        return [], []
-    return [Drift()], [HostChanges()]
+        return callbacks
+    saving = [isinstance(one, ModelCheckpoint) for one in callbacks]
+    first = saving.index(True) if any(saving) else len(callbacks)
+    agree = [AgreedStop()] * any(saving)
+    return [Drift(), *callbacks[:first], *agree, *callbacks[first:], HostChanges()]
 
 
 class Drift(keras.callbacks.Callback):
@@ -54,7 +58,16 @@ class Drift(keras.callbacks.Callback):
             )
 
 
-class HostChanges(keras.callbacks.Callback):
+class AgreedStop(keras.callbacks.Callback):
+    """Lets all ranks stop after an epoch where one does."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        for found in differences({_STOP: str(bool(self.model.stop_training))}):
+            _tell(*found)
+            self.model.stop_training = True
+
+
+class HostChanges(AgreedStop):
     """After other callbacks, lets all ranks have what rank 0 has, and stop where one does.
 
     Raises:
@@ -73,7 +86,8 @@ class HostChanges(keras.callbacks.Callback):
         self._pass_gate()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._pass_gate()
+        super().on_epoch_end(epoch, logs)
+        self._all_stop = self.model.stop_training
 
     def on_train_end(self, logs=None):
         self._compare()
@@ -141,8 +155,9 @@ def _rate_and_weights(trainer):
     sums = {}
     for group, shards in shared_shards(trainer.network.weights).items():
         values = [shard.value for shard in shards if shard.value.dtype.is_floating]
+        of_each = [_sum_and_square(x) for x in values]  # where they are: two numbers leave
         with tf.device("CPU:0"):
-            of_each = tf.reshape([_sum_and_square(x) for x in values], [-1, 2]).numpy()
+            of_each = tf.reshape(of_each, [-1, 2]).numpy()
         total, square = of_each.astype("float64").sum(0)
         sums[f"{_WEIGHTS} of {group.ranks}"] = [total, square**0.5]
     return {_RATE: [rate, rate], **sums}

@@ -109,8 +109,10 @@ class LayerStates:
                 variable.assign(begins[name])
         yield found
         for name, variable in here.items():
-            new = tf.cast(variable.value, "float32") - tf.cast(begins[name], "float32")
-            found[name] = tf.stop_gradient(new)
+            new, begin = variable.value, begins[name]
+            if tf.as_dtype(new.dtype).is_bool:
+                new, begin = tf.cast(new, "float32"), tf.cast(begin, "float32")
+            found[name] = tf.stop_gradient(tf.cast(new - begin, "float32"))
             if before[name] is not None:
                 variable.assign(before[name])
 
@@ -134,8 +136,11 @@ class LayerStates:
             if tf.as_dtype(variable.dtype).is_integer:
                 change = tf.round(change)
             for shard, (bounds, _) in zip(own_shards([variable]), shard_bounds_of(variable)):
-                part = change[tuple(slice(*one) for one in bounds)]
-                shard.assign(shard.value + tf.cast(part, shard.dtype))
+                part, value = change[tuple(slice(*one) for one in bounds)], shard.value
+                if tf.as_dtype(value.dtype).is_bool:
+                    shard.assign(tf.cast(value, "float32") + part > 0.5)
+                else:
+                    shard.assign(value + tf.cast(part, value.dtype))
 
     def results(self) -> dict[str, tf.Tensor]:
         """Return the results of the layers' metrics, by their names, as Keras shows them."""

@@ -50,6 +50,13 @@ def test_what_one_rank_alone_changes_is_told_once(run, ranks_of):
     assert first["all stop"]["told"] == second["apart"]["told"] == []
 
 
+@each(those_of("kept"), LONG)
+def test_ranks_save_and_stop_together_after_the_epoch_that_one_of_them_ends(run, ranks_of):
+    for rank in ranks_of(run):
+        for name in ("stop and save", "save and stop"):
+            assert (rank[name]["error"], rank[name]["steps"]) == ("", 4)
+
+
 @each(those_of("refused"), LONG)
 def test_ranks_that_train_apart_say_so_on_every_rank(run, ranks_of):
     for rank in ranks_of(run):

@@ -4,6 +4,7 @@ import warnings
 
 import keras
 import pytest
+import tensorflow as tf
 from keras import ops
 from keras.layers import Dense
 
@@ -55,6 +56,42 @@ def test_a_norm_of_the_spectrum_in_micro_batches():
     expected = numbers(make(), epochs=1)
     with parallel_config(micro_batch_num=2):
         assert_as_in_keras(numbers(Trainer(make()), epochs=1), expected, TRAINING)
+
+
+class Marks(keras.layers.Layer):
+    """Keeps a count that float32 cannot, and a flag."""
+
+    def build(self, shape):
+        begin = keras.initializers.Constant(2**25)
+        self.count = self.add_weight((), begin, "int64", trainable=False)
+        self.seen = self.add_weight((), "zeros", "bool", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1)
+        self.seen.assign(True)
+        return x
+
+
+def test_large_counts_and_flags_in_micro_batches():
+    of_keras, marks = Marks(), Marks()
+    numbers(network(lambda: [of_keras]), epochs=1)
+    with parallel_config(micro_batch_num=2):
+        numbers(Trainer(network(lambda: [marks])), epochs=1)
+    assert 2**25 < int(marks.count) == int(of_keras.count) and bool(marks.seen.numpy())
+
+
+@on_mesh
+def test_a_mask_at_a_chunks_border_of_data_with_an_open_dimension():
+    data = tf.data.Dataset.from_tensor_slices((stateful.IDS, stateful.TAGS)).batch(8)
+    losses = []
+    for make, fields in ((lambda x: x, {}), (Trainer, CHUNKS)):
+        if fields:
+            start(model_parallel=1, **fields)
+        model = make(network())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.5), loss)
+        losses.append(model.fit(data, epochs=2, verbose=0).history["loss"])
+    assert losses[1] == pytest.approx(losses[0], TRAINING)
 
 
 class Recomputed(TransformerEncoderLayer):

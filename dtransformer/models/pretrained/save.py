@@ -96,8 +96,9 @@ def saved_by_chief(
 ) -> pathlib.Path:
     """Return on every rank the folder that rank 0 has written to; arguments as of `write_into`."""
     save = lambda: str(write_into(folder, write, overwrite, replaces)) if job.is_chief() else None
-    landed = together(save, "pretrained/write")
-    return pathlib.Path(from_chief(lambda: landed, "pretrained/landed"))
+    with job.doing("saving"):
+        landed = together(save, "pretrained/write")
+        return pathlib.Path(from_chief(lambda: landed, "pretrained/landed"))
 
 
 def _values_on_chief(network):

@@ -66,16 +66,17 @@ def placeholder_outputs(layer, args: tuple, kwargs: dict):
     Dimensions that are not known while tracing are those of the first input.
     """
     specs = output_specs(layer, args, kwargs)
+    return tf.nest.map_structure(lambda spec: zeros_of(spec, args, kwargs), specs)
+
+
+def zeros_of(spec, args: tuple, kwargs: dict):
+    """Return zeros like a `keras.KerasTensor`, of a call's shapes; anything else as it is."""
+    if not isinstance(spec, keras.KerasTensor):
+        return spec
     first = _first_tensor(args, kwargs)
     dims = [] if first is None else static_or_dynamic_shape(first)
-
-    def zeros(spec):
-        if not isinstance(spec, keras.KerasTensor):
-            return spec
-        known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
-        return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
-
-    return tf.nest.map_structure(zeros, specs)
+    known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
+    return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
 
 
 def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) -> None:

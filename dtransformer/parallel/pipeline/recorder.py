@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.pipeline.call_views import CallNames, mask_name, view
-from dtransformer.parallel.pipeline.placeholders import left_masks
+from dtransformer.parallel.pipeline.placeholders import left_masks, zeros_of
 from dtransformer.parallel.shapes import specs_of
 
 
@@ -66,7 +66,7 @@ class Recorder:
         for number, x in enumerate(flat):
             self._remember(x, layer, number, f"{name}:{number}")
         for number, spec in left_masks(layer, compute, args, kwargs).items():
-            mask = tf.zeros(spec.shape, spec.dtype)
+            mask = zeros_of(spec, args, kwargs)
             self._remember(mask, layer, None, mask_name(name, number))
             _compat.with_mask(flat[number], mask)
         return tf.nest.pack_sequence_as(results, flat)

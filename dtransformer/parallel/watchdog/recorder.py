@@ -76,6 +76,8 @@ class Recorder:
             yield
         finally:
             del self._waits[thread]
+            if thread == threading.main_thread().ident and self._kind != "step":
+                self._begin = time.monotonic()  # the others have answered: it goes on
 
     def compiles(self) -> None:
         """Say that the step which is under way is traced and compiled."""
@@ -84,7 +86,8 @@ class Recorder:
 
     def traces_collective(self) -> None:
         """Say that the function which is traced has a collective."""
-        self._has_own_functions |= self._kind in _OF_THE_PROGRAM
+        if threading.get_ident() not in self._waits:  # else it is this library's, and watched
+            self._has_own_functions |= self._kind in _OF_THE_PROGRAM
 
     def computed_for(self, seconds: float) -> None:
         """Say how long a step has taken until it needed the other ranks' gradients."""

@@ -29,7 +29,7 @@ from dtransformer.trainers.checkpoint.manifest import (
 )
 
 _UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d+)(?:-\d+)?")  # with a number where one was taken
 
 
 def step_folder(step: int) -> str:

@@ -203,7 +203,9 @@ class PipelineEngine:
         check_same_batch(batch, job.pipeline_group(), "a pipeline")
 
     def _sums_everywhere(self, sums, kind):
-        """Return on every stage the sums over all stages."""
+        """Return on every stage the sums over all stages; of layers' states, those of its own."""
+        states = {name: value for name, value in sums.items() if name.startswith("states/")}
+        sums = {name: value for name, value in sums.items() if name not in states}
         if kind not in self._names_of_sums:  # always the same
             own = {name: list(value.shape) for name, value in sums.items()}
             everyone = all_gather_json(own, "names_of_sums")
@@ -213,7 +215,8 @@ class PipelineEngine:
         own = [tf.reshape(sums.get(name, tf.zeros(shape)), [-1]) for name, shape in shapes.items()]
         totals = transport.sum_linked(tf.concat(own, 0), job.pipeline_group(), "sums")
         totals = tf.split(totals, [x.shape[0] for x in own])
-        return {name: tf.reshape(x, shape) for (name, shape), x in zip(shapes.items(), totals)}
+        totals = {name: tf.reshape(x, shape) for (name, shape), x in zip(shapes.items(), totals)}
+        return totals | states
 
     def _check_added(self, sums):
         """Refuse what stages would have to know of the last one before their backward passes."""

@@ -1,5 +1,6 @@
 """What callbacks of one rank alone change, done by Keras where there is one process."""
 
+import pathlib
 import warnings
 
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 import dtransformer
 from dtransformer.layers import FeedForward
 from dtransformer.parallel import job
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
 
 WIDTH = 16
 rng = np.random.default_rng(0)
@@ -89,7 +90,7 @@ def freeze_on_rank_1(network):
     network.layers[-1].trainable = job.rank() != 1
 
 
-def kept():
+def kept(folder, layout):
     """Let rank 0 change what all then have, and rank 1 what it then loses; the last rank stops."""
     last = job.size() - 1
     apart = fit(
@@ -101,7 +102,15 @@ def kept():
         On("on_train_end", halve),
         epochs=5,
     )
-    return {"apart": apart, "all stop": fit(On("on_epoch_end", stop, rank=job.rank(), number=0))}
+    found = {"apart": apart}
+    found["all stop"] = fit(On("on_epoch_end", stop, rank=job.rank(), number=0))
+    if job.size() > 1:  # the last epoch's checkpoint, whoever knows that it is the last
+        stops = lambda: On("on_epoch_end", stop, rank=last, number=0)
+        folder = pathlib.Path(folder) / layout.name
+        saves = lambda name: ModelCheckpoint(folder / name, every_epochs=None)
+        found["stop and save"] = fit(stops(), saves("after"))
+        found["save and stop"] = fit(saves("before"), stops())
+    return found
 
 
 class StopIn:
