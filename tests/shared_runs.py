@@ -16,6 +16,11 @@ from harness.launch import HOROVODRUN
 from harness.layouts import ALONE
 from harness.runs import Run, launch_runs
 
+# What reads the checkpoints of all layouts: in a launch after those that save.
+LATER = (
+    "tests.distributed.tasks.checkpoints:restore_the_others",
+    "tests.distributed.tasks.other_shards:restore_all",
+)
 needs_horovod = pytest.mark.skipif(
     not HOROVODRUN.exists(),
     reason="Horovod is not installed: dtransformer doctor --install-horovod",
@@ -94,38 +99,39 @@ class SharedRuns:
         assert name in self, f"mark the test with pytest.mark.runs({name!r})"
         if run.layout.ranks > 1 and not HOROVODRUN.exists():
             pytest.skip(needs_horovod.kwargs["reason"])
-        self._launch(ALONE)  # first: other layouts load what one process has saved
-        self._launch(run.layout)
+        self._launch(_start(ALONE))  # first: other layouts load what one process has saved
+        self._launch(_start(run.layout))
+        if run.task in LATER:
+            self._launch(_start(run.layout, run.task))
         if errors := run.errors(self.folder):
             pytest.fail(errors, pytrace=False)
         return run.read(self.folder)
 
-    def _launch(self, layout):
-        """Launch all runs that start as a layout does, unless they have ended.
+    def _launch(self, start):
+        """Launch all runs of a start, unless they have ended.
 
         While another worker does that, this one launches what is left of the others.
         """
-        if self._launch_if_free(layout, waits=layout == ALONE):
+        if self._launch_if_free(start, waits=start == _start(ALONE)):
             return
-        others = {_start(run.layout): run.layout for run in self._runs}
-        for start, other in sorted(others.items()):
-            if start not in (_start(layout), _start(ALONE)):
-                self._launch_if_free(other)
-        self._launch_if_free(layout, waits=True)
+        others = {_start(run.layout) for run in self._runs} - {start, _start(ALONE)}
+        for other in sorted(others):
+            self._launch_if_free(other)
+        self._launch_if_free(start, waits=True)
 
-    def _launch_if_free(self, layout, waits=False):
+    def _launch_if_free(self, start, waits=False):
         """As `_launch`; return whether nobody else was at it."""
-        start = _start(layout)
-        runs = [run for run in self._runs if _start(run.layout) == start]
+        runs = [run for run in self._runs if _start(run.layout, run.task) == start]
         with _locked(self.folder / f"{start}.lock", waits) as is_free:
-            if is_free:
-                launch_runs(layout.ranks, runs, self.folder, self._options)
+            if is_free and runs:
+                launch_runs(runs[0].layout.ranks, runs, self.folder, self._options)
         return is_free
 
 
-def _start(layout):
-    """Return a name of the processes that a layout needs."""
-    return "alone" if layout.ranks == layout.devices == 1 else f"{layout.ranks}-ranks"
+def _start(layout, task=""):
+    """Return a name of the processes that a layout needs, and when a task may begin."""
+    name = "alone" if layout.ranks == layout.devices == 1 else f"{layout.ranks}-ranks"
+    return name + "-later" * (task in LATER)
 
 
 @contextlib.contextmanager
