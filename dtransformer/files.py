@@ -124,8 +124,7 @@ def write_into(
     with _fresh_in(target) as fresh:
         write(fresh)
         if not overwrite and _taken(fresh, target, replaces):
-            target = free_path(target)
-            target.mkdir()
+            target = _made_beside(target)
         stale = [path for pattern in replaces for path in target.glob(pattern)]
         names = _move(fresh, target)
         for path in stale:
@@ -134,6 +133,19 @@ def write_into(
     if target != pathlib.Path(folder):
         warn_of_taken(folder, target)
     return target
+
+
+def _made_beside(folder):
+    """Make a folder beside one; or inside of it, as where it is a disk of its own."""
+    found = free_path(folder)
+    with contextlib.suppress(OSError):
+        found.mkdir()
+        if found.stat().st_dev == folder.stat().st_dev:
+            return found
+        found.rmdir()
+    found = free_path(folder / folder.name)
+    found.mkdir()
+    return found
 
 
 def free_path(path: str | os.PathLike, ending: str = "") -> pathlib.Path:

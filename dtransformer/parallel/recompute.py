@@ -74,7 +74,7 @@ def recomputed(
             stack.enter_context(dropout_seed(seed))
             stack.enter_context(dropout_numbers(numbers))
             stack.enter_context(trace.scope(deferred=None))  # all of it is computed again at once
-            scope = _StateScope(list(zip(others, own)), collect_losses=True)
+            scope = StateScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))
             if not config.mp_comm_recompute and trace.is_on_mesh():
@@ -115,7 +115,7 @@ def recomputed(
     return result
 
 
-class _StateScope(keras.StatelessScope):
+class StateScope(keras.StatelessScope):
     """A scope inside of another that remembers which variables are set.
 
     Attributes:

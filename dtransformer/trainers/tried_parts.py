@@ -19,6 +19,7 @@ from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline.own_stage import is_elsewhere
 from dtransformer.parallel.pipeline.placed_layers import placed_layers
+from dtransformer.parallel.recompute import StateScope
 
 # What a state's change over a batch is of the changes over its parts.
 MEAN, SUM = "mean", "sum"
@@ -87,8 +88,10 @@ def try_parts(network: keras.Model, objective, inputs, labels) -> tuple[dict, li
 def _find_rules(states, halves, rules):
     """Find the rules of a layer's states; return whether they add up."""
     adds_up = True
-    for number, (variable, whole) in enumerate(states):
+    for number, (variable, whole, is_set) in enumerate(states):
         changes = [half[number][1] for _, half in halves]
+        if is_set:  # to what it was, this time
+            rules[id(variable)] = MEAN
         if np.any(whole) or np.any(changes):
             is_mean, is_sum = (_is_near(whole, sum(changes) / n) for n in (2, 1))
             rules[id(variable)] = SUM if is_sum and not is_mean else MEAN
@@ -179,7 +182,7 @@ class _Network(keras.Operation):
 
 
 def _trials(layer, call, of_half):
-    """Return (loss, [(state, its change)]) of a call of random rows, and of each half of them.
+    """Return (loss, [(state, its change, whether it was set)]) of a call, and of halves of its rows.
 
     None where the call cannot be tried by itself, or takes long.
     """
@@ -210,14 +213,15 @@ def _trials(layer, call, of_half):
 
 
 def _computed(layer, values, args, kwargs):
-    with keras.StatelessScope(values, collect_losses=True) as scope:
+    with StateScope(values, collect_losses=True) as scope:
         layer(*args, **kwargs)
     before = {id(variable): value for variable, value in values}
     loss = sum(float(tf.reduce_sum(x)) for x in scope.losses)
     changes = []
     for variable in own_states(layer):
         new = np.asarray(scope.get_current_value(variable), "float64")
-        changes.append((variable, new - np.asarray(before[id(variable)], "float64")))
+        change = new - np.asarray(before[id(variable)], "float64")
+        changes.append((variable, change, id(variable) in scope.states))
     return loss, changes
 
 

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from dtransformer.datasets import SubwordTokenizer, load_tokenizer
 from dtransformer.errors import InputError
+from dtransformer.files import write_into
 from dtransformer.models import (
     CausalLM,
     add_lora,
@@ -147,3 +148,14 @@ def test_adapters_of_a_larger_network(options, tmp_path):
     told = "model.layers.1.self_attn.q_proj" if "num_layers" in options else "lm_head"
     with pytest.raises(InputError, match=f"kernels that the network has not: {told}"):
         load_lora(network, tmp_path)
+
+
+def test_beside_a_folder_whose_parent_takes_none_it_is_inside(tmp_path, monkeypatch):
+    """As where the folder is a disk of its own."""
+    monkeypatch.chdir(tmp_path)
+    write = lambda text: lambda fresh: (fresh / "n").write_text(text)
+    first = write_into("/proc/self/cwd", write("1"))
+    with pytest.warns(UserWarning, match="cwd"):
+        second = write_into("/proc/self/cwd", write("2"))
+    assert second.is_relative_to(first)
+    assert [(one / "n").read_text() for one in (first, second)] == ["1", "2"]

@@ -59,16 +59,19 @@ def test_a_norm_of_the_spectrum_in_micro_batches():
 
 
 class Marks(keras.layers.Layer):
-    """Keeps a count that float32 cannot, and a flag."""
+    """Keeps a count that float32 cannot, a flag, and what it sets in later steps alone."""
 
     def build(self, shape):
         begin = keras.initializers.Constant(2**25)
         self.count = self.add_weight((), begin, "int64", trainable=False)
         self.seen = self.add_weight((), "zeros", "bool", trainable=False)
+        self.late = self.add_weight((), "zeros", trainable=False)  # set from the third step on
 
     def call(self, x):
         self.count.assign_add(1)
         self.seen.assign(True)
+        is_late = self.count > 2**25 + 2
+        self.late.assign(ops.where(is_late, 0.5 * self.late + 1, self.late))
         return x
 
 
@@ -78,6 +81,7 @@ def test_large_counts_and_flags_in_micro_batches():
     with parallel_config(micro_batch_num=2):
         numbers(Trainer(network(lambda: [marks])), epochs=1)
     assert 2**25 < int(marks.count) == int(of_keras.count) and bool(marks.seen.numpy())
+    assert 0 < float(marks.late) == pytest.approx(float(of_keras.late), TRAINING)
 
 
 @on_mesh
