@@ -25,7 +25,6 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
-from dtransformer.trainers.same_states import SameStates
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 
 
@@ -217,7 +216,7 @@ class FitLoop(keras.Model):
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         verbose = verbose if job.is_chief() else 0
         of_user = callbacks
-        callbacks = [self._data_position, LossWarning(), SameStates()]
+        callbacks = [self._data_position, LossWarning()]
         try:
             with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(

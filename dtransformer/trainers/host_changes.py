@@ -53,8 +53,8 @@ class Drift(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         for field, ranks, values in differences(_rate_and_weights(self.model)):
             raise ValueError(
-                f"after epoch {epoch + 1} {_say(field, ranks, values)}: they have trained apart; "
-                f"{_MEND}, and go on from a checkpoint"
+                f"after epoch {epoch + 1} {_say(field, ranks, values)}: they have trained apart, or "
+                f"a layer sets a state from its own rows; {_MEND}, and go on from a checkpoint"
             )
 
 
