@@ -44,7 +44,7 @@ def test_a_rank_has_its_share_of_the_memory(run, ranks_of):
     all_of_it = 4 * sum(sizes)
     # Weights of less than 1 KB are not sharded.
     share = 4 * sum(size if size < 256 else size / layout.data for size in sizes)
-    states = 2 if network in ("adamw", "tied") else 1
+    states = 1 if network in ("sgd", "lion") else 2
     expected = [
         share if layout.level == 3 else all_of_it,
         share if layout.level >= 2 else all_of_it,
