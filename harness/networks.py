@@ -287,10 +287,15 @@ NETWORKS = {
 IN_TWO_SHAPES = ("untied", "deep_tied")
 
 
+def kind_of(network):
+    """Return the name of a network without its depth."""
+    return network.removeprefix("deep_")
+
+
 def loss_of(network):
     """Return the loss that a network is trained with."""
     tokens = CrossEntropyLoss(0.1, ignore_id=0)
-    if network.removeprefix("deep_") != "sentences":
+    if kind_of(network) != "sentences":
         return tokens
     return {"masked_lm": tokens, "next_sentence": CrossEntropyLoss()}
 

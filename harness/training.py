@@ -14,7 +14,7 @@ from dtransformer.trainers import Trainer
 from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
 from harness.layouts import ALONE
 from harness.measure import elements_sent
-from harness.networks import DEEP_NETWORKS, EPSILON, IN_TWO_SHAPES, loss_of, make
+from harness.networks import DEEP_NETWORKS, EPSILON, IN_TWO_SHAPES, kind_of, loss_of, make
 
 STEPS = 20
 USED = ".used"  # after the name of a network that is not only trained
@@ -155,11 +155,6 @@ def as_taken(network, data):
     """Return a dataset of `batches` as a network takes them."""
     kind = kind_of(network)
     return data.map(_DATA[kind]) if kind in _DATA else data
-
-
-def kind_of(network):
-    """Return the name of a network without its depth."""
-    return network.removeprefix("deep_")
 
 
 def _halves(ids):

@@ -7,12 +7,10 @@ import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.left_out import tell
-from dtransformer.datasets.packed_documents import check_length, first_id
+from dtransformer.datasets.packed_documents import TOKENS_AT_END, check_length, first_id
 from dtransformer.datasets.packing import PackedPlan
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
-
-_LAST = 2  # of an answer's tokens: templates have a line's end after the end token
 
 
 class InstructionBatches(IndexedBatches):
@@ -134,7 +132,7 @@ class InstructionBatches(IndexedBatches):
         pieces = [] if has_start else [([self._start], False)]
         for place, part in enumerate(parts):
             pieces.append((part, place % 2 == 1))
-            if place % 2 and self._end is not None and self._end not in part[-_LAST:]:
+            if place % 2 and self._end is not None and self._end not in part[-TOKENS_AT_END:]:
                 pieces.append(([self._end], True))
         ids = np.concatenate([part for part, _ in pieces]).astype(np.int32)
         return ids, np.repeat([kind for _, kind in pieces], [len(part) for part, _ in pieces])
@@ -167,7 +165,7 @@ class InstructionBatches(IndexedBatches):
             return starts, 0
         begins, finish = bounds[1::2], bounds[2::2]  # of answers: each second part is one
         lacks = np.ones(len(finish), bool)
-        for back in range(1, _LAST + 1):
+        for back in range(1, TOKENS_AT_END + 1):
             place = finish - back
             lacks &= (place < begins) | (tokens[np.maximum(place, 0)] != self._end)
         before = np.concatenate([[0], np.cumsum(lacks)])

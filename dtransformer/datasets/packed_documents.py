@@ -9,7 +9,8 @@ from dtransformer.datasets.token_stream import TokenStream
 from dtransformer.errors import InputError
 
 _LOOKED_AT = 256  # documents
-_LAST = 2  # of their tokens: chat templates have a line's end after the end token
+# Among so many last tokens is a text's end: chat templates have a line's end after it.
+TOKENS_AT_END = 2
 
 
 class PackedDocuments(IndexedBatches):
@@ -32,7 +33,7 @@ class PackedDocuments(IndexedBatches):
     ):
         check_length(length)
         begin = self._added_id(shards, self._BEGIN if add_start else (), slice(1))
-        end = self._added_id(shards, self._END if add_end else (), slice(-_LAST, None))
+        end = self._added_id(shards, self._END if add_end else (), slice(-TOKENS_AT_END, None))
         self._stream = TokenStream(shards, begin, end)
         tokens = self._stream.length
         num_rows = tokens // length if training else -(-tokens // length)

@@ -5,10 +5,10 @@ import pytest
 
 from dtransformer.trainers import Trainer
 from harness.compare import assert_same, differences, weights
-from harness.networks import make
+from harness.networks import kind_of, make
 from harness.runs import Run
 from harness.tolerances import PARITY_LOGITS, PARITY_LOSS, PARITY_WEIGHTS
-from harness.training import QUICK_SEARCHES, SEARCHES, STEPS, USED, kind_of, weights_file
+from harness.training import QUICK_SEARCHES, SEARCHES, STEPS, USED, weights_file
 from tests.distributed.parity_runs import LONG, QUICK, RUNS
 from tests.shared_runs import each
 
