@@ -7,6 +7,8 @@ import warnings
 import tensorflow as tf
 
 _THREADS_THAT_SEND = 3
+# A bound, not a reservation: enough for the layouts that are tried on one card.
+_MEGABYTES_OF_A_LOGICAL_GPU = 8192
 # So many sources at least are decoded by a loop that has a core of its own; see `decoding`.
 SOURCES_OF_A_LOOP = 8
 
@@ -48,19 +50,11 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         is_pipeline: whether the rank sends to others while it computes.
 
     Raises:
-        RuntimeError: the host has fewer GPUs than its ranks ask for.
+        RuntimeError: the host has fewer GPUs than its ranks ask for, or the first tensor was made
+            before.
     """
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        own = gpus[local_rank * local_devices : (local_rank + 1) * local_devices]
-        if len(own) < local_devices:
-            raise RuntimeError(
-                f"this host has {len(gpus)} GPUs and {local_size} ranks of {local_devices}: start "
-                "at most one rank a GPU"
-            )
-        tf.config.set_visible_devices(own, "GPU")
-        for gpu in own:
-            tf.config.experimental.set_memory_growth(gpu, True)
+    if tf.config.list_physical_devices("GPU"):
+        _take_gpus(local_rank, local_size, local_devices)
         return
     if local_size == local_devices == 1:
         return
@@ -78,6 +72,44 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
             "share its cores badly: call it first",
             stacklevel=3,
         )
+
+
+def logical_gpus() -> int:
+    """Return how many logical GPUs a card gives, as DTRANSFORMER_LOGICAL_GPUS says; 1 by default.
+
+    For trying layouts on one card: logical GPUs of a card share its memory and its time.
+    """
+    asked = os.environ.get("DTRANSFORMER_LOGICAL_GPUS", "1")
+    if not asked.isdecimal() or not int(asked):
+        raise ValueError(f"DTRANSFORMER_LOGICAL_GPUS must be a positive integer, got {asked!r}")
+    return int(asked)
+
+
+def _take_gpus(local_rank, local_size, local_devices):
+    """Make this rank's GPUs the visible ones, with memory that is taken as it is needed."""
+    cards, parts = tf.config.list_physical_devices("GPU"), logical_gpus()
+    slots = [card for card in cards for _ in range(parts)]
+    own = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
+    if len(cards) == local_devices and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        own = cards  # what started this rank has chosen
+    if len(own) < local_devices:
+        raise RuntimeError(
+            f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
+            "most one rank a GPU, or cut cards with DTRANSFORMER_LOGICAL_GPUS to try a layout"
+        )
+    try:
+        tf.config.set_visible_devices(list(dict.fromkeys(own)), "GPU")
+        for card in dict.fromkeys(own):
+            if parts == 1:
+                tf.config.experimental.set_memory_growth(card, True)
+                continue
+            os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+            share = tf.config.LogicalDeviceConfiguration(_MEGABYTES_OF_A_LOGICAL_GPU)
+            tf.config.set_logical_device_configuration(card, [share] * own.count(card))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"call dtransformer.init() before the first tensor is made ({error})"
+        ) from None
 
 
 def _bind_to(cores):

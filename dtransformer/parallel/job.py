@@ -117,13 +117,14 @@ def init(
         validators.seed("seed", seed)
     validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
+    has_devices = _job.is_joined and mesh() is None  # to leave a mesh starts TensorFlow anew
     _leave_layout()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
     config = fitting(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
-    if not _job.is_joined:  # before the first operation
+    if not has_devices:  # before the first operation
         local_size = hvd.local_size() if hvd else 1
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = [None]

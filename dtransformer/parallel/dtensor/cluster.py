@@ -7,6 +7,7 @@ from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
 from dtransformer.parallel import validators
+from dtransformer.parallel.devices import logical_gpus
 from dtransformer.parallel.topology import Topology
 
 # DTensor reads who takes part in its cluster from these.
@@ -15,8 +16,8 @@ _CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NU
 # The pass that combines all-reduces leaves their results without a layout, so that a
 # function cannot return them.
 os.environ.setdefault("DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION", "0")
-# Without it DTensor copies through the host on GPUs.
-os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", "1")
+# Without it DTensor copies through the host on GPUs. NCCL takes no two devices of one card.
+os.environ.setdefault("DTENSOR_GPU_USE_NCCL_COMMUNICATION", str(int(logical_gpus() == 1)))
 
 
 def free_address(local: bool) -> str:

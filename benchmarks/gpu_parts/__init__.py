@@ -1,0 +1,72 @@
+"""The parts of benchmarks/gpu.py: which there are, in which order, and in what environment."""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import pathlib
+
+_NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the benchmark.
+
+    Args:
+        where: "MODULE:FUNCTION" of this package; a generator of dicts, which takes `smoke`, `torch`
+            and `variant`.
+        seconds: after which it is ended.
+        environment: of its process.
+        variants: each of which is a process of its own.
+    """
+
+    where: str
+    seconds: int
+    environment: dict = dataclasses.field(default_factory=dict)
+    variants: tuple = ()
+
+    def function(self):
+        module, _, name = self.where.partition(":")
+        return getattr(importlib.import_module(f"benchmarks.gpu_parts.{module}"), name)
+
+
+PARTS = {
+    "card": Part("card:describe", 120),
+    "peaks": Part("card:peaks", 120),
+    "numbers": Part("numbers:compare", 300, _NO_TF32),
+    "numbers_tf32": Part("numbers:compare", 300),
+    "mesh": Part("layouts:mesh", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
+    "ranks": Part("layouts:ranks", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
+    "speed": Part(
+        "speed:ours",
+        300,
+        variants=tuple(
+            f"{size}/{compiled}/{attention}"
+            for size in ("355m", "1.3b")
+            for compiled in ("none", "auto", "clusters", "whole")
+            for attention in ("reference", "blockwise")
+        ),
+    ),
+    "peer": Part(
+        "speed:pytorch",
+        300,
+        variants=("355m/eager", "355m/compiled", "1.3b/eager", "1.3b/compiled"),
+    ),
+    "profile": Part(
+        "speed:profile", 300, variants=("355m/auto/reference", "355m/clusters/reference")
+    ),
+    "largest": Part("speed:largest", 300),
+    "uses": Part("uses:use", 300, _NO_TF32),
+    "nccl": Part("nccl:operations", 120),
+}
+
+
+@contextlib.contextmanager
+def alone():
+    """Hold the machine's one lock of timed sections in a `with` block."""
+    file = pathlib.Path("build/gpu/timed.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,173 @@
+"""Whether the GPU computes what a CPU does: the same tasks in a process of each, compared."""
+
+import pathlib
+import tempfile
+import threading
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers.attention_core import attention
+from dtransformer.parallel.dropout_mask import kept_elements
+from dtransformer.trainers import Trainer
+from harness.launch import launch, tail
+from harness.layouts import ALONE
+from harness.networks import loss_of, make
+from harness.runs import Run
+from harness.training import _data
+
+NETWORKS = ("untied", "causal", "llama", "bert", "moe", "dropout")
+_MODULE = "benchmarks.gpu_parts.numbers"
+_CASES = {"causal": {"causal": True}, "window": {"causal": True, "window": 64}}
+_ABOUT = ("bytes", "planned", "measured", "sent", "taken")  # a run, not of its numbers
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def compare(smoke, **_):
+    """Yield the largest differences between GPU and CPU, and between two runs on the GPU."""
+    networks = NETWORKS[:2] if smoke else NETWORKS
+    tasks = [f"{_MODULE}:{name}" for name in TASKS] + list(networks)
+    with tempfile.TemporaryDirectory() as folder:
+        places = {"cpu": ON_CPUS, "gpu": {}, "again": {}}
+        folders = {place: pathlib.Path(folder) / place for place in places}
+        runs = [
+            threading.Thread(target=run_tasks, args=(tasks, folders[place], environment))
+            for place, environment in places.items()
+        ]
+        for thread in runs:
+            thread.start()
+        for thread in runs:
+            thread.join()
+        for task in tasks:
+            run = Run(task, ALONE)
+            errors = {place: run.errors(folders[place])[-300:] for place in places}
+            if any(errors.values()) or not all(run.has_ended(f) for f in folders.values()):
+                yield {"task": task, "errors": {k: v for k, v in errors.items() if v}}
+                continue
+            found = {place: run.read(folders[place])[0] for place in places}
+            yield {
+                "task": task.removeprefix(_MODULE + ":"),
+                "gpu_to_cpu": differences(found["gpu"], found["cpu"]),
+                "two_runs": differences(found["again"], found["gpu"]),
+                **{k: v for k, v in found["gpu"].items() if isinstance(v, float)},
+            }
+
+
+def run_tasks(tasks, folder, environment, num_ranks=1, layout=ALONE):
+    """Run tasks by harness/rank.py; what fails is in the folder."""
+    folder.mkdir(parents=True)
+    names = [Run(task, layout).name for task in tasks]
+    done = launch(num_ranks, ["-m", "harness.rank", folder, *names], 280, environment)
+    (folder / "log").write_text(tail(done.stdout, done.stderr, 20000))
+
+
+def differences(found, expected):
+    """Return {kind: how far all that begins with "KIND/" is, by the norm of what it should be}."""
+    squares = {}
+    for name, value in expected.items():
+        kind = name.split("/")[0]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "fiu" and kind not in _ABOUT:
+            sums = squares.setdefault(kind, np.zeros(2))
+            sums += np.sum((np.float64(found[name]) - value) ** 2), np.sum(np.float64(value) ** 2)
+    return {
+        kind: float((apart / max(all_, 1e-60)) ** 0.5) for kind, (apart, all_) in squares.items()
+    }
+
+
+def _gradients(policy="float32", implementation="auto"):
+    """Logits and every gradient of a language model."""
+    keras.config.set_dtype_policy(policy)
+    from dtransformer.models import CausalLM
+
+    network = CausalLM(
+        500,
+        hidden_size=128,
+        num_heads=4,
+        num_layers=2,
+        ffn_hidden_size=256,
+        max_length=128,
+        dropout_rate=0.0,
+        implementation=implementation,
+    )
+    network.build()
+    ids = tf.constant(np.random.default_rng(0).integers(1, 500, [4, 128]), "int32")
+    loss = CrossEntropyLoss()
+
+    @tf.function
+    def compute():
+        with tf.GradientTape() as tape:
+            logits = network(ids, training=True)
+            value = tf.reduce_mean(loss(logits, ids))
+        return logits, tape.gradient(value, [v.value for v in network.trainable_variables])
+
+    logits, gradients = compute()
+    results = {"logits": np.array(tf.cast(logits, "float32"))}
+    for variable, gradient in zip(network.trainable_variables, gradients):
+        results[f"gradients/{variable.path}"] = np.array(
+            tf.cast(tf.convert_to_tensor(gradient), "float32")
+        )
+    keras.config.set_dtype_policy("float32")
+    return results
+
+
+def _attention():
+    """Attention by each implementation, and its gradients; blocks beside the reference."""
+    draw = np.random.default_rng(1).normal
+    arrays = [tf.constant(draw(size=[2, 4, 256, 64]), "float32") for _ in range(4)]
+    results = {}
+    for name in ("reference", "blockwise"):
+        for case, options in {
+            "causal": {"causal": True},
+            "window": {"causal": True, "window": 64},
+        }.items():
+            with tf.GradientTape() as tape:
+                tape.watch(arrays)
+                q, k, v, _ = arrays
+                y = attention(q, [k], [v], implementation=name, **options)
+            found = [y, *tape.gradient(y, arrays[:3], arrays[3])]
+            results |= {f"{name}/{case}{i}": np.array(x) for i, x in enumerate(found)}
+    apart = [
+        np.abs(results[f"blockwise/{rest}"] - results[name]).max()
+        for name in results
+        if name.startswith("reference")
+        for rest in [name.removeprefix("reference/")]
+    ]
+    return {**results, "blocks_to_reference": float(max(apart))}
+
+
+def _masks():
+    """Masks of dropout, bit by bit."""
+    return {"masks": np.array(tf.cast(kept_elements([64, 1000], 0.1, tf.constant([3, 5])), "int8"))}
+
+
+def _compiled(jit_compile):
+    """Losses of 20 steps, compiled in one of the ways there are."""
+    if jit_compile == "clusters":
+        tf.config.optimizer.set_jit("autoclustering")
+    model, optimizer = make("causal")
+    model.build()
+    trainer = Trainer(model)
+    trainer.compile(
+        optimizer,
+        loss_of("causal"),
+        jit_compile=False if jit_compile == "clusters" else jit_compile,
+    )
+    losses = [
+        trainer.train_on_batch(x, y, shard=False) for x, y in _data("causal", 10, model, seed=0)
+    ]
+    tf.config.optimizer.set_jit(False)
+    return {"losses": np.array([np.ravel(loss)[0] for loss in losses])}
+
+
+TASKS = {
+    "gradients": _gradients,
+    "gradients_bf16": lambda: _gradients("mixed_bfloat16"),
+    "gradients_blockwise": lambda: _gradients(implementation="blockwise"),
+    "attention": _attention,
+    "masks": _masks,
+    "jit_false": lambda: _compiled(False),
+    "jit_true": lambda: _compiled(True),
+    "jit_clusters": lambda: _compiled("clusters"),
+}

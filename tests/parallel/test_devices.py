@@ -1,0 +1,108 @@
+"""Which GPUs a rank takes, with lists of GPUs that are not there; and devices after a mesh."""
+
+import pytest
+import tensorflow as tf
+
+from dtransformer.parallel import devices
+from harness.launch import launch, tail
+
+TWICE = """
+import tensorflow as tf, dtransformer
+from dtransformer import TransformerOpParallelConfig as Config
+for _ in range(2):
+    dtransformer.init(Config(model_parallel=2), local_devices=2)
+    tf.ones([2]).numpy()
+    print("threads", tf.config.threading.get_intra_op_parallelism_threads())
+dtransformer.init(Config(), local_devices=1)
+print("alone", dtransformer.get_parallel_config().model_parallel)
+"""
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """A host of cards that are not there; what was asked of TensorFlow for each."""
+    asked = {"visible": [], "growth": [], "logical": {}}
+    config = tf.config
+
+    def put(number):
+        gpus = [f"GPU:{index}" for index in range(number)]
+        monkeypatch.setattr(config, "list_physical_devices", lambda kind: gpus)
+        return asked
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(config, "set_visible_devices", lambda own, kind: asked.update(visible=own))
+    monkeypatch.setattr(
+        config.experimental, "set_memory_growth", lambda card, on: asked["growth"].append(card)
+    )
+    monkeypatch.setattr(
+        config,
+        "set_logical_device_configuration",
+        lambda card, parts: asked["logical"].update({card: len(parts)}),
+    )
+    return put
+
+
+@pytest.mark.parametrize(
+    "local_rank, local_devices, own",
+    [(0, 1, ["GPU:0"]), (7, 1, ["GPU:7"]), (1, 4, ["GPU:4", "GPU:5", "GPU:6", "GPU:7"])],
+)
+def test_a_rank_takes_its_gpus(cards, local_rank, local_devices, own):
+    asked = cards(8)
+    devices.take_devices(local_rank, 8 // local_devices, local_devices, is_pipeline=False)
+    assert asked["visible"] == own == asked["growth"] and not asked["logical"]
+
+
+def test_the_one_gpu_that_a_rank_sees_is_its_own(cards, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    asked = cards(1)
+    devices.take_devices(5, 8, 1, is_pipeline=False)
+    assert asked["visible"] == ["GPU:0"]
+
+
+@pytest.mark.parametrize(
+    "local_rank, local_devices, visible, logical",
+    [
+        (0, 4, ["GPU:0"], {"GPU:0": 4}),
+        (3, 1, ["GPU:0"], {"GPU:0": 1}),
+        (1, 3, ["GPU:0", "GPU:1"], {"GPU:0": 1, "GPU:1": 2}),
+    ],
+)
+def test_cards_are_cut(cards, monkeypatch, local_rank, local_devices, visible, logical):
+    monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", "4")
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+    asked = cards(2)
+    devices.take_devices(local_rank, 2, local_devices, is_pipeline=False)
+    assert (asked["visible"], asked["logical"], asked["growth"]) == (visible, logical, [])
+
+
+def test_more_ranks_than_gpus_are_refused(cards):
+    cards(2)
+    with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
+        devices.take_devices(2, 4, 1, is_pipeline=False)
+
+
+@pytest.mark.parametrize("asked", ["0", "two", "-1"])
+def test_wrong_numbers_of_logical_gpus(cards, monkeypatch, asked):
+    monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", asked)
+    cards(1)
+    with pytest.raises(ValueError, match="LOGICAL_GPUS must be a positive integer"):
+        devices.take_devices(0, 1, 1, is_pipeline=False)
+
+
+def test_a_tensor_before_init_is_told(cards, monkeypatch):
+    cards(1)
+
+    def refuse(*_):
+        raise RuntimeError("Visible devices cannot be modified after being initialized")
+
+    monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
+    with pytest.raises(RuntimeError, match=r"call dtransformer.init\(\) before the first tensor"):
+        devices.take_devices(0, 1, 1, is_pipeline=False)
+
+
+def test_devices_outlive_a_mesh():
+    """To leave a mesh starts TensorFlow anew, which forgets devices, memory growth and threads."""
+    done = launch(1, ["-c", TWICE], timeout=120)
+    assert done.returncode == 0, tail(done.stdout, done.stderr)
+    first, second, alone = done.stdout.splitlines()[-3:]
+    assert first == second != "threads 0" and alone == "alone 1"

@@ -1,0 +1,47 @@
+"""benchmarks/gpu.py runs on CPUs, too, with tiny sizes: what each part prints."""
+
+import json
+import pathlib
+
+import pytest
+
+from harness.launch import launch, tail
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Part -> a word of one of its lines.
+QUICK = {"card": "first", "nccl": "left_out"}
+LONG = {
+    "uses": "cpu_reads_and_generates_the_same",
+    "peaks": "tflops",
+    "numbers": "two_runs",
+    "mesh": "losses_apart",
+    "ranks": "losses_apart",
+    "speed": "tokens_per_second",
+    "profile": "seconds",
+    "largest": "rows",
+}
+
+
+def check(parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it writes its logs
+    arguments = [ROOT / "benchmarks/gpu.py", "--smoke", "--jobs", "2", "--parts", ",".join(parts)]
+    arguments += ["--variants", "355m/clusters/blockwise"]
+    done = launch(1, arguments, timeout=1500)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    output = tail(done.stdout, done.stderr)
+    for part, word in parts.items():
+        own = [result for result in results if result["part"].split(":")[0] == part]
+        assert any(word in result for result in own), (part, output)
+        assert not any({"failed", "error", "errors"} & result.keys() for result in own), output
+    return results
+
+
+def test_smoke(tmp_path, monkeypatch):
+    check(QUICK, tmp_path, monkeypatch)
+
+
+@pytest.mark.long
+def test_smoke_of_what_compiles_much(tmp_path, monkeypatch):
+    results = check(LONG, tmp_path, monkeypatch)
+    assert {"part": "uses", "cpu_reads_and_generates_the_same": True, "said": ""} in results
+    assert all(r["losses_apart"] < 1e-5 for r in results if "losses_apart" in r)
