@@ -17,8 +17,7 @@ def put_sharded(batch):
         batch: nested tensors [b, ...], the same on every rank of the mesh.
 
     Returns:
-        Nested DTensors [b', ...]: rows of zeros follow where the data axis does not
-        divide b.
+        Nested DTensors [b', ...]: rows of zeros follow, as many as `rows_added`.
     """
     axis = mesh_axis("batch")
 
@@ -26,7 +25,7 @@ def put_sharded(batch):
         if x is None:
             return None
         x = np.asarray(x)
-        x = np.pad(x, [(0, -len(x) % axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
+        x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
         of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
         return _pack([x[bounds.slices] for bounds in of_devices], specs)
@@ -42,9 +41,15 @@ def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
         sample_weight: tensor [b] or [b, t], or None.
     """
     number = num_rows((inputs, labels))
-    if sample_weight is None and number % axis_size(mesh_axis("batch")):
+    if sample_weight is None and rows_added(number):
         sample_weight = np.ones([number], "float32")
     return put_sharded((inputs, labels, sample_weight))
+
+
+def rows_added(number: int) -> int:
+    """Return how many rows of zeros follow a number of rows: of them no device may have none."""
+    axis = axis_size(mesh_axis("batch"))
+    return -number % axis if number else axis
 
 
 def num_rows(batch) -> int:
