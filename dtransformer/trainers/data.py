@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
 from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.shapes import number_of_rows
 from dtransformer.trainers.engines.accumulation import check_rows
 
 _KERAS_BATCH_SIZE = 32
@@ -119,14 +120,15 @@ def check_micro_batches(data, first, batch_size=None, num_shards=1):
     Raises:
         ValueError: see `check_rows`.
     """
+    rows = lambda batch: int(number_of_rows(tf.nest.flatten(batch)[0]))
     if isinstance(data, tf.data.Dataset):
         for batch in data.take(1):
-            check_rows(len(tf.nest.flatten(batch)[0]) / num_shards)
+            check_rows(rows(batch) / num_shards)
     elif hasattr(data, "__next__") or isinstance(data, keras.utils.PyDataset):
         if first is not None:
-            check_rows(len(tf.nest.flatten(first)[0]) / num_shards)
+            check_rows(rows(first) / num_shards)
     else:
-        number, size = len(tf.nest.flatten(data)[0]), batch_size or _KERAS_BATCH_SIZE
+        number, size = rows(data), batch_size or _KERAS_BATCH_SIZE
         check_rows(min(number, size) / num_shards)
         check_rows(number % size / num_shards)
 

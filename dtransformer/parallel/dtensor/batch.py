@@ -56,9 +56,16 @@ def num_rows(batch) -> int:
     """Return the number b of rows of nested tensors [b, ...].
 
     Raises:
-        ValueError: they have different numbers of rows.
+        ValueError: they have different numbers of rows, or one is ragged or sparse.
     """
-    numbers = {len(x) for x in tf.nest.flatten(batch) if x is not None}
+    flat = [x for x in tf.nest.flatten(batch) if x is not None]
+    for x in flat:
+        if not hasattr(x, "__len__"):
+            raise ValueError(
+                f"a mesh and a pipeline take dense tensors, and a batch has a {type(x).__name__}: "
+                "make it one in the dataset, such as by .map(lambda x, y: (x.to_tensor(), y))"
+            )
+    numbers = {len(x) for x in flat}
     if len(numbers) != 1:
         raise ValueError(
             f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
