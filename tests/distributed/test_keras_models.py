@@ -16,7 +16,9 @@ TEXTS = tf.strings.reduce_join(tf.gather(tf.constant([*"abcdef"]), IDS // 2), -1
 
 
 def classifier(x, inputs):
-    x = keras.layers.Embedding(12, 8, embeddings_initializer=keras.initializers.RandomNormal(seed=1))(x)
+    x = keras.layers.Embedding(
+        12, 8, embeddings_initializer=keras.initializers.RandomNormal(seed=1)
+    )(x)
     x = keras.layers.GlobalAveragePooling1D()(x)
     initializer = keras.initializers.GlorotUniform(1)
     return keras.Model(inputs, keras.layers.Dense(CLASSES, kernel_initializer=initializer)(x))

@@ -6,7 +6,6 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
 from dtransformer.parallel.shapes import number_of_rows
 
 
@@ -40,25 +39,6 @@ def in_micro_batches(forward_backward, number, reduce):
             return add_up(micro_batch, number)
 
     return accumulated
-
-
-def check_rows(number):
-    """Check that a batch can be divided into micro-batches.
-
-    Args:
-        number: number of this rank's rows.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    multiple = job.rows_multiple_of()
-    if number % multiple:
-        shards = job.data_shard()[1]
-        raise ValueError(
-            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
-            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
-            f"{multiple * shards} rows, {multiple} a data shard"
-        )
 
 
 def rows_of(batch, i, number, num_rows):
