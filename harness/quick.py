@@ -1,5 +1,13 @@
 """What tests leave out to compile quickly: numbers do not depend on it."""
 
+import os
+
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+)
+
 
 def compile_quickly():
     """Let TensorFlow optimize no graphs, as they are small and run a few times; call it first.
@@ -7,6 +15,7 @@ def compile_quickly():
     Operations get one thread, as another process of tests, or another rank, has the other core.
     `make test-all` compiles as users do.
     """
+    os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
     import tensorflow as tf
 
     import dtransformer.start  # noqa: F401

@@ -46,6 +46,7 @@ from dtransformer._compat.of_tensorflow import (
     function_def,
     function_names,
     graph_of_function,
+    is_compiled_by_xla,
     is_on_a_tape,
     packer,
     read_long_errors,

@@ -17,6 +17,7 @@ from tensorflow.python.eager import context, core, record
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import error_interpolation
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import control_flow_util
 
 # Where Python is while TensorFlow runs a function, or waits for what one computes.
 _RUNS_FUNCTIONS = ("tensorflow/python/eager/", "tensorflow/python/framework/ops.py")
@@ -50,6 +51,11 @@ def is_on_a_tape(tensors: list) -> bool:
     The ranks of a collective have to agree on it. Unnecessary if a tape said what it watches.
     """
     return record.should_record_backprop(tensors)
+
+
+def is_compiled_by_xla() -> bool:
+    """Return whether what is traced here is compiled with XLA. Unnecessary if a graph said so."""
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def called_flat(function) -> Callable:

@@ -112,9 +112,6 @@ class MoE(BaseFeedForward):
     # To a loss: means over the rows that are here, which trainers weigh by their number.
     adds_means = True
 
-    # On one device experts get as many tokens as were routed to them.
-    sorts_tokens = True
-
     @property
     def sends(self) -> bool:
         """Whether ranks tell each other of their tokens: blocks that do are not traced as one."""

@@ -3,7 +3,9 @@
 It is given the weights of the block, and the numbers that its dropout masks are drawn by. Its
 gradient is traced once, too. In a stack of few blocks TensorFlow puts a copy where each is, as
 computing calls takes 3 to 5 % more time; copies of many would take minutes to be optimized. On a
-mesh there are copies always: DTensor compiles no calls.
+mesh there are copies always: DTensor compiles no calls. Under XLA blocks are traced where they are:
+it would take all that is given to a function with a gradient, the weights too, for constants, and
+compile anew in every step.
 """
 
 import itertools
@@ -141,6 +143,7 @@ def _can_be_shared(block, layers):
     return (
         block.built
         and not tf.executing_eagerly()
+        and not _compat.is_compiled_by_xla()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
         and not any(getattr(layer, "sends", False) for layer in layers)

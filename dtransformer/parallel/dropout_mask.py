@@ -65,9 +65,9 @@ def random_floats(
         number: as of `kept_elements`.
         offset: int that is added to the number.
     """
-    return tf.raw_ops.StatelessRandomUniformV2(
-        shape=tf.convert_to_tensor(shape, "int32"), **_philox(seed, number, offset)
-    )
+    # Of a word's last bits, as TensorFlow's own are; XLA's would be of the first.
+    words = _random_words(tf.convert_to_tensor(shape, "int32"), seed, number, offset)
+    return tf.cast(tf.bitwise.bitwise_and(words, 2**23 - 1), "float32") * 2.0**-23
 
 
 def _kept_by_quarters(shape, threshold, seed, number, offset):

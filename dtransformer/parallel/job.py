@@ -7,7 +7,7 @@ for several ranks only, DTensor where operations are sharded.
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
@@ -279,6 +279,17 @@ def placement() -> Placement:
     return _job.placement
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside of the `with` block this process is a job of its own: layers that are made are whole."""
+    global _job
+    joined, _job = _job, _Job(seed=_job.seed, is_joined=_job.is_joined)
+    try:
+        yield
+    finally:
+        _job = joined
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if _job.hvd is not None:
@@ -320,10 +331,7 @@ def gates() -> GatesByPurpose:
 
 
 def data_shard() -> tuple[int, int]:
-    """Return (index, count): which share of every global batch this rank takes.
-
-    The ranks of a mesh take the same.
-    """
+    """Return (index, count): which share of every global batch this rank, and its mesh, takes."""
     return _job.topology.data_shard(_job.rank)
 
 
@@ -344,9 +352,7 @@ def seed() -> int:
 
 
 def set_seed(value: int) -> None:
-    """Set the seed that initial weights and dropout masks are derived from.
-
-    Initial weights depend on this seed and on their paths only, on every layout.
+    """Set the seed that dropout masks, and with their paths initial weights, are derived from.
 
     Args:
         value: an int of at least 0, the same on every rank.
@@ -380,11 +386,6 @@ def new_group(ranks: Iterable[int]) -> Group:
         ValueError: on every rank: `ranks` is empty, names a rank twice or one that the
             job does not have, or ranks of the job called with different `ranks`.
         RuntimeError: Horovod was started without HOROVOD_DYNAMIC_PROCESS_SETS=1.
-
-    Example:
-
-    >>> new_group([0])
-    Group(ranks=(0,), index=0)
     """
     with tf.init_scope(), waiting("new_group", range(_job.size)):
         return _job.groups.new(ranks)

@@ -12,6 +12,11 @@ def static_or_dynamic_shape(x: tf.Tensor) -> list:
     return [dynamic[i] if size is None else size for i, size in enumerate(shape)]
 
 
+def number_of_rows(x: tf.Tensor) -> int | tf.Tensor:
+    """Return the first dimension of a tensor, a ragged one too: an int where it is known."""
+    return tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
+
+
 def specs_of(tensors):
     """Return the `tf.TensorSpec`s of nested tensors; None stays None."""
     return tf.nest.map_structure(

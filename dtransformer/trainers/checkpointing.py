@@ -13,7 +13,12 @@ from dtransformer.files import free_path, warn_of_taken
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
-from dtransformer.parallel.pipeline.stage_weights import full_network
+from dtransformer.parallel.pipeline.stage_weights import (
+    count_params,
+    full_network,
+    get_weights,
+    set_weights,
+)
 from dtransformer.parallel.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import (
     is_safetensors,
@@ -190,8 +195,29 @@ class Checkpointing(keras.Model):
         else:
             self._write(filepath, _WEIGHTS, overwrite, save)
 
+    def get_weights(self) -> list:
+        """Return the network's weights in full; as Keras, in a pipeline those of all stages.
+
+        All ranks have to call.
+        """
+        return self.network.get_weights()
+
+    def set_weights(self, weights: list) -> None:
+        """Set the network's weights, as `get_weights` returns them, on every rank."""
+        self.network.set_weights(weights)
+
+    def count_params(self) -> int:
+        """Return the number of elements of the network's weights, in a pipeline of all stages."""
+        return self.network.count_params()
+
     def _share_saving(self):
-        """Let the network's own methods that save write one file, whichever ranks call them."""
+        """Let the network's own methods that save write one file, whichever ranks call them.
+
+        In a pipeline those that read, set and count weights are of all stages.
+        """
+        for method in (get_weights, set_weights, count_params) if job.stage()[1] > 1 else ():
+            of_all = functools.partial(method, self.network)
+            object.__setattr__(self.network, method.__name__, of_all)
         for method in ("save", "save_weights") if job.size() > 1 else ():
             shared = functools.partial(self._save_network, method)
             object.__setattr__(self.network, method, shared)  # no part of the network

@@ -7,8 +7,9 @@ import keras
 import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
+from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.trainers.engines.accumulation import check_rows
+from dtransformer.parallel.shapes import number_of_rows
 
 _KERAS_BATCH_SIZE = 32
 
@@ -119,16 +120,36 @@ def check_micro_batches(data, first, batch_size=None, num_shards=1):
     Raises:
         ValueError: see `check_rows`.
     """
+    rows = lambda batch: int(number_of_rows(tf.nest.flatten(batch)[0]))
     if isinstance(data, tf.data.Dataset):
         for batch in data.take(1):
-            check_rows(len(tf.nest.flatten(batch)[0]) / num_shards)
+            check_rows(rows(batch) / num_shards)
     elif hasattr(data, "__next__") or isinstance(data, keras.utils.PyDataset):
         if first is not None:
-            check_rows(len(tf.nest.flatten(first)[0]) / num_shards)
+            check_rows(rows(first) / num_shards)
     else:
-        number, size = len(tf.nest.flatten(data)[0]), batch_size or _KERAS_BATCH_SIZE
+        number, size = rows(data), batch_size or _KERAS_BATCH_SIZE
         check_rows(min(number, size) / num_shards)
         check_rows(number % size / num_shards)
+
+
+def check_rows(number):
+    """Check that a batch can be divided into micro-batches.
+
+    Args:
+        number: number of this rank's rows.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    multiple = job.rows_multiple_of()
+    if number % multiple:
+        shards = job.data_shard()[1]
+        raise ValueError(
+            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
+            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
+            f"{multiple * shards} rows, {multiple} a data shard"
+        )
 
 
 def input_symbols(first):

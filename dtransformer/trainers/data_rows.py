@@ -1,13 +1,13 @@
 """Which rows of a global batch a data shard computes, and how the outputs come together again."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.same_batch import checksums
+from dtransformer.parallel.same_batch import arrays_of, checksums
+from dtransformer.parallel.shapes import number_of_rows
 
 
 def shards_rows(data: object, shard: bool | None) -> bool:
@@ -31,8 +31,7 @@ def own_rows(batch: object) -> object:
     index, count = job.data_shard()
 
     def take(x):
-        rows = x.shape[0]
-        rows = tf.shape(x)[0] if rows is None else rows
+        rows = number_of_rows(x)
         return x[rows * index // count : rows * (index + 1) // count]
 
     return keras.tree.map_structure(lambda x: None if x is None else take(x), batch)
@@ -65,8 +64,7 @@ def check_rows_of_ranks(data: object, first: object, shards: bool) -> None:
         return
     if isinstance(data, tf.data.Dataset):
         first = next(iter(data.take(1)), ())
-    rows = [np.asarray(x) for x in keras.tree.flatten(first) if x is not None]
-    own = None if first is None else checksums(rows)
+    own = None if first is None else checksums(arrays_of(first))
     found = all_gather_json([own, job.data_shard()[0]], "first_rows")
     sums = [own for own, _ in found]
     if None in sums:

@@ -124,7 +124,8 @@ class LayerStates:
             share: the share of the global batch's rows that was computed, a scalar.
         """
         means = {name for name, (_, _, rule) in self._states.items() if rule == MEAN}
-        return {name: x * share if name in means else x for name, x in found.items()}
+        weighed = lambda x: tf.math.multiply_no_nan(x, share)  # of no rows it is no number
+        return {name: weighed(x) if name in means else x for name, x in found.items()}
 
     def apply(self, totals: dict[str, tf.Tensor]) -> None:
         """Take the sums of all shares' changes out of a step's sums, and change the states."""

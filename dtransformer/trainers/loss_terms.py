@@ -92,7 +92,7 @@ def share_of(loss, labels, outputs, sample_weight, counted: Counted, own_is_all:
         values, weights, own = _keras_values(loss, labels, outputs, sample_weight, own_is_all)
         divisor, is_known = _divisor(loss.reduction, values, labels, counted), own is None
         if not values.shape.rank:  # one value for all rows, as a mean is
-            values *= tf.cast(tf.size(labels), values.dtype)
+            values = tf.math.multiply_no_nan(values, tf.cast(tf.size(labels), values.dtype))
     if not is_known and own_is_all:
         divisor, is_known = own, True
     total = tf.reduce_sum(tf.cast(values, "float32"))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.parallel.variables import named_alike
 from dtransformer.reports.throughput import after, moment_of, seconds_until
+from dtransformer.trainers import serving
 from dtransformer.trainers.buckets import bucket_ids
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
@@ -36,7 +38,7 @@ from dtransformer.trainers.fit_loop import FitLoop
 from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import Objective
-from dtransformer.trainers.padded_logits import of_classes
+from dtransformer.trainers.padded_logits import of_classes, without_padding
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.step_metrics import StepMetrics
@@ -83,7 +85,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self.objective = None
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
         self._jit = "auto"
-        self._engine = self.optimizer_step = self._program = self._weights = None
+        self._engine = self.optimizer_step = self._program = self._weights = self._first = None
 
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
         symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
@@ -99,8 +101,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                     "gradients: use fit or train_on_batch to train, and call it with training=False"
                 )
             with _compat.without_autocast():  # as from `predict`: the layers cast
-                return self._engine.predict(inputs)
-        return ForwardStep(self.network).outputs(inputs, training=training)
+                return without_padding(self._engine.predict(inputs), self.network)
+        return without_padding(
+            ForwardStep(self.network).outputs(inputs, training=training), self.network
+        )
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.network.built:
@@ -257,6 +261,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self._states = LayerStates()
         step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
         if self._engine is None:
+            self._first = first
             self._engine = make_engine(step, jit_compile=self._jit is True)
         with named_alike():
             self._engine.build(first)
@@ -297,6 +302,21 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             skipped_steps=self.optimizer_step.loss_scale.skipped_steps,
             metrics=[metric for metric in metrics if metric is not None],
         )
+
+    def export(
+        self,
+        filepath: str | os.PathLike,
+        format: str = "tf_saved_model",
+        verbose: bool | None = None,
+        input_signature: list | None = None,
+        **kwargs,
+    ) -> None:
+        """Export what the network computes, to be served; as `keras.Model.export`, from any layout.
+
+        Rank 0 writes it, with the weights of all ranks, which all have to call.
+        """
+        options = {"format": format, "verbose": verbose, **kwargs}
+        serving.export(self, self._first, filepath, input_signature, **options)
 
     def get_compile_config(self) -> dict:
         """Return nothing: a trainer that is loaded has to be compiled again."""

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from harness.runs import Run
 from harness.tolerances import PARITY_LOSS
@@ -30,10 +31,11 @@ def test_numbers_are_those_of_keras(run, ranks_of):
     (expected,) = ranks_of(alone(run))
     assert len(set(expected["losses"])) == STEPS
     for rank in ranks_of(run):
+        assert rank["parameters"] == expected["parameters"]
         np.testing.assert_allclose(rank["losses"], expected["losses"], rtol=PARITY_LOSS)
         for name, value in expected["evaluation"].items():
             assert rank["evaluation"][name] == pytest.approx(value, rel=PARITY_LOSS), name
-        for name in (name for name in expected if name.startswith("outputs/")):
+        for name in (name for name in expected if "/" in name):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)
 
 
@@ -45,6 +47,17 @@ def test_a_saved_model_is_loaded_in_one_process(run, ranks_of):
     own = {one.__name__: one for one in classes}
     model = keras.saving.load_model(own_models.file_of(ranks_of.folder, name, layout), own)
     outputs = keras.tree.flatten(model.predict(own_models.INPUTS[name], verbose=0))
+    (expected,) = ranks_of(alone(run))
+    for number, output in enumerate(outputs):
+        np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)
+
+
+@each(RUNS, LONG, lambda run: [alone(run)])
+def test_an_exported_model_is_served(run, ranks_of):
+    ranks_of(run)
+    name, layout = Run.of(run).task.removeprefix(TASKS), Run.of(run).layout
+    served = tf.saved_model.load(own_models.file_of(ranks_of.folder, name, layout).with_suffix(""))
+    outputs = keras.tree.flatten(served.serve(own_models.INPUTS[name]))
     (expected,) = ranks_of(alone(run))
     for number, output in enumerate(outputs):
         np.testing.assert_allclose(output, expected[f"outputs/{number}"], atol=PARITY_LOSS)

@@ -28,6 +28,12 @@ def test_any_shape_known_or_not(shape):
     np.testing.assert_array_equal(found, kept([6, *shape], 0.3))
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.999])
+def test_xla_keeps_the_same(rate):
+    compiled = tf.function(lambda seed: kept_elements([40, 400], rate, seed), jit_compile=True)
+    np.testing.assert_array_equal(compiled(tf.constant([0, 7])), kept([40, 400], rate))
+
+
 def test_no_two_rows_and_no_two_seeds_are_alike():
     mask = kept([64, 64], 0.5)
     assert len(np.unique(mask, axis=0)) == len(np.unique(mask, axis=1)) == 64

@@ -57,13 +57,6 @@ def test_micro_batches_tell_the_same_and_drop_the_same():
         np.testing.assert_allclose(one.entropy, other.entropy, rtol=1e-5)
 
 
-def test_what_experts_cannot_do_is_refused():
-    trainer = trained({"dropless": True})
-    trainer.compile("sgd", jit_compile=True)
-    with pytest.raises(ValueError, match="jit_compile=True does not work with experts"):
-        trainer.fit(np.ones((4, TOKENS), "int32"), np.ones((4, TOKENS), "int32"), verbose=0)
-
-
 def test_without_experts_there_is_no_load():
     with pytest.raises(ValueError, match="no load of experts"):
         trained(None).expert_load()

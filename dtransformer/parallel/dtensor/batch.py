@@ -17,8 +17,7 @@ def put_sharded(batch):
         batch: nested tensors [b, ...], the same on every rank of the mesh.
 
     Returns:
-        Nested DTensors [b', ...]: rows of zeros follow where the data axis does not
-        divide b.
+        Nested DTensors [b', ...]: rows of zeros follow, as many as `rows_added`.
     """
     axis = mesh_axis("batch")
 
@@ -26,7 +25,7 @@ def put_sharded(batch):
         if x is None:
             return None
         x = np.asarray(x)
-        x = np.pad(x, [(0, -len(x) % axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
+        x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
         specs = (axis, *[None] * (x.ndim - 1))
         of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
         return _pack([x[bounds.slices] for bounds in of_devices], specs)
@@ -42,18 +41,31 @@ def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
         sample_weight: tensor [b] or [b, t], or None.
     """
     number = num_rows((inputs, labels))
-    if sample_weight is None and number % axis_size(mesh_axis("batch")):
+    if sample_weight is None and rows_added(number):
         sample_weight = np.ones([number], "float32")
     return put_sharded((inputs, labels, sample_weight))
+
+
+def rows_added(number: int) -> int:
+    """Return how many rows of zeros follow a number of rows: of them no device may have none."""
+    axis = axis_size(mesh_axis("batch"))
+    return -number % axis if number else axis
 
 
 def num_rows(batch) -> int:
     """Return the number b of rows of nested tensors [b, ...].
 
     Raises:
-        ValueError: they have different numbers of rows.
+        ValueError: they have different numbers of rows, or one is ragged or sparse.
     """
-    numbers = {len(x) for x in tf.nest.flatten(batch) if x is not None}
+    flat = [x for x in tf.nest.flatten(batch) if x is not None]
+    for x in flat:
+        if not hasattr(x, "__len__"):
+            raise ValueError(
+                f"a mesh and a pipeline take dense tensors, and a batch has a {type(x).__name__}: "
+                "make it one in the dataset, such as by .map(lambda x, y: (x.to_tensor(), y))"
+            )
+    numbers = {len(x) for x in flat}
     if len(numbers) != 1:
         raise ValueError(
             f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"

@@ -1,4 +1,4 @@
-"""Experts on a mesh: each has a buffer of as many tokens as it takes of a group.
+"""Experts on a mesh, or under XLA: each has a buffer of as many tokens as it takes of a group.
 
 The buffers [g, E, c, h] lie where the groups are. Where experts are sharded, an all-to-all
 sends each expert's to the devices that hold it, and another one takes the outputs back
@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from dtransformer.parallel.axis_rules import mesh_axis
 from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.expert_parallel.places import Places
-from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
+from dtransformer.parallel.expert_parallel.token_groups import TokenGroups, laid_out
 from dtransformer.parallel.recompute import keep_for_recompute
+from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
 class Buffers:
@@ -31,9 +31,10 @@ class Buffers:
 
     def __init__(self, taken: Places, choices: tf.Tensor, groups: TokenGroups, most: int | None):
         self._groups, self._of_groups = groups, groups.relayout
-        *of_groups, size, self._num_choices = choices.shape
+        *of_groups, size, self._num_choices = static_or_dynamic_shape(choices)
         num_experts = taken.taken.shape[-1]
-        places = size if most is None else min(most, size)
+        is_known = isinstance(most, int) and isinstance(size, int)
+        places = size if most is None else (min if is_known else tf.minimum)(most, size)
         self._shape = [*of_groups, num_experts, places]
         self._experts, self._model = mesh_axis("expert"), mesh_axis("mlp")
         # Of one mesh axis: the buffers are sharded by groups, and those of experts by experts.
@@ -58,7 +59,7 @@ class Buffers:
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return the buffers of all experts, from the tokens [g, n, h], as a list of one tensor."""
-        size = x.shape[-2]
+        shape = static_or_dynamic_shape(x)
 
         @custom_gradient
         def send(x):
@@ -67,11 +68,11 @@ class Buffers:
 
             def gradient(dy):
                 back = self._look_up(self._flat(self._of_groups(dy)), self._places)
-                back = tf.reshape(back, [*back.shape[:-2], size, self._num_choices, dy.shape[-1]])
+                back = tf.reshape(back, [*shape[:-1], self._num_choices, shape[-1]])
                 return self._of_groups(tf.reduce_sum(self._of_groups(back), axis=-2))
 
-            sent = self._of_groups(tf.reshape(sent, [*self._shape, x.shape[-1]]))
-            return relayout(sent, self._of_experts), gradient
+            sent = self._of_groups(tf.reshape(sent, [*self._shape, shape[-1]]))
+            return laid_out(sent, self._of_experts), gradient
 
         return [send(self._of_groups(x))]
 
@@ -88,13 +89,12 @@ class Buffers:
             y = self._of_groups(y)
 
             def gradient(dy):
-                dy = self._of_groups(dy)
-                dy = self._of_groups(tf.reshape(dy, [*dy.shape[:-3], -1, dy.shape[-1]]))
+                dy = self._flat(self._of_groups(dy))
                 dy = tf.reshape(self._look_up(dy, self._choices), [*self._shape, dy.shape[-1]])
-                return relayout(self._of_groups(dy), self._of_experts)
+                return laid_out(self._of_groups(dy), self._of_experts)
 
             found = self._look_up(self._flat(y), self._places)
-            found = tf.reshape(found, [*gates.shape, y.shape[-1]])
+            found = tf.reshape(found, [*static_or_dynamic_shape(gates), y.shape[-1]])
             return self._of_groups(found), gradient
 
         y = of_choices(outputs[0])
@@ -103,7 +103,7 @@ class Buffers:
 
     def _flat(self, buffers):
         """[g, E, c, h] -> [g, E·c, h]"""
-        return self._of_groups(tf.reshape(buffers, [*buffers.shape[:-3], -1, buffers.shape[-1]]))
+        return self._of_groups(tf.reshape(buffers, [*self._shape[:-2], -1, buffers.shape[-1]]))
 
     def _look_up(self, rows, numbers):
         """Return rows [g, r, h] by their numbers [g, m]; 0 for that of r: [g, m, h]."""
@@ -128,15 +128,15 @@ class Buffers:
 
         @custom_gradient
         def product(x, kernel):
-            x, kernel = relayout(x, of_inputs), relayout(kernel, of_kernel)
+            x, kernel = laid_out(x, of_inputs), laid_out(kernel, of_kernel)
 
             def gradient(dy):
-                dy = relayout(dy, of_result)
+                dy = laid_out(dy, of_result)
                 dx = tf.einsum(f"{g}ecf,ehf->{g}ech", dy, kernel)
                 dk = tf.einsum(f"{g}ech,{g}ecf->ehf", x, dy)
-                return relayout(dx, of_inputs), relayout(dk, of_kernel)
+                return laid_out(dx, of_inputs), laid_out(dk, of_kernel)
 
-            return relayout(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
+            return laid_out(tf.einsum(f"{g}ech,ehf->{g}ecf", x, kernel), of_result), gradient
 
         return product(x, tf.cast(kernel, x.dtype))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import trace
 from dtransformer.parallel.expert_parallel.buffers import Buffers
 from dtransformer.parallel.expert_parallel.places import Places
@@ -35,7 +36,7 @@ def apply_experts(
     Returns:
         A tensor [g, n, h].
     """
-    if trace.is_on_mesh():
+    if trace.is_on_mesh() or _compat.is_compiled_by_xla():  # shapes have to be known
         experts = Buffers(taken, choices, groups, most)
     else:
         experts = SortedTokens(taken, choices)

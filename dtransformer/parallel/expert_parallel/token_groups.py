@@ -9,6 +9,7 @@ are sharded and shards have full groups, g is two dimensions: b, and the groups 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -114,11 +115,11 @@ class TokenGroups:
 
     def relayout(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor of all groups [g, ...] out as these are."""
-        return _laid_out(x, self.axes)
+        return laid_out(x, self.axes)
 
     def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
         """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
-        return _laid_out(x, self._of_sequences)
+        return laid_out(x, self._of_sequences)
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.
@@ -166,6 +167,6 @@ class TokenGroups:
         )
 
 
-def _laid_out(x, axes):
-    """Shard the first dimensions of a tensor over mesh axes; None is replicated."""
+def laid_out(x: tf.Tensor, axes: Sequence[str | None]) -> tf.Tensor:
+    """Shard the first dimensions of a tensor over mesh axes, where there is one; None is replicated."""
     return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x

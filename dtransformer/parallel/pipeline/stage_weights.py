@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -33,7 +35,8 @@ def built_at_its_place(build: Callable) -> Callable:
 def leave_to_others(layer: keras.layers.Layer) -> None:
     """Keep the shapes alone of a layer's weights: another stage has it."""
     for inner in _compat.flat_layers(layer):
-        for variable in _compat.own_variables(inner):
+        object.__setattr__(inner, "left_variables", _compat.own_variables(inner))
+        for variable in inner.left_variables:
             _compat.drop_value(inner, variable, AbsentValue(variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
@@ -42,8 +45,8 @@ def leave_to_others(layer: keras.layers.Layer) -> None:
 def _take_over(layer):
     """Build a layer with weights that was left to others."""
     for inner in _compat.flat_layers(layer):
-        vars(inner).pop("load_own_variables", None)
-        vars(inner).pop("save_own_variables", None)
+        for name in ("left_variables", "load_own_variables", "save_own_variables"):
+            vars(inner).pop(name, None)
     _compat.take_weights(layer)
     layer.build((None, None))
 
@@ -119,6 +122,51 @@ def full_network(network: keras.Model) -> Iterator[None]:
     finally:
         for layer, save in lent:
             object.__setattr__(layer, "save_own_variables", save)
+
+
+def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return a layer's weights in Keras' order; of those that other stages have the shapes are known."""
+    found = [*(getattr(layer, "left_variables", None) or _compat.own_variables(layer))]
+    for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
+        found += all_weights(inner)
+    return list({id(weight): weight for weight in found}.values())
+
+
+def count_params(network: keras.Model) -> int:
+    """Return the number of elements of the weights of all stages."""
+    return sum(math.prod(weight.shape) for weight in all_weights(network))
+
+
+def get_weights(network: keras.Model) -> list[np.ndarray]:
+    """Return the values of the weights of all stages, on every rank; all have to call."""
+    values, group = {}, job.pipeline_group()
+    for layer in placed_layers(network):
+        owner, weights = stages_of(layer, job.placement())[0], all_weights(layer)
+        is_here = job.stage()[0] == owner
+        own = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights) if is_here}
+        if weights:
+            sent = broadcast_arrays(own, group.ranks[owner], group, f"weights_{layer.path}")
+            values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
+    weights = all_weights(network)
+    return [values[id(w)] if id(w) in values else np.asarray(w.numpy()) for w in weights]
+
+
+def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
+    """Set this stage's weights to their values among those of all stages, as of `get_weights`.
+
+    Raises:
+        ValueError: there are more or fewer, or one has another shape.
+    """
+    weights, here = all_weights(network), {id(weight) for weight in network.weights}
+    shapes = [tuple(weight.shape) for weight in weights]
+    if shapes != [np.shape(value) for value in values]:
+        raise ValueError(
+            f"set_weights got {len(values)} arrays, and {network.name} has {len(weights)} weights on "
+            "all stages, or shapes differ: give what get_weights returns"
+        )
+    for weight, value in zip(weights, values):
+        if id(weight) in here:
+            weight.assign(value)
 
 
 def _from_stage(layer, owner):

@@ -6,7 +6,7 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel.shapes import number_of_rows
 
 
 def in_micro_batches(forward_backward, number, reduce):
@@ -14,21 +14,19 @@ def in_micro_batches(forward_backward, number, reduce):
 
     Args:
         forward_backward: as `Engine.forward_backward`.
-        number: number m of micro-batches; rows are divided as evenly as they can be.
+        number: number m of micro-batches; rows are divided as evenly as they can be, some get none
+            where there are fewer.
         reduce: a function of the gradients of a micro-batch, whose results are added up.
 
     Returns:
         A function alike. Gradients and sums are those of all micro-batches; outputs,
         where there are any, follow one another. Each micro-batch has dropout masks of
         its own.
-
-    Raises:
-        ValueError: the batch has fewer rows than there are micro-batches.
     """
 
     def accumulated(inputs, labels, sample_weight, numbers):
         batch = inputs, labels, sample_weight
-        num_rows = _num_rows(inputs, number)
+        num_rows = number_of_rows(tf.nest.flatten(inputs)[0])
 
         def micro_batch(i):
             own = numbers._replace(seed=seed_of(numbers.seed, i, number))
@@ -43,25 +41,6 @@ def in_micro_batches(forward_backward, number, reduce):
     return accumulated
 
 
-def check_rows(number):
-    """Check that a batch can be divided into micro-batches.
-
-    Args:
-        number: number of this rank's rows.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    multiple = job.rows_multiple_of()
-    if number % multiple:
-        shards = job.data_shard()[1]
-        raise ValueError(
-            f"a batch of {number:g} rows a rank cannot be divided into micro_batch_num={multiple} "
-            f"equal micro-batches, as a pipeline needs: give batches of a multiple of "
-            f"{multiple * shards} rows, {multiple} a data shard"
-        )
-
-
 def rows_of(batch, i, number, num_rows):
     """Return the i-th of a number of micro-batches of a nested batch, where None stays None."""
     return _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
@@ -70,22 +49,6 @@ def rows_of(batch, i, number, num_rows):
 def seed_of(seed, i, number):
     """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
     return tf.stack([seed[0], seed[1] * number + i])
-
-
-def _num_rows(inputs, number):
-    """Return the number of rows b of a batch, a tensor where it is not known yet."""
-    first = tf.nest.flatten(inputs)[0]
-    num_rows = first.shape[0]
-    message = f"micro_batch_num={number} is more than the rows of the batch"
-    if num_rows is not None:
-        if num_rows < number:
-            raise ValueError(
-                f"{message}, which has {num_rows}: use larger batches, or fewer micro-batches"
-            )
-        return num_rows
-    num_rows = tf.shape(first)[0]
-    with tf.control_dependencies([tf.debugging.assert_less_equal(number, num_rows, message)]):
-        return tf.identity(num_rows)
 
 
 def _map(function, *structures):

@@ -15,7 +15,7 @@ from dtransformer import _compat
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dropout_seed import dropout_seed
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.shapes import number_of_rows
 from dtransformer.parallel.sharded_variable import trained_value
 from dtransformer.parallel.told import listening
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
@@ -144,12 +144,14 @@ class ForwardStep:
             divided: of `Objective.sums`, where the loss has it.
         """
         share = self.share(inputs, counts) if divided is None else divided
-        return tf.add_n([tf.zeros([]), *(tf.cast(loss, "float32") * share for loss in losses)])
+        # The mean over no rows is no number.
+        parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
+        return tf.add_n([tf.zeros([]), *parts])
 
     def share(self, inputs, counts):
         """Return the share of the global batch's rows that `inputs` are."""
-        rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
-        return tf.cast(rows, "float32") / self.objective.rows(counts)
+        rows = number_of_rows(tf.nest.flatten(inputs)[0])
+        return tf.math.divide_no_nan(tf.cast(rows, "float32"), self.objective.rows(counts))
 
     def _check_divided(self, losses):
         """Refuse a mean over a mask, known after the forward pass, beside means over rows.

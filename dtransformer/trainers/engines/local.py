@@ -29,23 +29,35 @@ class LocalEngine:
             self._compute = tf.function(self._compute, jit_compile=True, reduce_retracing=True)
 
     def build(self, first):
-        if not self._step.network.built:
-            self._step.network(input_symbols(first))
-        unsharded = [w for w in self._step.network.weights if is_unsharded_for_use(w)]
-        if self._jit_compile and unsharded:
+        network = self._step.network
+        if not network.built:
+            network(input_symbols(first))
+        if not self._jit_compile:
+            return
+        sends = None
+        if any(is_unsharded_for_use(weight) for weight in network.weights):
+            sends = "optimizer_shard=3"
+        elif any(getattr(layer, "sends", False) for layer in _compat.flat_layers(network)):
+            sends = "expert_group_size=None on data ranks"
+        if sends is not None:
             raise ValueError(
-                "jit_compile=True does not work with optimizer_shard=3, which communicates while "
-                "the network is computed: leave it at 'auto'"
-            )
-        layers = _compat.flat_layers(self._step.network)
-        if self._jit_compile and any(getattr(layer, "sorts_tokens", False) for layer in layers):
-            raise ValueError(
-                "jit_compile=True does not work with experts, whose numbers of tokens are not known "
-                "when XLA compiles: leave it at 'auto'"
+                f"jit_compile=True does not work with {sends}, which communicates while the network "
+                "is computed: leave it at 'auto'"
             )
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        return self._compute(inputs, labels, sample_weight, numbers)
+        gradients, *others = self._compute(inputs, labels, sample_weight, numbers)
+        if self._jit_compile:  # which forgets the shapes of tables whose gradients are rows
+            weights = self._step.network.trainable_variables
+            gradients = [
+                tf.IndexedSlices(
+                    gradient.values, gradient.indices, tf.constant(tuple(weight.shape))
+                )
+                if isinstance(gradient, tf.IndexedSlices)
+                else gradient
+                for gradient, weight in zip(gradients, weights)
+            ]
+        return gradients, *others
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)

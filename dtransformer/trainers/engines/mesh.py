@@ -18,6 +18,7 @@ from dtransformer.parallel.dtensor.batch import (
     put_batch,
     put_numbers,
     put_sharded,
+    rows_added,
 )
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
@@ -96,7 +97,7 @@ class MeshEngine:
             ValueError: what layers add to the loss does, or keep; or a BatchNormalization.
         """
         rows, axis = num_rows(inputs), axis_size(mesh_axis("batch"))
-        if rows % axis == 0:
+        if not rows_added(rows):
             return
         what = None
         if function.adds_losses:
@@ -107,9 +108,9 @@ class MeshEngine:
             what = "the states and metrics of layers"
         if what is not None:
             raise ValueError(
-                f"a batch has {rows} rows, which the mesh's data axis of {axis} does not divide: "
-                f"{what} would count rows of zeros; give batches of a multiple of {axis} rows, or "
-                "drop the rest"
+                f"a batch or micro-batch of {rows} rows is filled up with rows of zeros, as the "
+                f"mesh's data axis is {axis}: {what} would count them; give batches of a multiple of "
+                f"{axis * get_parallel_config().micro_batch_num} rows, or drop the rest"
             )
 
     # What is traced on the mesh.

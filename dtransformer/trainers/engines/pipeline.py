@@ -37,8 +37,8 @@ from dtransformer.parallel.same_batch import check_same_batch
 from dtransformer.parallel.shapes import open_specs, specs_of
 from dtransformer.parallel.told import listening
 from dtransformer.reports import audit
-from dtransformer.trainers.data import batch_specs, input_specs, input_symbols
-from dtransformer.trainers.engines.accumulation import check_rows, rows_of
+from dtransformer.trainers.data import batch_specs, check_rows, input_specs, input_symbols
+from dtransformer.trainers.engines.accumulation import rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from dtransformer.trainers.expert_loads import named

@@ -47,6 +47,8 @@ def train(model, x, y, **options):
         "evaluation": {name: float(value) for name, value in evaluation.items()},
         "num_weights": len(network.trainable_variables),
         "model": model,
+        "parameters": [network.count_params(), model.count_params()],
+        **{f"weights/{number}": x for number, x in enumerate(model.get_weights())},
         **{f"outputs/{number}": np.asarray(x) for number, x in enumerate(outputs)},
     }
 
@@ -156,7 +158,13 @@ def seeded(task):
     def run(folder, layout):
         keras.utils.set_random_seed(0)
         results = task()
-        results.pop("model").save(file_of(folder, task.__name__, layout))
+        model, file = results.pop("model"), file_of(folder, task.__name__, layout)
+        model.save(file)
+        if isinstance(model, Trainer):
+            model.export(file.with_suffix(""), verbose=False)
+            before = [weight.numpy() for weight in model.weights]
+            model.set_weights(model.get_weights())  # of all stages
+            assert all(map(np.array_equal, before, [weight.numpy() for weight in model.weights]))
         return results
 
     return run

@@ -116,7 +116,30 @@ def test_each_micro_batch_has_masks_of_its_own():
     assert not np.array_equal(first, keep.outputs.numpy()), "nor are they those of the next step"
 
 
-def test_more_micro_batches_than_rows():
-    for options in ({}, {"run_eagerly": True}):
-        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="micro_batch_num=7"):
-            fit(7, **options)
+def ends_small():
+    """Batches of 8, 1 and 0 rows."""
+    rng = np.random.default_rng(0)
+    for rows in (8, 1, 0):
+        yield rng.standard_normal((rows, 3)).astype("float32"), rng.integers(0, 4, rows)
+
+
+# Of no rows Keras itself fails where it runs eagerly.
+@pytest.mark.parametrize("batches, options", [(3, {}), (2, {"run_eagerly": True})])
+def test_batches_of_fewer_rows_than_parts_train_as_in_keras(batches, options):
+    """A mean over no rows is no number: that of an activity regularizer is one."""
+
+    def trained(trainer_of):
+        keras.utils.set_random_seed(0)
+        adds = keras.regularizers.L2(0.1)
+        layers = [keras.layers.Dense(8, "tanh", activity_regularizer=adds), keras.layers.Dense(4)]
+        trainer = trainer_of(keras.Sequential([keras.Input((3,)), *layers]))
+        classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile(keras.optimizers.SGD(0.1), classes, metrics=["accuracy"], **options)
+        specs = tf.TensorSpec([None, 3]), tf.TensorSpec([None], "int64")
+        data = tf.data.Dataset.from_generator(ends_small, output_signature=specs)
+        history = trainer.fit(data.take(batches), epochs=2, verbose=0).history
+        return [*history["loss"], *history["accuracy"]]
+
+    expected = trained(lambda network: network)
+    with parallel_config(micro_batch_num=3):
+        np.testing.assert_allclose(trained(Trainer), expected, rtol=TRAINING)

@@ -1,0 +1,97 @@
+"""Promise: with `jit_compile=True` networks train with the same losses, and are compiled once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+import dtransformer
+from dtransformer import MoEConfig, parallel_config
+from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
+from harness.batches import batches
+from harness.tolerances import PARITY_LOSS
+from tests.trainers.small import translation_trainer
+
+VOCAB_SIZE, STEPS = 60, 5
+SIZES = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16}
+ONE, BOTH = {"num_layers": 2, **SIZES}, {"encoder_layers": 1, "decoder_layers": 1, **SIZES}
+ROTARY = {"positions": "rotary", "norm": "rms_norm", "gated": True, "num_kv_heads": 1}
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "capacity_factor": 1.0, "expert_group_size": 8}
+FAMILIES = {
+    "learned": (CausalLM, ONE),
+    "rotary": (CausalLM, ONE | ROTARY),
+    "experts": (CausalLM, ONE | {"moe_config": MoEConfig(**EXPERTS)}),
+    "dropless": (CausalLM, ONE | {"moe_config": MoEConfig(expert_num=4, dropless=True)}),
+    "masked": (MaskedLM, ONE),
+    "translation": (TranslationTransformer, BOTH),
+    "relative": (EncoderDecoderLM, BOTH | {"positions": "relative", "start_id": 0}),
+}
+# Fields of the config, and options of networks.
+OPTIONS = {
+    "recompute": ({"recompute": True}, {}),
+    "micro-batches": ({"micro_batch_num": 2}, {}),
+    "window": ({}, {"window": 3}),
+    "blockwise": ({}, {"implementation": "blockwise"}),
+    "dropout": ({}, {"dropout_rate": 0.1}),
+}
+# Of experts all tokens may share the places, but in micro-batches.
+TOGETHER = ["recompute", "micro-batches", "window", "dropout"]
+CASES = [
+    pytest.param(family, [option], id=f"{family}-{option}", marks=pytest.mark.long)
+    for family in FAMILIES
+    for option in OPTIONS
+    if option not in ("window", "blockwise") or FAMILIES[family][0] is CausalLM
+    if (family, option) != ("dropless", "micro-batches")
+]
+
+
+def compilations(run, folder):
+    """Return how often XLA compiles while a function runs."""
+    options = tf.profiler.experimental.ProfilerOptions(python_tracer_level=0)
+    with tf.profiler.experimental.Profile(str(folder), options):
+        run()
+    (file,) = folder.rglob("*.xplane.pb")
+    planes = xplane_pb2.XSpace.FromString(file.read_bytes()).planes
+    names = (
+        p.event_metadata[e.metadata_id].name for p in planes for x in p.lines for e in x.events
+    )
+    return sum("::RunBackend" in name for name in names)
+
+
+def steps_of(family, options, jit_compile):
+    """Return a function that trains a number of steps and returns their losses."""
+    dtransformer.set_seed(0)
+    keras.utils.set_random_seed(0)
+    make, sizes = FAMILIES[family]
+    sizes = {"dropout_rate": 0.0, **sizes}
+    for option in options:
+        sizes |= OPTIONS[option][1]
+    network = make(VOCAB_SIZE, **sizes, name="network")  # paths decide the masks of dropout
+    trainer = translation_trainer(None, network, jit_compile=jit_compile)
+    data = iter(batches(STEPS, VOCAB_SIZE, seed=0, shapes=((8, 8, 8),)))
+
+    def run(number):
+        losses = []
+        for _, (inputs, labels) in zip(range(number), data):
+            inputs = inputs["target"] if make in (CausalLM, MaskedLM) else inputs
+            losses.append(float(trainer.train_on_batch(inputs, labels, return_dict=True)["loss"]))
+        return losses
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "family, options", [("experts", TOGETHER), ("rotary", ["blockwise"]), *CASES]
+)
+def test_five_steps_are_compiled_once(family, options, tmp_path):
+    fields = {}
+    for option in options:
+        fields |= OPTIONS[option][0]
+    with parallel_config(**fields):
+        expected, run = steps_of(family, options, "auto")(STEPS), steps_of(family, options, True)
+        losses = []
+        assert compilations(lambda: losses.extend(run(1)), tmp_path / "first") >= 1
+        assert compilations(lambda: losses.extend(run(STEPS - 1)), tmp_path / "others") == 0
+    np.testing.assert_allclose(losses, expected, rtol=PARITY_LOSS)
+    assert len(set(losses)) == STEPS
