@@ -38,7 +38,7 @@ OLD_WORDS = [
     Old(r"\b[Mm]odel[ _]groups?\b", "model-parallel group"),
     # Who computes.
     Old(r"\b[Pp]lanes?\b|_planes?\b|[a-z]Planes?\b", "engine, or optimizer step",
-        r"(?!dtransformer/datasets/embedded|tests/datasets|benchmarks/gpu_parts/kernels)"),
+        r"(?!dtransformer/datasets/embedded|tests/datasets|benchmarks/gpu_parts/kernels|tests/trainers/test_xla)"),
     # Parts of tensors, and tensors that have none.
     Old(r"num_slices|slice_(entries|size|elements)|is_sliced|own_slices?\b|_slices\b"
         r"(?<!from_tensor_slices)(?<!shape_and_slices)", "shard"),

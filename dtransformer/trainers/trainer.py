@@ -15,6 +15,7 @@ from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel import job, validators
 from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.parallel.variables import named_alike
@@ -138,7 +139,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             jit_compile: whether the forward and backward pass, and the update of the
                 weights, are compiled with XLA. `"auto"` compiles the update alone,
                 and only that of a large network, where it takes a quarter of the
-                time; a small network's would be no faster on CPUs, and start later.
+                time; a small network's would be no faster on CPUs, and start later. On
+                GPUs it lets XLA compile what lies between collectives as well, but on a
+                mesh (docs/gpus.md): steps take a third of the time, the first one longer.
             auto_scale_loss: whether the loss is scaled under `mixed_float16`: twice as
                 much after every 2,000 good steps, and half as much after a step whose
                 gradients overflow on any rank, which all of them skip. The logs have
@@ -154,6 +157,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         tf.config.optimizer.set_experimental_options(
             {"arithmetic_optimization": False, "function_optimization": False}
         )
+        if device_type() == "GPU":  # where elementwise operations would all go through memory
+            in_clusters = jit_compile == "auto" and job.mesh() is None
+            tf.config.optimizer.set_jit("autoclustering" if in_clusters else False)
         loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
         names = getattr(self.network, "output_names", None)
         self.objective = Objective(loss, loss_weights, names)

@@ -9,9 +9,11 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import dtransformer
 from dtransformer import MoEConfig, parallel_config
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
+from dtransformer.parallel import job
+from dtransformer.trainers import trainer as trainer_module
 from harness.batches import batches
 from harness.tolerances import PARITY_LOSS
-from tests.trainers.small import translation_trainer
+from tests.trainers.small import dense_trainer, translation_trainer
 
 VOCAB_SIZE, STEPS = 60, 5
 SIZES = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16}
@@ -95,3 +97,25 @@ def test_five_steps_are_compiled_once(family, options, tmp_path):
         assert compilations(lambda: losses.extend(run(STEPS - 1)), tmp_path / "others") == 0
     np.testing.assert_allclose(losses, expected, rtol=PARITY_LOSS)
     assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize(
+    "kind, jit_compile, has_mesh, expected",
+    [
+        ("GPU", "auto", False, "autoclustering"),
+        ("GPU", "auto", True, ""),
+        ("GPU", False, False, ""),
+        ("GPU", True, False, ""),
+        ("CPU", "auto", False, ""),
+    ],
+)
+def test_auto_compiles_clusters_on_gpus(monkeypatch, kind, jit_compile, has_mesh, expected):
+    monkeypatch.setattr(trainer_module, "device_type", lambda: kind)
+    trainer = dense_trainer()
+    monkeypatch.setattr(job, "mesh", lambda: object() if has_mesh else None)
+    monkeypatch.setattr(trainer_module, "check_compile_options", lambda *_: None)
+    try:
+        trainer.compile("sgd", jit_compile=jit_compile)
+        assert tf.config.optimizer.get_jit() == expected
+    finally:
+        tf.config.optimizer.set_jit(False)
