@@ -237,10 +237,7 @@ def topology() -> Topology:
 
 
 def joined() -> object:
-    """Return an object that is another one whenever the job was joined anew.
-
-    Compiled functions do not outlive that: a mesh starts TensorFlow anew.
-    """
+    """Return an object that is another one when the job was joined anew: compiled functions end."""
     return _job.groups
 
 
