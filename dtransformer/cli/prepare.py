@@ -128,7 +128,9 @@ def _token_shards(arguments):
     shards = write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
-    left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(shards.num_left_out)
+    left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(
+        shards.num_left_out
+    )
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"
