@@ -12,6 +12,9 @@ from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.tables import columns
 
 _MOST = 10**6
+_LONGEST = (
+    8192  # of sequences, where nothing is said: published positions go far beyond what is trained
+)
 
 
 def add_plan(commands) -> None:
@@ -151,17 +154,22 @@ def model_of(name: str | None, **changes):
     if os.path.isdir(name):
         from dtransformer.models.pretrained.load import architecture_of
 
-        return from_architecture(
-            pathlib.Path(name).resolve().name, architecture_of(name), **changes
-        )
+        title = pathlib.Path(name).resolve().name
+        return _usual(from_architecture(title, architecture_of(name), **changes), changes)
     if not name.endswith((".yaml", ".yml")):
-        return named(name, **changes)
+        return _usual(named(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
     if isinstance(fields.get("base"), str):  # a named model with other fields
         return named(fields.pop("base"), **{**fields, **changes})
     return checked(ModelShape, {"name": name, **fields, **changes})
+
+
+def _usual(model, changes):
+    """Return a published model with sequences of a usual length, where none is given."""
+    length = changes.get("sequence_length", min(model.sequence_length, _LONGEST))
+    return dataclasses.replace(model, sequence_length=length)
 
 
 def device_of(name: str):

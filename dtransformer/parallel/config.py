@@ -177,7 +177,7 @@ class TransformerOpParallelConfig(validators.Checked):
             are sent between the ranks of the data-parallel group.
         gradient_aggregation_group: number of buckets that gradients are spread over; those of
             a bucket are reduced together.
-        recompute: True, False or a `TransformerRecomputeConfig`.
+        recompute: True, False or a `TransformerRecomputeConfig`, or a dict of its fields.
         vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
             sharded over the model axis (False).
         sequence_parallel: whether the residual stream is sharded over the model axis
@@ -223,6 +223,11 @@ class TransformerOpParallelConfig(validators.Checked):
     vocab_emb_dp: bool = validators.field(True, validators.flag)
     sequence_parallel: bool = validators.field(False, validators.flag)
     parallel_rules: dict | None = validators.field(None, validators.axis_rules)
+
+    def __setattr__(self, name, value):
+        if name == "recompute" and value and isinstance(value, dict):  # of YAML, JSON
+            value = TransformerRecomputeConfig(**value)
+        super().__setattr__(name, value)
 
     @classmethod
     def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":

@@ -12,7 +12,7 @@ import time
 import types
 
 from dtransformer.errors import InputError, one_line, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.host_collectives.library import is_available
@@ -106,8 +106,6 @@ def fitting(config: TransformerOpParallelConfig, num_devices: int) -> Transforme
         return config
     planned = json.loads(text)
     if isinstance(planned, dict):
-        if isinstance(planned["recompute"], dict):
-            planned["recompute"] = TransformerRecomputeConfig(**planned["recompute"])
         return dataclasses.replace(config, **planned)
     return refit(config, num_devices)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtransformer.errors import InputError, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
@@ -133,10 +133,7 @@ class Job:
         Raises:
             TypeError, ValueError: a field has a wrong value.
         """
-        fields = dict(self.fixed)
-        if isinstance(fields.get("recompute"), Mapping):
-            fields["recompute"] = TransformerRecomputeConfig(**fields["recompute"])
-        return TransformerOpParallelConfig(**fields)
+        return TransformerOpParallelConfig(**self.fixed)
 
     def system(self) -> System:
         """Return how this library carries the job out.

@@ -480,6 +480,17 @@ def test_a_published_folder(capsys, tmp_path):
     assert main([*ask[:2], "llama2-7b", *ask[3:]]) == 0
     preset = json.loads(capsys.readouterr().out)
     assert own["layouts"] == preset["layouts"]
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
+    for option, length in (([], 8192), (["--sequence", "16384"], 16384)):
+        assert main([*ask, *option]) == 0
+        assert json.loads(capsys.readouterr().out)["model"]["sequence_length"] == length
+
+
+def test_the_yaml_of_any_layout_makes_its_config(found):
+    job = Job(64, fixed={"recompute": {"select": ["attention"]}})
+    for one in (found, plan(named(SMALL), cluster(8), job)):
+        fields = yaml.safe_load(report.yaml_of(one))["parallel"]
+        assert TransformerOpParallelConfig(**fields) == one.best.config
 
 
 @pytest.mark.tensorflow
