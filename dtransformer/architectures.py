@@ -76,10 +76,42 @@ _LLAMA_3_ARGUMENTS = {
 }
 
 
+def _llama_3_1(source, *sizes, factor, **others):
+    scaling = {"type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    own = {"max_length": 131072, "rotary_scaling": scaling, **others}
+    return _llama(source, *sizes, **{**_LLAMA_3_ARGUMENTS, **own})
+
+
+def _llama_3_2(*sizes):
+    own = {"factor": 32.0, "head_dim": sizes[1] // sizes[2], "tied_head": True}
+    return _llama_3_1("Meta, 2024, Llama 3.2's model card", *sizes, **own)
+
+
+_MISTRAL_ARGUMENTS = {"num_kv_heads": 8, "max_length": 32768, "norm_epsilon": 1e-5}
+
+
 def _mistral():
     source = "Jiang et al., 2023, arXiv 2310.06825, table 1"
-    own = {"num_kv_heads": 8, "max_length": 32768, "window": 4096, "norm_epsilon": 1e-5}
-    return _llama(source, 32, 4096, 32, 14336, **own)
+    return _llama(source, 32, 4096, 32, 14336, window=4096, **_MISTRAL_ARGUMENTS)
+
+
+def _mixtral():
+    source = "Jiang et al., 2024, arXiv 2401.04088, table 1"
+    experts = {"expert_num": 8, "num_experts_chosen": 2, "dropless": True}
+    experts["expert_group_size"] = 4096
+    own = {"rotary_base": 1e6, "moe_config": experts}
+    return _llama(source, 32, 4096, 32, 14336, **_MISTRAL_ARGUMENTS, **own)
+
+
+def _qwen2(*sizes, num_kv_heads, vocab_size=152064, **others):
+    own = {"qkv_bias": True, "rotary_base": 1e6, "max_length": 131072}
+    own |= {"num_kv_heads": num_kv_heads, "vocab_size": vocab_size, **others}
+    own |= {"start_id": 151643, "end_id": 151643}
+    return _llama("Yang et al., 2024, arXiv 2407.10671, table 1", *sizes, **own)
+
+
+_QWEN2_SMALL = {"vocab_size": 151936, "tied_head": True, "num_kv_heads": 2}
 
 
 def _bert(num_layers, hidden_size, num_heads):
@@ -223,7 +255,16 @@ ARCHITECTURES = {
     "llama2_70b": _llama(_LLAMA_2, 80, 8192, 64, 28672, num_kv_heads=8, **_LLAMA_2_ARGUMENTS),
     "llama3_8b": _llama(_LLAMA_3, 32, 4096, 32, 14336, **_LLAMA_3_ARGUMENTS),
     "llama3_70b": _llama(_LLAMA_3, 80, 8192, 64, 28672, **_LLAMA_3_ARGUMENTS),
+    "llama3.1_8b": _llama_3_1(_LLAMA_3, 32, 4096, 32, 14336, factor=8.0),
+    "llama3.1_70b": _llama_3_1(_LLAMA_3, 80, 8192, 64, 28672, factor=8.0),
+    "llama3.2_1b": _llama_3_2(16, 2048, 32, 8192),
+    "llama3.2_3b": _llama_3_2(28, 3072, 24, 8192),
     "mistral_7b": _mistral(),
+    "mixtral_8x7b": _mixtral(),
+    "qwen2_0.5b": _qwen2(24, 896, 14, 4864, **_QWEN2_SMALL),
+    "qwen2_1.5b": _qwen2(28, 1536, 12, 8960, **_QWEN2_SMALL),
+    "qwen2_7b": _qwen2(28, 3584, 28, 18944, num_kv_heads=4),
+    "qwen2_72b": _qwen2(80, 8192, 64, 29568, num_kv_heads=8),
     "bert_base": _bert(12, 768, 12),
     "bert_large": _bert(24, 1024, 16),
     "roberta_base": _roberta(12, 768, 12),

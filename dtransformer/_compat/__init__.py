@@ -28,6 +28,7 @@ from dtransformer._compat.of_keras import (
     stateless_value,
     take_weights,
     to_snake_case,
+    told_as_it_is,
     train_validation_split,
     uses_weight_decay,
     variable_key,

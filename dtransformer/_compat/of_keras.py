@@ -1,6 +1,9 @@
 """Private names of Keras."""
 
 import contextlib
+import functools
+import re
+import traceback
 from collections.abc import Callable
 
 import keras
@@ -14,6 +17,7 @@ from keras.src.trainers import compile_utils
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
+_BEFORE = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
 # What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
 # own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
 # value lies, and a trainer whose step is its own.
@@ -284,3 +288,26 @@ class _OfOne(list):
 # `train_validation_split` is what `fit` divides arrays with; the trainer has to know the rows that
 # are trained with before Keras does. Unnecessary if Keras exported it.
 train_validation_split = array_slicing.train_validation_split
+
+
+def told_as_it_is(call: Callable) -> Callable:
+    """Return a layer's `call` or `__call__` whose errors, where this library raises them, stay so.
+
+    Keras puts a line for each argument around an error in a call, but not around one that has that;
+    and a sentence before one in a network of which it asks the shapes only.
+    """
+
+    @functools.wraps(call)
+    def checked(*args, **kwargs):
+        try:
+            return call(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if not frame.f_globals.get("__name__", "").startswith("dtransformer."):
+                raise
+            told = _BEFORE.sub("", str(error)).partition("\x1b[0m")[0]
+            own = error if told == str(error) else type(error)(told)
+            own._keras_call_info_injected = True
+            raise own.with_traceback(error.__traceback__) from None
+
+    return checked

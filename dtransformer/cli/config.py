@@ -186,15 +186,26 @@ def _flatten(content, path):
         raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
     flat = {}
     for section, values in (content or {}).items():
-        if section not in RunConfig.__dataclass_fields__:
-            set_option(RunConfig(), section, values, path)  # says what is known
         if section == "parallel" and values == "auto":
             values, section = {"layout": "auto"}, "training"
+        if section not in RunConfig.__dataclass_fields__ and not isinstance(values, dict):
+            flat[section] = values
+            continue
         if not isinstance(values, dict | None):
             raise InputError(
                 f"{path}: section {section} holds {shown(values)}, expected keys and values"
             )
         flat.update({f"{section}.{key}": value for key, value in (values or {}).items()})
+    unknown = [key for key in flat if key not in _known_keys()]
+    near = lambda key: difflib.get_close_matches(key[:_MAX_KEY], _known_keys(), cutoff=0.8)
+    foreign = [key for key in unknown if not near(key)]
+    if len(foreign) > 1:
+        raise InputError(
+            f"{path}: {' and '.join(map(shown, foreign[:2]))} are no keys of dtransformer train, which "
+            "trains translation models: is it the config of a script, which takes it by its --config?"
+        )
+    for key in unknown[:1]:
+        set_option(RunConfig(), key, flat[key], path)  # says what is near
     return flat
 
 
@@ -226,7 +237,8 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
         close = difflib.get_close_matches(key, known, n=1)
         close = close or difflib.get_close_matches(key.split(".")[-1], names, n=1, cutoff=0.5)
         nearest = names.get(close[0], close[0]) if close else None
-        hint = f"did you mean {nearest}?" if nearest else f"sections are {', '.join(known)}"
+        sections = ", ".join(RunConfig.__dataclass_fields__)
+        hint = f"did you mean {nearest}?" if nearest else f"sections are {sections}"
         raise InputError(f"{origin}: unknown key {key}; {hint}")
     section, name = key.split(".")
     if key == "training.jit_compile" and isinstance(value, bool):

@@ -10,11 +10,12 @@ import dtransformer
 from dtransformer.cli import needs
 from dtransformer.cli.config import load_config
 from dtransformer.cli.run_identity import RUN
+from dtransformer.datasets.documents import joined
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
-from dtransformer.models import from_pretrained
+from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.text_generator import TextGenerator
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
@@ -33,13 +34,18 @@ def generate(
     stops: Iterable[str] = (),
     streams: bool = False,
     as_json: bool = False,
+    *,
+    adapters: str | os.PathLike | None = None,
+    boundary: str = "line",
+    is_chat: bool = False,
+    system: str | None = None,
     **options,
 ) -> None:
     """Generate texts for prompts, and write them; on every rank, of which rank 0 writes.
 
     Args:
         folder: a folder with a published model and its tokenizer.
-        source: a binary stream whose lines are the prompts, where none are given.
+        source: a binary stream of the prompts, where none are given.
         destination: a text stream.
         prompts: the prompts.
         settings: texts "section.key=value" of a run's config, of its section `parallel`, and
@@ -48,6 +54,10 @@ def generate(
         stops: texts of one token each that end a continuation, besides the model's own.
         streams: whether each token is written as soon as it is found.
         as_json: whether each result is a line of JSON.
+        adapters: a folder of low-rank adapters, or None.
+        boundary: what ends a prompt of the stream: "line", "blank_line" or "file".
+        is_chat: whether prompts are messages of a user, put into the tokenizer's chat template.
+        system: with `is_chat` the message before each of them, or None.
         **options: those of `GenerationOptions`.
 
     Raises:
@@ -60,12 +70,19 @@ def generate(
         )
     except ValueError as error:
         raise InputError(f"parallel: {error}") from None
-    prompts = from_chief(lambda: prompts or _lines(source), "generate/prompts")
+    if system is not None and not is_chat:
+        raise InputError("--system goes with --chat only: add it, or leave it out")
+    prompts = from_chief(lambda: prompts or _read(source, boundary), "generate/prompts")
     tokenizer, model = _opened(pathlib.Path(folder), config.training.precision)
+    if adapters is not None:
+        load_lora(model, adapters)
+    given = prompts
+    if is_chat:
+        prompts = [_in_chat(tokenizer, folder, system, prompt) for prompt in prompts]
     generator = _generator(model, tokenizer, max_new_tokens, stops, options)
     shows = job.is_chief()
     if not streams:
-        _write(destination if shows else None, prompts, _continued(generator, prompts), as_json)
+        _write(destination if shows else None, given, _continued(generator, prompts), as_json)
         return
     if as_json or generator.num_results > 1:
         raise InputError("--stream shows one text as it is found: leave --json and several out")
@@ -86,13 +103,24 @@ def _config(settings):
     return load_config(None, settings)
 
 
-def _lines(source):
+def _in_chat(tokenizer, folder, system, prompt):
+    """Return a user's message in the tokenizer's chat template."""
+    if not hasattr(tokenizer, "chat"):
+        raise InputError(f"{folder}: its tokenizer has no chat template")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return tokenizer.chat([*first, {"role": "user", "content": prompt}])
+
+
+def _read(source, boundary):
+    """Return the prompts of a stream."""
     if source is None:
         raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
     lines = decode_lines(read_limited(source, "standard input"), "standard input")
     if not lines:
         raise InputError("there is no prompt: give a --prompt, or lines of standard input")
-    return lines
+    if boundary == "line":
+        return lines
+    return list(joined(enumerate(lines, start=1), boundary, "standard input"))
 
 
 def _opened(folder, precision):

@@ -3,9 +3,10 @@
 import argparse
 import sys
 
-from dtransformer.cli.options import number
+from dtransformer.cli.options import Text, number
 
 _MOST = 2**20
+BOUNDARIES = "line", "blank_line", "file"
 _INTS = {
     "top_k": ("draw from so many of the most likely tokens only", 0),
     "no_repeat_ngram_size": ("so many tokens follow each other once only", 0),
@@ -31,8 +32,20 @@ def add_generate(commands) -> None:
         "--model", required=True, help="a folder with a published model and its tokenizer"
     )
     parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a text; standard input is not read then"
+        "--adapters", metavar="FOLDER", help="low-rank adapters, as save_lora or peft writes them"
     )
+    parser.add_argument(
+        "--prompt", type=Text, action="append", metavar="TEXT",
+        help="a text; standard input is not read then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--boundary", choices=BOUNDARIES, default="line",
+        help="what ends a prompt of standard input; line by default",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's messages: by the chat template"
+    )
+    parser.add_argument("--system", type=Text, metavar="TEXT", help="the message before them")
     parser.add_argument(
         "--max-new-tokens", type=number(1, _MOST), default=64, metavar="N",
         help="most tokens that come after a text",
@@ -43,7 +56,7 @@ def add_generate(commands) -> None:
         parser.add_argument(_option(name), type=number(least, _MOST), metavar="N", help=told)
     parser.add_argument("--seed", type=number(0, 2**31 - 1), metavar="N", help="for drawing")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT",
+        "--stop", type=Text, action="append", default=[], metavar="TEXT",
         help="a token that ends texts, besides the model's own",
     )  # fmt: skip
     parser.add_argument("--stream", action="store_true", help="write tokens as they are found")
@@ -70,6 +83,10 @@ def run_generate(arguments: argparse.Namespace) -> None:
         arguments.stop,
         arguments.stream,
         arguments.json,
+        adapters=arguments.adapters,
+        boundary=arguments.boundary,
+        is_chat=arguments.chat,
+        system=arguments.system,
         **{name: value for name, value in given.items() if value is not None},
     )
 

@@ -7,13 +7,14 @@ from typing import NoReturn
 from dtransformer.cli.config import RunConfig, set_option
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import check_path
+from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that raises an InputError, and takes no beginnings of options for them.
 
-    Of a mistyped `--over` argparse would make `--overwrite`. All texts are paths here.
+    Of a mistyped `--over` argparse would make `--overwrite`. All texts are paths here but a `Text`.
     """
 
     def __init__(self, **kwargs):
@@ -22,12 +23,19 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         parsed = super().parse_args(args, namespace)
         for name, value in vars(parsed).items():
-            if isinstance(value, str):
+            if type(value) is str:
                 check_path(value, name)
         return parsed
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see {self.prog} --help")
+
+
+class Text(str):
+    """The text of an option that is one to read, and no path: of whole characters."""
+
+    def __new__(cls, text):
+        return super().__new__(cls, _checked(lambda: check_whole(text, "the option")))
 
 
 def option_of(key: str) -> Callable:

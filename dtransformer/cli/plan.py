@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import os
+import pathlib
 
 from dtransformer.cli.options import number
 from dtransformer.errors import InputError, shown
@@ -10,6 +12,9 @@ from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.tables import columns
 
 _MOST = 10**6
+_LONGEST = (
+    8192  # of sequences, where nothing is said: published positions go far beyond what is trained
+)
 
 
 def add_plan(commands) -> None:
@@ -17,7 +22,10 @@ def add_plan(commands) -> None:
     parser = commands.add_parser(
         "plan", help="say what a layout costs, and which one to take, before a device is touched"
     )
-    parser.add_argument("--model", help="a name, such as gpt-175b or llama2-13b, or a YAML file")
+    parser.add_argument(
+        "--model",
+        help="a name, such as gpt-175b or llama2-13b, a published model's folder, or a YAML file",
+    )
     parser.add_argument(
         "--devices", type=number(1, _MOST), metavar="N", help="number of devices, of all nodes"
     )
@@ -31,6 +39,12 @@ def add_plan(commands) -> None:
     )
     parser.add_argument(
         "--sequence", type=number(1, 10**7), metavar="N", help="positions of a sequence"
+    )
+    parser.add_argument(
+        "--lora", type=number(1, 10**5), metavar="RANK", help="train adapters of this rank alone"
+    )
+    parser.add_argument(
+        "--freeze", type=number(1, 10**5), metavar="N", help="freeze tables and the first N blocks"
     )
     parser.add_argument("--precision", help="by default the 16 bits of the device, mixed")
     parser.add_argument("--optimizer", default="adamw")
@@ -96,7 +110,12 @@ def plan_of(arguments: argparse.Namespace):
     """
     from dtransformer.planner import Cluster, Job, plan
 
-    model = model_of(arguments.model, arguments.sequence)
+    changes = {
+        "sequence_length": arguments.sequence,
+        "adapter_rank": arguments.lora,
+        "frozen_blocks": arguments.freeze,
+    }
+    model = model_of(arguments.model, **{k: x for k, x in changes.items() if x is not None})
     device = device_of(arguments.device)
     if arguments.devices_per_node:
         device = dataclasses.replace(device, devices_per_node=arguments.devices_per_node)
@@ -117,26 +136,40 @@ def _field_of(text):
     return name.strip(), parse_yaml(value, f"--fix {shown(name)}")
 
 
-def model_of(name: str | None, sequence: int | None = None):
-    """Return the `ModelShape` of a name or of a YAML file with its fields.
+def model_of(name: str | None, **changes):
+    """Return the `ModelShape` of a name, of a published folder, or of a YAML file with its fields.
+
+    Args:
+        name: it.
+        **changes: fields that replace its own, such as `sequence_length`.
 
     Raises:
         InputError: there is no such model, or the file has other fields.
     """
-    from dtransformer.planner.models import checked, named
+    from dtransformer.planner.models import checked, from_architecture, named
     from dtransformer.planner.shape import ModelShape
 
-    changes = {} if sequence is None else {"sequence_length": sequence}
     if name is None:
-        raise InputError("--model is not given: a name, such as gpt-175b, or a YAML file")
+        raise InputError("--model is not given: a name, such as gpt-175b, a folder, or a YAML file")
+    if os.path.isdir(name):
+        from dtransformer.models.pretrained.load import architecture_of
+
+        title = pathlib.Path(name).resolve().name
+        return _usual(from_architecture(title, architecture_of(name), **changes), changes)
     if not name.endswith((".yaml", ".yml")):
-        return named(name, **changes)
+        return _usual(named(name, **changes), changes)
     fields = read_yaml(name)
     if not isinstance(fields, dict):
         raise InputError(f"{name}: expected the fields of a model, such as hidden_size: 1024")
     if isinstance(fields.get("base"), str):  # a named model with other fields
         return named(fields.pop("base"), **{**fields, **changes})
     return checked(ModelShape, {"name": name, **fields, **changes})
+
+
+def _usual(model, changes):
+    """Return a published model with sequences of a usual length, where none is given."""
+    length = changes.get("sequence_length", min(model.sequence_length, _LONGEST))
+    return dataclasses.replace(model, sequence_length=length)
 
 
 def device_of(name: str):

@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lm.add_argument(
         "--field", nargs="+", metavar="NAME",
         help="the key or column of the text ('text' by default); several for documents of several "
-        "parts, such as: prompt answer",
+        "parts, such as: prompt answer, or instruction+input output, where two are lines of a part",
     )  # fmt: skip
     lm.add_argument(
         "--documents", choices=("blank_line", "line", "file"),
@@ -128,7 +128,9 @@ def _token_shards(arguments):
     shards = write_token_shards(
         documents(), tokenizer, arguments.out, overwrite=arguments.overwrite, **size
     )
-    left_out = f"; {shards.num_left_out:,} without text are left out" * bool(shards.num_left_out)
+    left_out = f"; {shards.num_left_out:,} with an empty part, or none, are left out" * bool(
+        shards.num_left_out
+    )
     print(
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"

@@ -9,7 +9,7 @@ import keras
 from dtransformer.cli import needs
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.run_folder import replaced_run
-from dtransformer.cli.run_identity import CONFIG, TOKENIZER, WEIGHTS, RunIdentity
+from dtransformer.cli.run_identity import CONFIG, RUN, TOKENIZER, WEIGHTS, RunIdentity
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.inputs.weights_file import load_weights
@@ -57,6 +57,8 @@ def load_run(
     folder = pathlib.Path(folder)
     if not os.path.isdir(folder):
         raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
+    if not any((folder / name).exists() for name in (CONFIG, RUN, WEIGHTS, TOKENIZER)):
+        raise InputError(_other_run(folder))
     for name in (CONFIG, TOKENIZER, WEIGHTS):
         if not (folder / name).exists():
             old = replaced_run(folder)
@@ -72,6 +74,21 @@ def load_run(
     model = make_model(config, tokenizer)
     load_weights(model, folder / WEIGHTS)
     return config, model, tokenizer
+
+
+def _other_run(folder):
+    """Return what is told of a folder that `dtransformer train` has not written."""
+    told = (
+        f"{folder}: is no run of dtransformer train, whose translation models alone are taken here"
+    )
+    for inner in (folder, folder / "model"):
+        if (inner / "config.json").is_file():
+            return f"{told}: it has a published model: dtransformer generate --model {inner}"
+    old = replaced_run(folder)
+    if old.is_dir():
+        return f"{told}; the run that it was to replace is in {old}"
+    found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
+    return f"{told}: it has {found}; a script's run is evaluated by Trainer.evaluate in the script"
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:

@@ -7,7 +7,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_columns
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.paths import FilePath
-from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, iterate_lines
+from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, check_whole, iterate_lines
 
 Document = str | Sequence[str]
 BOUNDARIES = "blank_line", "line", "file"
@@ -24,14 +24,15 @@ def read_documents(
 ) -> Iterator[Document]:
     """Read documents from files, one at a time: of no file more than a document is held.
 
-    What a file is its name tells: JSON lines (`.jsonl`, `.ndjson`, `.json`), Arrow (`.arrow`,
+    What a file is its name tells: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Arrow (`.arrow`,
     `.feather`, `.ipc`) and Parquet (`.parquet`), which need pyarrow, SGM (`.sgm`), and else UTF-8
     text. Text and JSON lines are unpacked first where the name ends in `.gz`.
 
     Args:
         paths: the files, in the order in which they are read.
         field: the key, or the column, that the text of a document is in. Or several, for documents
-            of several parts, such as `["prompt", "answer"]`.
+            of several parts, such as `["prompt", "answer"]`. Of `"instruction+input"` the texts that
+            are not empty are lines of one part; of an odd number, all but the last are.
         boundary: what ends a document of a text file: `"blank_line"`, `"line"` or `"file"`.
         sentences: whether the lines of a document are its parts, as next-sentence prediction needs
             them; blank ones are left out.
@@ -53,6 +54,8 @@ def read_documents(
     if boundary not in BOUNDARIES:
         raise InputError(f"boundary is {boundary!r}, expected one of {', '.join(BOUNDARIES)}")
     fields = [field] if isinstance(field, str) else list(field)
+    if len(fields) > 1 and len(fields) % 2:
+        fields = ["+".join(fields[:-1]), fields[-1]]
     if sentences and len(fields) > 1:
         raise InputError(f"{len(fields)} fields and sentences: documents have parts of one kind")
     for path in paths:
@@ -78,11 +81,14 @@ def _documents_of(path, fields, boundary):
 
 
 def _texts(path, boundary):
-    """Yield the documents of a file of text."""
-    if str(path).lower().endswith(_SGM):
-        lines = enumerate(read_lines(path), start=1)
-    else:
-        lines = iterate_lines(path)
+    """Return an iterator of the documents of a file of text."""
+    is_sgm = str(path).lower().endswith(_SGM)
+    lines = enumerate(read_lines(path), start=1) if is_sgm else iterate_lines(path)
+    return joined(lines, boundary, path)
+
+
+def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> Iterator[str]:
+    """Yield the documents of lines with their numbers; arguments and errors as of `read_documents`."""
     held, size = [], 0
     for number, line in lines:
         if boundary == "line":
@@ -104,35 +110,49 @@ def _texts(path, boundary):
         yield "\n".join(held)
 
 
-def _json_lines(path, fields):
-    """Yield the documents of a file with a JSON object on each line."""
-    for number, line in iterate_lines(path):
+def _json_values(path):
+    """Yield the values of a file with one on each line, or of one list, and their places."""
+    lines, held = iterate_lines(path), None
+    for number, line in lines:
         if not line.strip(WHITE_SPACE):
             continue
-        place = f"{path}, line {number}"
-        value = parse_json(line, place, MAX_DOCUMENT)
+        if line.startswith("[") and held is None:
+            held = "\n".join([line, *(line for _, line in lines)])
+            values = parse_json(held, path, MAX_DOCUMENT)
+            yield from ((f"{path}, record {i}", value) for i, value in enumerate(values, start=1))
+            return
+        held, place = "", f"{path}, line {number}"
+        yield place, parse_json(line, place, MAX_DOCUMENT)
+
+
+def _json_lines(path, fields):
+    """Yield the documents of a file with a JSON object on each line, or a list of them."""
+    names = [name for field in fields for name in field.split("+")]
+    for place, value in _json_values(path):
         if not isinstance(value, dict):
             raise InputError(
                 f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "
                 "object on each"
             )
-        for name in fields:
+        for name in names:
             if name not in value:
                 known = shown(", ".join(value), 100)
                 raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
-        yield _document([value[name] for name in fields], fields, place)
+        yield _document({name: value[name] for name in names}, fields, place)
 
 
 def _rows(path, fields):
     """Yield the documents of a file of columns."""
-    for number, row in iterate_columns(path, fields):
-        yield _document(row, fields, f"{path}, row {number}")
+    names = [name for field in fields for name in field.split("+")]
+    for number, row in iterate_columns(path, names):
+        yield _document(dict(zip(names, row)), fields, f"{path}, row {number}")
 
 
 def _document(values, fields, place):
     """Return a document of the values of its fields; null is no text."""
-    for name, value in zip(fields, values):
+    for name, value in values.items():
         if not isinstance(value, str | None):
             raise InputError(f"{place}: {shown(name)} is {shown(value)}, expected a text")
-    texts = [value or "" for value in values]
+        check_whole(value or "", f"{place}, {shown(name)}")
+    texts = ["\n".join(filter(None, map(values.get, field.split("+")))) for field in fields]
     return texts[0] if len(texts) == 1 else texts

@@ -149,7 +149,8 @@ class InstructionBatches(IndexedBatches):
                 first = self._shards.first_document(number) + int(alone[0])
                 raise InputError(
                     f"{self._shards.folder}: document {first} has {counts[alone[0]]} parts, "
-                    "expected prompts and answers in turn: write the shards with --field PROMPT ANSWER"
+                    "expected prompts and answers in turn: write the shards with --field PROMPT "
+                    "ANSWER; PART+PART joins fields"
                 )
             starts, ends = self._added(shard, np.asarray(bounds))
             sizes.append(np.diff(shard.documents) + starts + ends)

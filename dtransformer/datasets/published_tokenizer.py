@@ -2,15 +2,17 @@
 
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets.chat_template import chat_text
 from dtransformer.datasets.special_tokens import FILES, SpecialTokens
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import read_bytes
+from dtransformer.inputs.text import whole_texts
 
 
 class PublishedTokenizer:
@@ -32,7 +34,7 @@ class PublishedTokenizer:
         self.pad_id, self.unk_id = special.pad_id, special.unk_id
         self.start_id, self.end_id = special.start_id, special.end_id
         self.cls_id, self.sep_id, self.mask_id = special.cls_id, special.sep_id, special.mask_id
-        self.stop_ids = special.stop_ids
+        self.stop_ids, self._config = special.stop_ids, special.config
 
     def encode(self, sentences: Iterable[str], add_special_ids: bool = False) -> tf.RaggedTensor:
         """Return the ids of texts.
@@ -47,7 +49,7 @@ class PublishedTokenizer:
             Ids [texts, (pieces)], int32.
 
         Raises:
-            InputError: a single string was given.
+            InputError: a single string was given, or a text has half of a surrogate pair.
         """
         ids, row_splits = self.encode_to_numpy(sentences, add_special_ids)
         return tf.RaggedTensor.from_row_splits(ids, row_splits, validate=False)
@@ -71,7 +73,7 @@ class PublishedTokenizer:
         """
         if isinstance(sentences, (str, bytes)):
             raise InputError("encode takes a list of texts: put the string into a list")
-        texts = list(sentences)
+        texts = whole_texts(sentences)
         rows = self._rows(texts, add_special_ids)
         if add_special_ids:
             rows = self._once(rows, texts)
@@ -97,6 +99,17 @@ class PublishedTokenizer:
             stop = len(row) - last if last and own[-last:] == row[-last:] else len(row)
             rows[number] = row[start:stop]
         return rows
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a chat by the model's template, which its answer comes after.
+
+        Args:
+            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+
+        Raises:
+            InputError: there is no template, or it refuses the messages.
+        """
+        return chat_text(self._path.parent, self._config, messages)
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.

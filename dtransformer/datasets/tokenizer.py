@@ -29,6 +29,8 @@ import pydantic
 import tensorflow as tf
 import tensorflow_text as tf_text
 
+from dtransformer.datasets.published_form import config_fields, tokenizer_fields
+from dtransformer.datasets.special_tokens import CONFIG
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.datasets.vocabulary import (
     END,
@@ -53,9 +55,8 @@ from dtransformer.inputs.text import decode_lines
 
 _UNKNOWN_TEXT = " ⁇ "
 _FORMAT, _VERSION = "dtransformer.SubwordTokenizer", 1
-# Not tokenizer.json, which other libraries read; older folders have that.
 _CONFIG_FILE, _VOCABULARY_FILE = "subword_tokenizer.json", "vocab.txt"
-_OLDER_CONFIG_FILE = "tokenizer.json"
+_PUBLISHED_FILE = "tokenizer.json"  # for other libraries; of older folders the config
 _MAX_CONFIG_BYTES, _MAX_VOCABULARY_BYTES = 2**16, 64 * MEBIBYTE
 
 
@@ -217,13 +218,19 @@ class SubwordTokenizer:
     def save(self, folder: str | os.PathLike) -> None:
         """Write `subword_tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
 
+        Besides `tokenizer.json` and `tokenizer_config.json`, by which the libraries `tokenizers` and
+        `transformers` give the same ids and texts.
+
         Args:
             folder: where to write; it is made where it is missing.
 
         Raises:
-            InputError: the folder cannot be written.
+            InputError: the folder cannot be written, or has another tokenizer.
         """
         folder = Path(folder)
+        published = folder / _PUBLISHED_FILE
+        if published.exists() and not (folder / _VOCABULARY_FILE).exists():
+            raise InputError(f"{published}: is another tokenizer's: give another folder")
         config = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -231,7 +238,11 @@ class SubwordTokenizer:
             "lower_case": self._lower_case,
         }
         write_text_atomically(folder / _VOCABULARY_FILE, "\n".join(self._vocabulary) + "\n")
-        write_text_atomically(folder / _CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+        own = tokenizer_fields(self._vocabulary, self._unknown(), self._lower_case)
+        contents = {_PUBLISHED_FILE: own, CONFIG: config_fields(), _CONFIG_FILE: config}
+        for name, content in contents.items():
+            text = json.dumps(content, indent=2, ensure_ascii=False)
+            write_text_atomically(folder / name, text + "\n")
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "SubwordTokenizer":
@@ -241,8 +252,8 @@ class SubwordTokenizer:
             InputError: a file is missing or damaged, or of a newer format.
         """
         folder = check_path(folder)
-        is_older = not (folder / _CONFIG_FILE).exists() and (folder / _OLDER_CONFIG_FILE).is_file()
-        config_file = _OLDER_CONFIG_FILE if is_older else _CONFIG_FILE
+        is_older = (folder / _PUBLISHED_FILE).is_file() and not (folder / CONFIG).exists()
+        config_file = _PUBLISHED_FILE if is_older else _CONFIG_FILE
         for name in (config_file, _VOCABULARY_FILE):
             if not (folder / name).is_file():
                 raise InputError(
@@ -262,10 +273,13 @@ class SubwordTokenizer:
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
 
-    def _compile(self):
-        lower_case = self._lower_case
+    def _unknown(self):
+        """Return a regular expression of the characters that are no pieces."""
         characters = characters_of(self._vocabulary)
-        unknown = "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in characters + [SPACE]) + "]"
+        return "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in characters + [SPACE]) + "]"
+
+    def _compile(self):
+        lower_case, unknown = self._lower_case, self._unknown()
         wordpiece = tf_text.FastWordpieceTokenizer(
             self._vocabulary,
             suffix_indicator=INSIDE,

@@ -39,10 +39,10 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
     folder = check_path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder: give a published model's")
-    if (folder / _JSON).exists():
-        return _of_json(folder / _JSON)
     if (folder / _OWN).exists():
         return SubwordTokenizer.load(folder)
+    if (folder / _JSON).exists():
+        return _of_json(folder / _JSON)
     for path in (folder / name for name in _MODELS):
         if path.exists():
             from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable, Iterator
 import tensorflow as tf
 import tensorflow_text as tf_text
 
+from dtransformer.inputs.text import whole_texts
+
 SPACE = "▁"  # U+2581, a space in front of the word
 ESCAPE = "▂"  # U+2582; in the text itself "▁" becomes "▂1" and "▂" becomes "▂2"
 ESCAPED_SPACE, ESCAPED_ESCAPE = ESCAPE + "1", ESCAPE + "2"
 
 _WHITE_SPACE = r"[ \t\v\f\r\n]+"
-_WORD = rf"{SPACE}?[\p{{L}}\p{{M}}]+|{SPACE}?[^\p{{L}}\p{{M}}{SPACE}]"
+WORD = rf"{SPACE}?[\p{{L}}\p{{M}}]+|{SPACE}?[^\p{{L}}\p{{M}}{SPACE}]"
 
 _CHUNK_SIZE = 8192  # sentences of a call of a compiled function
 
@@ -33,7 +35,7 @@ def normalise(sentences: tf.Tensor, lower_case: bool) -> tf.Tensor:
 def split_words(text: tf.Tensor) -> tf.RaggedTensor:
     """Return the words of normalised strings [n], strings [n, (words)]."""
     # No white space is left in the text, so that it can separate the words.
-    return tf.strings.split(tf.strings.regex_replace(text, _WORD, r"\0 "))
+    return tf.strings.split(tf.strings.regex_replace(text, WORD, r"\0 "))
 
 
 def map_chunks(function: Callable, sentences: Iterable[str]) -> Iterator:
@@ -43,7 +45,7 @@ def map_chunks(function: Callable, sentences: Iterable[str]) -> Iterator:
         function: a function of strings [n].
         sentences: the sentences.
     """
-    sentences = tf.constant(list(sentences), dtype=tf.string)
+    sentences = tf.constant(whole_texts(sentences), dtype=tf.string)
     chunks = tf.data.Dataset.from_tensor_slices(sentences).batch(_CHUNK_SIZE)
     chunks = chunks.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     return chunks.as_numpy_iterator()

@@ -1,6 +1,7 @@
 """JSON of limited size and depth, put into typed fields."""
 
 import json
+import re
 
 import pydantic
 
@@ -8,11 +9,12 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import problem
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.paths import FilePath
-from dtransformer.inputs.text import decode
+from dtransformer.inputs.text import decode, half_told
 
 MAX_BYTES = 16 * MEBIBYTE
 MAX_DEPTH = 100
 _MAX_DIGITS = 400  # of an integer
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of a half of a pair
 
 
 def read_json(path: FilePath, limit: int = MAX_BYTES) -> object:
@@ -29,8 +31,8 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
         limit: the most bytes, or characters, that it may have.
 
     Raises:
-        InputError: it is too large, too deep or no JSON, a key is there twice, or a number is not
-            finite.
+        InputError: it is too large, too deep or no JSON, a key is there twice, a number is not
+            finite, or a text has half of a surrogate pair.
 
     Example:
 
@@ -39,17 +41,22 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
     """
     if len(data) > limit:
         raise InputError(f"{name} is damaged: more than {limit:,} bytes of JSON")
+    text = decode(data, name) if isinstance(data, bytes) else data
     try:
         value = json.loads(
-            decode(data, name) if isinstance(data, bytes) else data,
+            text,
             object_pairs_hook=_object,
             parse_constant=_not_finite,
             parse_int=_integer,
             parse_float=_float,
         )
         _check_depth(value)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError(f"{name} is damaged: brackets inside brackets without end") from None
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: {half_told(error)}") from None
     except ValueError as error:
         raise InputError(f"{name} is damaged: no JSON that is taken ({error})") from None
     return value

@@ -19,7 +19,10 @@ def check_path(path: FilePath, what: str = "path") -> pathlib.Path:
     Raises:
         InputError: it is empty, too long, or has a NUL.
     """
-    data = os.fsencode(path)
+    try:
+        data = os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InputError(f"{what} {shown(os.fspath(path))}: has half of a surrogate pair") from None
     longest = max(map(len, data.split(b"/")))
     if not data or b"\0" in data:
         raise InputError(f"{what} {shown(os.fspath(path))}: expected a path, without NUL")

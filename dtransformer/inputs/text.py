@@ -2,7 +2,7 @@ r"""Bytes to lines of text."""
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.archives import unpacked
@@ -92,6 +92,38 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
         f"{path}, line {number}: byte 0x{data[start]:02x} at column {column} is not "
         f"UTF-8 text ({why}): convert the file, for instance with iconv -f latin1 -t utf-8"
     )
+
+
+def check_whole(text: str, place: FilePath) -> str:
+    """Return a text that has no half of a surrogate pair, which is no character.
+
+    They come of escapes in JSON, and of bytes in options that are not UTF-8.
+
+    Raises:
+        InputError: it has one; says where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place}, character {error.start + 1}: {half_told(error)}") from None
+    return text
+
+
+def half_told(error: UnicodeEncodeError) -> str:
+    """Return what of a text is no character: a half of a surrogate pair, or a byte of an option."""
+    number = ord(error.object[error.start])
+    if 0xDC80 <= number <= 0xDCFF:
+        return f"byte 0x{number - 0xDC00:02x} is not UTF-8 text: write it in UTF-8"
+    return f"U+{number:04X} is half of a surrogate pair, and no character: write the whole one"
+
+
+def whole_texts(texts: Iterable[str]) -> list[str]:
+    """Return texts as a list; errors as of `check_whole`."""
+    texts = list(texts)
+    for number, text in enumerate(texts, start=1):
+        if not text.isascii():
+            check_whole(text, f"text {number} of {len(texts)}")
+    return texts
 
 
 def decode_lines(data: bytes, path: FilePath) -> list[str]:

@@ -48,7 +48,7 @@ class Layer(KeepsSettings, TakesLowRank):
         if "build" in vars(cls):
             cls.build = built_at_its_place(built_with_factors(cls.build))
         if "call" in vars(cls):
-            cls.call = called_at_its_place(cls.call)
+            cls.call = _compat.told_as_it_is(called_at_its_place(cls.call))
 
     def shard(self, **rules: str | None) -> "Layer":
         """Shard this layer, and the layers inside of it, by rules of its own.

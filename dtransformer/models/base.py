@@ -5,6 +5,7 @@ import math
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.arguments import checked
 from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
@@ -69,7 +70,10 @@ class TokenModel(KeepsSettings, keras.Model):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
+        if "call" in vars(cls):
+            cls.call = _compat.told_as_it_is(cls.call)
 
+    @_compat.told_as_it_is
     def __call__(self, inputs, *args, **kwargs):
         self.named_inputs(inputs)  # before Keras, which makes ten lines of an error
         return super().__call__(inputs, *args, **kwargs)

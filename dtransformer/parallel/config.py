@@ -177,7 +177,7 @@ class TransformerOpParallelConfig(validators.Checked):
             are sent between the ranks of the data-parallel group.
         gradient_aggregation_group: number of buckets that gradients are spread over; those of
             a bucket are reduced together.
-        recompute: True, False or a `TransformerRecomputeConfig`.
+        recompute: True, False or a `TransformerRecomputeConfig`, or a dict of its fields.
         vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
             sharded over the model axis (False).
         sequence_parallel: whether the residual stream is sharded over the model axis
@@ -224,6 +224,11 @@ class TransformerOpParallelConfig(validators.Checked):
     sequence_parallel: bool = validators.field(False, validators.flag)
     parallel_rules: dict | None = validators.field(None, validators.axis_rules)
 
+    def __setattr__(self, name, value):
+        if name == "recompute" and value and isinstance(value, dict):  # of YAML, JSON
+            value = TransformerRecomputeConfig(**value)
+        super().__setattr__(name, value)
+
     @classmethod
     def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":
         """Return the layout that the planner chooses for this job; rank 0 prints it, and why.
@@ -243,7 +248,7 @@ class TransformerOpParallelConfig(validators.Checked):
         Example:
 
         >>> config = TransformerOpParallelConfig.auto("gpt2_small", 8, device="a100")
-        Layout: one device · batch 8, by the planner: ...
+        Layout: one device · 2 micro-batches of 4, by the planner: ...
         >>> config.resolve(1).data_parallel
         1
         """

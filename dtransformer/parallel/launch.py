@@ -12,7 +12,7 @@ import time
 import types
 
 from dtransformer.errors import InputError, one_line, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.host_collectives.library import is_available
@@ -35,7 +35,8 @@ _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 # Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 # What errors say on the ranks that wait for one that has left.
-_OF_A_RANK_THAT_LEFT = ("Horovod has been shut down", "of the group has failed between")
+OF_A_RANK_THAT_LEFT = ("Horovod has been shut down", "of the group has failed between")
+ANOTHER_FAILED = "another rank has failed, or left"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -105,8 +106,6 @@ def fitting(config: TransformerOpParallelConfig, num_devices: int) -> Transforme
         return config
     planned = json.loads(text)
     if isinstance(planned, dict):
-        if isinstance(planned["recompute"], dict):
-            planned["recompute"] = TransformerRecomputeConfig(**planned["recompute"])
         return dataclasses.replace(config, **planned)
     return refit(config, num_devices)
 
@@ -124,7 +123,7 @@ def _leave_at_exit(hvd, watchdog):
     horovodrun, which ends the job with the first exit, names the rank at fault.
     """
     error = getattr(sys, "last_value", None)
-    if any(text in str(error) for text in _OF_A_RANK_THAT_LEFT):
+    if any(text in str(error) for text in (ANOTHER_FAILED, *OF_A_RANK_THAT_LEFT)):
         time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
     fail_host_collectives()
     if watchdog is not None:

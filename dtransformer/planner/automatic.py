@@ -60,7 +60,7 @@ def told(found: Plan) -> str:
 
     >>> cluster = Cluster(device_named("a100"), 4)
     >>> print(told(automatic_plan("gpt2_small", 32, cluster=cluster)))
-    Layout: data 4 · batch 8, by the planner: ... the fastest of ... that fit...; ...
+    Layout: data 4 · ..., by the planner: ... the fastest of ... that fit...; ...
     """
     best = found.best
     return (

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError, shown
-from dtransformer.planner.constants import A100, Constants
+from dtransformer.planner.constants import A100, CHECKED, Constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,22 @@ class Device:
     def of_axis(self, axis: str) -> Link | None:
         """Return the measured link of an axis of the grid; None where the figures hold."""
         return self.links.get(axis)
+
+    def checked_constants(self) -> tuple[list[str], list[str]]:
+        """Return the names of constants that were checked against measurements, and of the others.
+
+        Example:
+
+        >>> device_named("a100").checked_constants()[1], device_named("h100").checked_constants()[0]
+        (['memory_share', 'inside_share'], [])
+        """
+        own = dataclasses.asdict(self.constants)
+        source = own.pop("source")
+        if source != A100.source:  # of a machine that was measured
+            return list(own), []
+        is_checked = lambda name: name in CHECKED and own[name] == getattr(A100, name)
+        found = [x for x in own if self.name.startswith("a100") and is_checked(x)]
+        return found, [name for name in own if name not in found]
 
 
 _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"

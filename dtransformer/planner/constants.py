@@ -46,3 +46,8 @@ A100 = Constants(
     source="fitted on Narayanan et al., 2021, table 1, and on the measured layouts of the 3.6 B and "
     "18.4 B models; those of the 39.1 B and 175 B models were held out",
 )
+# Those of the A100 that steps which were measured on it have in them.
+CHECKED = (
+    *("product_share", "half_rows", "half_features", "pass_overhead_us"),
+    *("between_share", "hop_us"),
+)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtransformer.errors import InputError, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
-PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 # States of a parameter, in float32 numbers; of those that keep rows and columns, as good as none.
 OPTIMIZERS = {
     "sgd": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "muon": 1, "adam": 2, "adamw": 2, "nadam": 2,
@@ -76,8 +76,8 @@ class Job:
 
     Args:
         global_batch: sequences of a step, of all replicas.
-        precision: "float32", "mixed_bfloat16" or "mixed_float16"; None for the 16 bits of the
-            device, see `on`.
+        precision: "float32", "mixed_bfloat16" or "mixed_float16", whose weights are float32, or
+            "bfloat16", whose are not; None for the mixed 16 bits of the device, see `on`.
         optimizer: name of a Keras optimizer.
         fixed: dict of fields of `TransformerOpParallelConfig` that are given.
 
@@ -110,7 +110,7 @@ class Job:
         Raises:
             InputError: it has not the one that is given.
         """
-        if self.precision == "mixed_bfloat16" and not device.has_bfloat16:
+        if "bfloat16" in (self.precision or "") and not device.has_bfloat16:
             raise InputError(
                 f"{device.name} has no bfloat16: give precision mixed_float16, or float32"
             )
@@ -133,22 +133,20 @@ class Job:
         Raises:
             TypeError, ValueError: a field has a wrong value.
         """
-        fields = dict(self.fixed)
-        if isinstance(fields.get("recompute"), Mapping):
-            fields["recompute"] = TransformerRecomputeConfig(**fields["recompute"])
-        return TransformerOpParallelConfig(**fields)
+        return TransformerOpParallelConfig(**self.fixed)
 
     def system(self) -> System:
         """Return how this library carries the job out.
 
-        Variables, gradients and states are float32, also where products are of 16 bits.
+        Variables, gradients and states are float32, also where products are of mixed 16 bits.
         """
+        number = 2 if self.precision == "bfloat16" else 4
         return System(
             name="dtransformer",
-            weight_bytes=4,
-            gradient_bytes=4,
-            state_bytes=4 * OPTIMIZERS[self.optimizer],
-            sent_gradient_bytes=4 if self.fixed_config().gradient_dtype == "float32" else 2,
+            weight_bytes=number,
+            gradient_bytes=number,
+            state_bytes=number * OPTIMIZERS[self.optimizer],
+            sent_gradient_bytes=number if self.fixed_config().gradient_dtype == "float32" else 2,
             hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
             hides_on_mesh=False,
             repeats_last_sum=False,
@@ -160,5 +158,5 @@ class Job:
             stage_waits=3,
             mesh_waits=2,
             loss_sums=5,  # two for the accuracy
-            copies_weights=self.is_mixed,
+            copies_weights=self.is_mixed and number == 4,
         )

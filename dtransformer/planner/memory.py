@@ -64,6 +64,8 @@ def activations_of_block(
         sizes["shared_experts"] = model.shared_experts
 
     def kept(blocks):
+        if kind.is_frozen:  # no backward pass comes there
+            return np.zeros(len(layouts))
         none = kept_bytes(**sizes, by_blocks=blocks)
         attention = kept_bytes(**sizes, by_blocks=blocks, recomputed=("attention",))
         full = kept_bytes(**sizes, recomputes_block=True)
@@ -113,40 +115,63 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     shared = layouts.data * layouts.context  # who have the same weights
     parameters = parameters_of_stage(model, layouts, stage)
     weights, gradients, states = system.bytes_a_parameter(layouts.level, t > 1)
-    own_experts = experts_of_stage(model, layouts, stage)
-    sizes = layouts.level, weights, gradients, states
-    dense = state_bytes(parameters - own_experts, shared, *sizes)
-    experts = state_bytes(own_experts, shared / layouts.expert, *sizes)  # who have the same
-    found = {kind: x + y for kind, x, y in zip(KINDS[:3], dense, experts)}
+    trained = parameters_of_stage(model, layouts, stage, is_trained=True)
+    masters = states - system.state_bytes  # of frozen weights, too
+    found = dict.fromkeys(KINDS[:3], 0.0)
+    for is_trained, sizes in (
+        (False, (weights, 0, masters)),
+        (True, (0, gradients, system.state_bytes)),
+    ):
+        of_all = trained if is_trained else parameters
+        of_experts = experts_of_stage(model, layouts, stage, is_trained)
+        dense = state_bytes(of_all - of_experts, shared, layouts.level, *sizes)
+        experts = state_bytes(of_experts, shared / layouts.expert, layouts.level, *sizes)
+        for kind, x, y in zip(KINDS, dense, experts):  # who have the same experts are fewer
+            found[kind] = found[kind] + x + y
     found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)
     found["logits"] = logits + stage.has_embedding * alive * b * s * model.hidden_size * item_bytes
     largest = max(model.block_parameters(kind) for kind in model.kinds) / t
     unsharded = 2 * largest * item_bytes  # the block that is computed, and the next one
-    bucket = np.where(shared > 1, parameters / 4 * np.minimum(gradients, 4), 0)
+    bucket = np.where(shared > 1, trained / 4 * np.minimum(gradients, 4), 0)
     found["buffers"] = np.where(
         layouts.level >= 3, unsharded, np.where(layouts.level > 0, bucket, 0)
     )
     return found
 
 
-def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
+def experts_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
     """Return the parameters of experts among those of a rank of a stage, an array [N]."""
-    numbers = zip(stage.blocks, model.kinds)
-    total = sum(number * model.experts_parameters(kind) for number, kind in numbers)
+    total = sum(
+        number * model.experts_parameters(kind)
+        for number, kind in zip(stage.blocks, model.kinds)
+        if not is_trained or model.trains(kind)
+    )
     return total / (layouts.model * layouts.expert)
 
 
-def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind):
-    """Return the parameters of a rank of a stage: its shards of them, an array [N]."""
-    t, total = layouts.model, experts_of_stage(model, layouts, stage)
+def parameters_of_stage(model: ModelShape, layouts: Layouts, stage: StageKind, is_trained=False):
+    """Return the parameters of a rank of a stage: its shards of them, an array [N].
+
+    Args:
+        model: the `ModelShape`.
+        layouts: the `Layouts`.
+        stage: the `StageKind`.
+        is_trained: whether those that are frozen are left out.
+    """
+    t, total = layouts.model, experts_of_stage(model, layouts, stage, is_trained)
     for number, kind in zip(stage.blocks, model.kinds):
-        others = model.block_parameters(kind) - model.experts_parameters(kind)
-        total = total + number * others / t
+        own = model.adapter_parameters(kind)
+        if not is_trained or model.trains(kind):
+            own += model.block_parameters(kind) - model.experts_parameters(kind)
+        total = total + number * own / t
+    if is_trained and model.adapter_rank:
+        return total
     rows = np.where(layouts.rows > 0, t, 1)
-    table = model.embedding_parameters() + model.other_parameters
+    has_tables = not is_trained or model.trains_tables
+    table = has_tables * (model.embedding_parameters() + model.other_parameters)
     # A tied table is on the first stage and on the last one.
     head = model.head_parameters()
-    if model.tied_head and not stage.has_embedding:
+    if model.tied_head and has_tables and not stage.has_embedding:
         head += model.hidden_size * model.vocab_size
     return total + (stage.has_embedding * table + stage.has_head * head) / rows

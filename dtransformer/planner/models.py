@@ -13,7 +13,7 @@ _RELATIVE_RANGES = 32
 _DEFAULT_LENGTH = 512  # of what is trained, where positions have no limit
 
 
-def named(name: str, **changes) -> ModelShape:
+def named(name: str, /, **changes) -> ModelShape:
     """Return the shape of a published model.
 
     Args:
@@ -33,12 +33,13 @@ def named(name: str, **changes) -> ModelShape:
         close = difflib.get_close_matches(key, ARCHITECTURES, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]}? There are also " if close else "there are "
         raise InputError(
-            f"there is no model {shown(name)}: {hint}{', '.join(ARCHITECTURES)}; or give a YAML file"
+            f"there is no model {shown(name)}: {hint}{', '.join(ARCHITECTURES)}; or give a YAML file, "
+            "or the folder of a published model"
         )
     return from_architecture(key, ARCHITECTURES[key], **changes)
 
 
-def from_architecture(name: str, architecture: Architecture, **changes) -> ModelShape:
+def from_architecture(name: str, architecture: Architecture, /, **changes) -> ModelShape:
     """Return the shape of a network, from the name of its class and its arguments.
 
     Args:
@@ -63,6 +64,7 @@ def from_architecture(name: str, architecture: Architecture, **changes) -> Model
         "head_dim": given.get("head_dim"),
         "gated": bool(given.get("gated", False)),
         "use_bias": given.get("use_bias", True),
+        "qkv_bias": given.get("qkv_bias"),
         "rms_norm": given.get("norm") == "rms_norm",
         "tied_head": given.get("tied_head", True),
         "is_causal": network != "MaskedLM",

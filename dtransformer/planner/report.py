@@ -27,8 +27,10 @@ _WORDS = {
 def text_of(plan: Plan) -> str:
     """Return a plan as a text to read: the layouts, where the first spends what, and why it is it."""
     best, model = plan.best, plan.model
+    trained = model.trained_parameters()
+    share = "" if trained == model.parameters() else f", {trained:,} of them trained"
     lines = [
-        f"{model.name}: {model.parameters() / 1e9:,.3g} B parameters, sequences of "
+        f"{model.name}: {model.parameters() / 1e9:,.3g} B parameters{share}, sequences of "
         f"{model.sequence_length:,}, batch {plan.job.global_batch:,}, {plan.job.precision}, "
         f"{plan.job.optimizer}, on {plan.cluster}",
         f"{plan.num_layouts:,} layouts computed, {plan.num_fitting:,} fit into "
@@ -53,7 +55,23 @@ def text_of(plan: Plan) -> str:
         lines.append(f"Take 1: {plan.why}.")
     else:
         lines.append(f"{fit_line(best)} {plan.why}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_checked_lines(plan.cluster.device)])
+
+
+def _checked_lines(device):
+    """Return the lines of which constants of a device measurements stand behind."""
+    checked, others = device.checked_constants()
+    lines = []
+    if checked:
+        lines.append(f"Checked: {', '.join(checked)} of {device.name}: {device.constants.source}.")
+    if others and not checked:
+        lines.append(
+            f"Not checked against any measurement: {', '.join(others)} of {device.name}, which are "
+            "the A100's; its other figures are its vendor's. --measure measures them."
+        )
+    elif others:
+        lines.append(f"Not checked against any measurement: {', '.join(others)}.")
+    return lines
 
 
 def fit_line(cost: Cost) -> str:
@@ -95,6 +113,12 @@ def json_of(plan: Plan) -> dict:
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
         "optimizer": plan.job.optimizer,
+        **dict(
+            zip(
+                ("constants_checked", "constants_not_checked"),
+                plan.cluster.device.checked_constants(),
+            )
+        ),
         "layouts_computed": plan.num_layouts,
         "layouts_fitting": plan.num_fitting,
         "fits": plan.fits,

@@ -13,7 +13,8 @@ from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts, layout_of
 from dtransformer.planner.shape import ModelShape
 
-SIMPLER_SHARE = 0.02  # of the time, which a layout of fewer techniques may take more
+TIE_SHARE = 0.02  # of the time, which a layout may take more that leaves more memory, or is simpler
+ROOM_SHARE = 0.1  # of a device's memory, by which one has to leave more for that
 _MAX_GROWTH = 64  # times the devices, as far as a cluster is asked for that is large enough
 
 
@@ -53,7 +54,8 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
     """Return the best layouts of a model's training on a cluster.
 
     Only layouts are computed that this library trains. Of those within 2 % of the fastest the one
-    with the fewest techniques comes first.
+    comes first that leaves the most memory; where that is within a tenth of the device's, the one
+    with the fewest techniques.
 
     Args:
         model: the `ModelShape`, such as `models.named("gpt_175b")`.
@@ -82,25 +84,28 @@ def plan(model: ModelShape, cluster: Cluster, job: Job, top: int = 5) -> Plan:
         why = _what_would_fit(model, cluster, job)
     else:
         order = np.flatnonzero(fits)[np.argsort(seconds[fits], kind="stable")]
-        chosen, why = _simplest_first(layouts, seconds, order, top)
+        chosen, why = _roomiest_first(layouts, seconds, needed, order, cluster, top)
     costs = tuple(
         cost_of(model, cluster, job, layouts, memory, time, int(number)) for number in chosen
     )
     return Plan(model, cluster, job, costs, len(layouts), int(fits.sum()), why)
 
 
-def _simplest_first(layouts: Layouts, seconds, order, top):
+def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
     """Return the numbers of the best layouts, and why the first of them is."""
     fastest = order[0]
-    near = order[seconds[order] <= seconds[fastest] * (1 + SIMPLER_SHARE)]
-    first = near[np.lexsort((seconds[near], layouts.techniques[near]))][0]
+    near = order[seconds[order] <= seconds[fastest] * (1 + TIE_SHARE)]
+    near = near[needed[near] <= needed[near].min() + ROOM_SHARE * cluster.memory_bytes]
+    first = near[np.lexsort((needed[near], seconds[near], layouts.techniques[near]))][0]
     others = [number for number in order[: top + 1] if number != first][: top - 1]
     why = f"it is the fastest of {len(order):,} that fit"
     if first != fastest:
         slower = seconds[first] / seconds[fastest] - 1
+        room = (needed[fastest] - needed[first]) / 1e9
+        better = f"leaves {room:,.3g} GB more" if room >= 0.05 else "is simpler"
         why = (
             f"it is within {slower:.1%} of the fastest of {len(order):,} that fit, "
-            f"{layouts.describe(fastest)}, and simpler"
+            f"{layouts.describe(fastest)}, and {better}"
         )
     return [first, *others], why
 

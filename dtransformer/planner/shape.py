@@ -20,6 +20,7 @@ class BlockKind:
         attended: what each attention of a block attends to, in positions.
         is_causal: whether the first attention sees what was before only.
         has_experts: whether experts take the place of the feed-forward layer.
+        is_frozen: whether it is not trained, nor anything before it.
     """
 
     number: int
@@ -27,6 +28,7 @@ class BlockKind:
     attended: tuple[int, ...]
     is_causal: bool = True
     has_experts: bool = False
+    is_frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class ModelShape:
         head_dim: features d of a head; h / n by default.
         gated: whether feed-forward layers have a gate, and so three products.
         use_bias: whether products have biases.
+        qkv_bias: whether queries, keys and values have; `use_bias` by default.
         rms_norm: whether norms have a scale only.
         tied_head: whether the head's kernel is the embeddings' table.
         learned_positions: entries of tables of positions, of all of them together.
@@ -61,6 +64,9 @@ class ModelShape:
         shared_experts: experts that every token is sent to besides.
         biased_choice: whether the choice of experts has biases.
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
+        frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
+        adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
+        adapter_targets: what has adapters: "query", "key", "value", "output", "feed_forward".
 
     Raises:
         InputError: a size is not a positive integer, or one does not divide another that it has to.
@@ -80,6 +86,7 @@ class ModelShape:
     head_dim: int | None = None
     gated: bool = False
     use_bias: bool = True
+    qkv_bias: bool | None = None
     rms_norm: bool = False
     tied_head: bool = True
     learned_positions: int = 0
@@ -92,6 +99,9 @@ class ModelShape:
     shared_experts: int = 0
     biased_choice: bool = False
     capacity_factor: float = 1.0
+    frozen_blocks: int = 0
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ("query", "value")
 
     def __post_init__(self):
         defaults = {
@@ -116,7 +126,14 @@ class ModelShape:
             self._check(name, 0)
         for name in ("head_dim", "num_experts", "experts_chosen", "experts_every"):
             self._check(name, 1)
-        self._check("shared_experts", 0)
+        for name in ("shared_experts", "frozen_blocks", "adapter_rank"):
+            self._check(name, 0)
+        for name in self.adapter_targets:
+            if name not in self._adapters():
+                raise InputError(
+                    f"{self.name}: adapter_targets has {shown(name)}, expected some of "
+                    f"{', '.join(self._adapters())}"
+                )
         if self.experts_chosen > self.num_experts:
             raise InputError(
                 f"{self.name}: experts_chosen={self.experts_chosen} is more than "
@@ -168,11 +185,13 @@ class ModelShape:
             (self.decoder_layers, BlockKind(1, s, (s, t) if self.encoder_layers else (s,))),
         )
         every = self.experts_every if self.num_experts > 1 else math.inf
-        return [
+        blocks = [
             dataclasses.replace(kind, has_experts=number % every == 0)
             for num_blocks, kind in stacks
             for number in range(1, num_blocks + 1)
         ]
+        first, rest = blocks[: self.frozen_blocks], blocks[self.frozen_blocks :]
+        return [dataclasses.replace(kind, is_frozen=True) for kind in first] + rest
 
     def attention_parameters(self) -> int:
         """Return the parameters of the products of an attention."""
@@ -203,8 +222,9 @@ class ModelShape:
         h, f, number = self.hidden_size, self.ffn_hidden_size, len(kind.attended)
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         each = self.expert_parameters() + self.use_bias * ((2 if self.gated else 1) * f + h)
-        biases = number * (heads + 2 * shared + h)
-        found = number * self.attention_parameters() + self.use_bias * biases
+        qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
+        biases = number * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
+        found = number * self.attention_parameters() + biases
         found += (number + 1) * self._norm()
         if not kind.has_experts:
             return found + each
@@ -212,6 +232,29 @@ class ModelShape:
         common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
         router = h + self.biased_choice
         return found + self.num_experts * (each + router) + common
+
+    def _adapters(self):
+        """Return inputs and outputs of the products that may have adapters, of each kind of them."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = {"query": heads, "key": shared, "value": shared, "output": heads}
+        found = {name: ((h, features),) for name, features in attention.items()}
+        return found | {"feed_forward": ((h, f),) * (3 if self.gated else 2)}
+
+    def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int]]:
+        """Return inputs and outputs of the products of a block that have adapters."""
+        if not self.adapter_rank or kind.is_frozen:
+            return []
+        found = self._adapters()
+        dense = [] if kind.has_experts else [*found["feed_forward"]]
+        attention = [
+            x for name in self.adapter_targets if name != "feed_forward" for x in found[name]
+        ]
+        return len(kind.attended) * attention + dense * ("feed_forward" in self.adapter_targets)
+
+    def adapter_parameters(self, kind: BlockKind) -> int:
+        """Return the parameters of the adapters of a block."""
+        return self.adapter_rank * sum(map(sum, self.adapters_of_block(kind)))
 
     def _norm(self):
         return self.hidden_size * (1 if self.rms_norm else 2)
@@ -239,11 +282,37 @@ class ModelShape:
         own = self.embedding_parameters() + self.head_parameters() + self.other_parameters
         return blocks + own
 
+    def trains(self, kind: BlockKind) -> bool:
+        """Return whether the weights of a block are trained themselves."""
+        return not (kind.is_frozen or self.adapter_rank)
+
+    @property
+    def trains_tables(self) -> bool:
+        """Whether tables of embeddings are trained."""
+        return not (self.adapter_rank or self.frozen_blocks)
+
+    def trained_parameters(self) -> int:
+        """Return the number of parameters that are trained, adapters among them.
+
+        Example:
+
+        >>> from dtransformer.planner.models import named
+        >>> named("llama2_7b", adapter_rank=8).trained_parameters()
+        4194304
+        """
+        if self.adapter_rank:
+            return sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
+        frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
+        tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
+        return self.parameters() - frozen - tables
+
     def flops_per_sequence(self) -> float:
         """Return the floating-point operations of a training step without recompute, a sequence.
 
-        Six for each position and weight in a product, and those of the attention cores.
+        Six for each position and weight in a product, and those of the attention cores; four of a
+        weight that is frozen, two where nothing before it is trained.
         """
+        own = 4.0 if self.adapter_rank else 6.0
         heads, flops = self.num_heads * self.head_dim, 0.0
         active = self.experts_chosen + self.shared_experts
         for kind in self.kinds:
@@ -251,5 +320,6 @@ class ModelShape:
             weights += (active if kind.has_experts else 1) * self.expert_parameters()
             weights += kind.has_experts * self.num_experts * self.hidden_size
             scores = 2 * heads * sum(kind.attended)
-            flops += 6.0 * kind.number * kind.length * (weights + scores)
-        return flops + 6.0 * self.sequence_length * self.hidden_size * self.vocab_size
+            each = 2.0 * (weights + scores) if kind.is_frozen else own * weights + 6.0 * scores
+            flops += kind.number * kind.length * each
+        return flops + own * self.sequence_length * self.hidden_size * self.vocab_size

@@ -113,7 +113,8 @@ def time_of(
         columns["bubble"][chosen] = waits * (mean + sends)
     columns["reduction"] = _reduction(model, cluster, layouts, system, columns)
     states = memory.weights + memory.gradients + memory.states
-    columns["update"] = update_seconds(cluster.device, states)
+    share = model.trained_parameters() / model.parameters()
+    columns["update"] = update_seconds(cluster.device, share * states)
     return StepTime(**columns)
 
 
@@ -142,10 +143,11 @@ class _Blocks:
             cluster, "all-reduce", num_bytes, groups["model"]
         )
 
-        def unsharded(num_bytes):
-            """Return the seconds of weights' all-gathers, for both passes, and reduce-scatter."""
-            seconds = 2 * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
-            seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
+        def unsharded(num_bytes, is_trained, passes=2):
+            """Return the seconds of weights' all-gathers for passes, and of their reduce-scatter."""
+            seconds = passes * collective_seconds(cluster, "all-gather", num_bytes, groups["data"])
+            if is_trained:
+                seconds += collective_seconds(cluster, "reduce-scatter", num_bytes, groups["data"])
             return np.where(layouts.level >= 3, seconds, 0.0)
 
         for kind in model.kinds:
@@ -158,10 +160,14 @@ class _Blocks:
                 sums_over_model(sublayers),
             )
             passed = np.where(full, 4, 3)  # forward and backward, which sends twice
+            if kind.is_frozen:
+                sums, passed = sums_over_model(sublayers, backward=0), 1
             keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
             tokens = stream * model.routed_rows(is_on_mesh=True) * kind.has_experts
             weights = model.block_parameters(kind) / t * item
-            gathers = unsharded(weights / system.gathers_a_block)
+            gathers = unsharded(
+                weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
+            )
             uses.append(
                 {
                     "products": passes.forward + passes.backward,
@@ -185,7 +191,8 @@ class _Blocks:
         head_sums = summed(stream) + system.loss_sums * summed(b * length / c * 4)
         table = _table_elements(model, layouts) * item
         sends = 2 * send_seconds(cluster, stream / shards, groups["stage"].stride)
-        return cls(uses, head, unsharded(table), embedding_sums, head_sums, sends)
+        gathers = unsharded(table, model.trains_tables)
+        return cls(uses, head, gathers, embedding_sums, head_sums, sends)
 
     def of_stage(self, stage, chosen, longer):
         """Return the seconds of a micro-batch on a stage, by use.
@@ -219,7 +226,7 @@ def _reduction(model, cluster, layouts, system, columns):
         some = layouts[chosen]
         goes_back = SCHEDULE_NAMES[some.schedule[0]] == "zb_v"
         for stage in stage_kinds(model, int(some.stage[0]), int(some.chunks[0]), goes_back):
-            own = parameters_of_stage(model, some, stage)
+            own = parameters_of_stage(model, some, stage, is_trained=True)
             parameters[chosen] = np.maximum(parameters[chosen], own)
     group = groups_of(layouts)["data"]
     seconds = collective_seconds(
@@ -253,4 +260,4 @@ def _tied_seconds(model, cluster, layouts, system):
     goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")  # both are on the first stage
     apart = model.tied_head & (layouts.stage > 1) & ~goes_back
     group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "stage")
-    return collective_seconds(cluster, "all-reduce", num_bytes, group)
+    return model.trains_tables * collective_seconds(cluster, "all-reduce", num_bytes, group)

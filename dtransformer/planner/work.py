@@ -90,8 +90,16 @@ def block_passes(
     core += memory_seconds(device, scores * SCORE_ITEMS * item)
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
-    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + start])
-    return Passes(forward + start, 2 * (forward + start), repeated)
+    beside = 0.0
+    for inputs, outputs in model.adapters_of_block(kind):
+        beside += product(rows, inputs, model.adapter_rank)
+        beside += product(rows, model.adapter_rank, outputs / t)
+    if kind.is_frozen:
+        return Passes(forward + start, 0 * forward, 0 * forward)
+    repeated = np.choose(layouts.recompute, [0 * forward, core, forward + beside + start])
+    # A frozen kernel has no gradient.
+    backward = 2 * (forward + beside + start) - (0 if model.trains(kind) else products)
+    return Passes(forward + beside + start, backward, repeated)
 
 
 def _feed_forward_rows(model, kind, layouts):
@@ -111,7 +119,8 @@ def head_seconds(device: Device, model: ModelShape, layouts: Layouts, is_16_bit=
     """Return the seconds of the head and the loss for a micro-batch, forward and backward."""
     rows = layouts.micro_batch * model.sequence_length / layouts.context
     entries = model.vocab_size / layouts.model
-    products = 3 * product_seconds(device, rows, model.hidden_size, entries, 1.0, is_16_bit)
+    passes = 2 if model.adapter_rank else 3
+    products = passes * product_seconds(device, rows, model.hidden_size, entries, 1.0, is_16_bit)
     return products + memory_seconds(device, rows * entries * LOGIT_ITEMS * (2 if is_16_bit else 4))
 
 

@@ -41,6 +41,7 @@ class Checkpointing(keras.Model):
     _writer = None
     _data_position = None  # of the last fit
     _restored_position = None
+    _callback_states = None  # of the fit that runs
 
     def training_state(self) -> TrainingState:
         """Return what checkpoints save and restore; network and optimizer are built for it."""
@@ -99,7 +100,12 @@ class Checkpointing(keras.Model):
             for name, value in (metrics or {}).items()
         }
         info = {"position": self._position(), "metrics": metrics}
-        options = {"overwrite": overwrite, "replicas": replicas, "assets": assets}
+        states = {} if self._callback_states is None else self._callback_states.assets()
+        options = {
+            "overwrite": overwrite,
+            "replicas": replicas,
+            "assets": {**(assets or {}), **states},
+        }
         with job.doing("saving"):
             self._writer.start(path, self.training_state(), info, **options)
         if wait:

@@ -13,6 +13,8 @@ from dtransformer.parallel import job
 from dtransformer.parallel.seeds import derived_seed
 from dtransformer.reports.throughput import Throughput, measured_peak
 from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
+from dtransformer.trainers.checkpoint.callback_states import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
     DataPosition,
     as_data,
@@ -195,6 +197,7 @@ class FitLoop(keras.Model):
         """
         callbacks = list(callbacks or [])
         check_callbacks(callbacks)
+        callbacks = saved_after_states(callbacks, ModelCheckpoint)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _compat.train_validation_split(
                 (x, y, sample_weight), validation_split
@@ -217,6 +220,8 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         of_user = callbacks
         callbacks = [self._data_position, LossWarning()]
+        restored = beginning.restored and beginning.restored.path
+        self._callback_states = CallbackStates(of_user, restored)
         try:
             with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(
@@ -226,7 +231,10 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [*callbacks, *with_host_changes([*of_user, *stopping])],
+                        [
+                            *callbacks,
+                            *with_host_changes([*of_user, self._callback_states, *stopping]),
+                        ],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
@@ -243,7 +251,7 @@ class FitLoop(keras.Model):
                 )
         finally:
             beginning.end_epoch()
-            self._beginning = self._validation_shard = None
+            self._beginning = self._validation_shard = self._callback_states = None
             self.wait_until_saved()
 
     def evaluate(

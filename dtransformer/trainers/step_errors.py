@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError
+from dtransformer.parallel.launch import ANOTHER_FAILED, OF_A_RANK_THAT_LEFT
 
 # As an operation of a graph tells it, or one that is run by itself.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
@@ -49,6 +50,7 @@ def told_in_one_line() -> Iterator[None]:
     Raises:
         InputError: what reads the data refuses them.
         ValueError: labels or ids are out of range, or the mesh cannot compute an operation.
+        RuntimeError: another rank has failed, so that what ranks do together cannot go on.
     """
     try:
         yield
@@ -58,6 +60,8 @@ def told_in_one_line() -> Iterator[None]:
         told = _told(error.message)
         if told is None and isinstance(error, tf.errors.CancelledError):
             told = "another device of the mesh failed: an id that is in no table, most often"
+        if told is None and any(text in error.message for text in OF_A_RANK_THAT_LEFT):
+            raise RuntimeError(f"{ANOTHER_FAILED}: what it says tells why") from None
         if told is None:
             raise
         raise ValueError(told) from None

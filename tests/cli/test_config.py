@@ -1,5 +1,7 @@
 """Promise: a wrong config is told in one line, with the nearest right one."""
 
+import pathlib
+
 import pytest
 
 from dtransformer.cli import needs
@@ -34,7 +36,8 @@ def test_a_saved_config_reads_back_the_same(tmp_path):
     "text, words",
     [
         ("training:\n  epoch: 3\n", ["training.epoch", "did you mean training.epochs?"]),
-        ("trainin:\n  epochs: 3\n", ["trainin", "did you mean training?"]),
+        ("trainin:\n  epochs: 3\n", ["trainin", "did you mean training.epochs?"]),
+        ("lr: 3\n", ["unknown key lr; sections are data, "]),
         ("epochs: 3\n", ["epochs", "did you mean training.epochs?"]),
         ("model:\n  hiden_size: 3\n", ["model.hiden_size", "model.hidden_size"]),
         ("parallel:\n  data_paralel: 2\n", ["parallel.data_paralel", "parallel.data_parallel"]),
@@ -59,6 +62,15 @@ def test_wrong_files(tmp_path, text, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["fine_tuning/lora", "language_model/gpt", "t5/embedded"])
+def test_configs_of_scripts_are_told_as_such(name):
+    with pytest.raises(InputError, match="no keys of dtransformer train, which trains translation"):
+        load_config(EXAMPLES / f"{name}.yaml")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,24 @@
 
 import io
 import json
+import shutil
 import sys
 
+import keras
 import pytest
 import tokenizers
 
 from dtransformer.cli import main
-from dtransformer.datasets import load_tokenizer
-from dtransformer.models import CausalLM, EncoderDecoderLM, from_pretrained, save_pretrained
+from dtransformer.datasets import SubwordTokenizer, load_tokenizer
+from dtransformer.errors import InputError
+from dtransformer.models import (
+    CausalLM,
+    EncoderDecoderLM,
+    add_lora,
+    from_pretrained,
+    save_lora,
+    save_pretrained,
+)
 from dtransformer.models.text_generator import TextGenerator
 
 LLAMA = {
@@ -139,6 +149,60 @@ def test_a_stream_is_the_same(folder, capsys):
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
+def test_a_prompt_with_line_ends_can_be_piped(folder, stdin, capsys):
+    texts = ["The quick\nbrown", "dog"]
+    expected = generator(folder)(texts)
+    stdin("The quick\nbrown\n\n\ndog\n")
+    assert run(folder, "--json", "--boundary", "blank_line") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"prompt": x, "text": y} for x, y in zip(texts, expected)]
+
+
+def test_adapters_are_beside_the_weights(folder, tmp_path, capsys):
+    network = from_pretrained(folder)
+    add_lora(network, rank=2, targets="*attention/*_kernel")
+    for weight in network.trainable_variables:
+        weight.assign(keras.random.normal(weight.shape, seed=1))
+    save_lora(network, tmp_path / "adapters")
+    (expected,) = TextGenerator(network, load_tokenizer(folder), 12)(["dog"])
+    assert run(folder, *prompts("dog"), "--adapters", str(tmp_path / "adapters")) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert run(folder, *prompts("dog"), "--adapters", str(tmp_path / "none")) == 2
+    assert "adapter" in capsys.readouterr().err
+
+
+CHAT = (
+    "{{ bos_token }}{% for one in messages %}{% if one.role == 'tool' %}"
+    "{{ raise_exception('no tools') }}{% endif %}{{ one.role }}: {{ one.content | trim }}\n"
+    "{% endfor %}{% if add_generation_prompt %}dog: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
+    """As `transformers` renders it; what begins twice begins once."""
+    path = tmp_path / "chat"
+    shutil.copytree(folder, path)
+    with pytest.raises(InputError, match="has no chat template"):
+        load_tokenizer(path).chat([])
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    if name == "tokenizer_config.json":
+        (path / name).write_text(json.dumps({**config, "chat_template": CHAT}))
+    else:
+        (path / name).write_text(CHAT)
+    text = "<s>system: The dog.\nuser: fox\ndog: "
+    tokenizer = load_tokenizer(path)
+    messages = [{"role": "system", "content": "The dog."}, {"role": "user", "content": " fox "}]
+    assert tokenizer.chat(messages) == text
+    assert tokenizer.encode_prompts([text]).to_list()[0].count(1) == 1
+    if name == "chat_template.jinja":
+        (expected,) = generator(path)([text])
+        assert run(path, *prompts(" fox "), "--chat", "--system", "The dog.", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"prompt": " fox ", "text": expected}
+    with pytest.raises(InputError, match="does not take .*: TemplateError: no tools"):
+        tokenizer.chat([{"role": "tool", "content": "x"}])
+
+
 def test_options_go_to_the_search(folder, capsys):
     drawn = ["--temperature", "1.5", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01"]
     several = ["--num-return-sequences", "2", "--repetition-penalty", "1.2", "--seed", "3"]
@@ -188,6 +252,9 @@ def test_texts_for_sources(folder, tmp_path, capsys):
         (["--prompt", "x", "--stream", "--json"], "leave --json and several out"),
         (["--prompt", "x", "--stream", "--beam-size", "2"], "beam_size=2 may change it later"),
         (["--prompt", "x", "--set", "model.hidden_size=3"], "only parallel.…"),
+        (["--prompt", "x", "--system", "y"], "--system goes with --chat only"),
+        (["--prompt", "caf\udce9"], "character 4: byte 0xe9 is not UTF-8 text"),
+        (["--prompt", "x", "--stop", "\ud83d"], "character 1: U+D83D is half of a surrogate pair"),
         (["--prompt", "x", "--set", "parallel.model_parallel=9"], "parallel"),
     ],
 )
@@ -214,3 +281,25 @@ def test_wrong_folders(folder, tmp_path, capsys):
     assert "the tokenizer has 290 ids, but the model 20" in refused(tmp_path / "small")
     (tmp_path / "run.json").write_text("{}")
     assert "dtransformer translate --run" in refused(tmp_path)
+
+
+def test_halves_of_pairs_in_texts_are_told_with_their_number(folder):
+    for tokenizer in (load_tokenizer(folder), SubwordTokenizer.train(["one two"], vocab_size=22)):
+        with pytest.raises(InputError, match=r"text 2 of 2, character 2: U\+D83D is half of"):
+            tokenizer.encode(["one", "o\ud83d"])
+
+
+def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys):
+    """`evaluate` and `translate` take runs of translation models."""
+    lines = tmp_path / "lines.txt"
+    lines.write_text("a\n")
+    own = tmp_path / "own"
+    (own / "checkpoints").mkdir(parents=True)
+    for place, told in (
+        (folder, f"generate --model {folder}"),
+        (own, "it has checkpoints; a script's"),
+    ):
+        ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
+        assert main(ask) == 2
+        error = capsys.readouterr().err
+        assert "is no run of dtransformer train" in error and told in error

@@ -91,7 +91,8 @@ def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
         ("x.gz", gzip.compress(b"text\n" * 9, mtime=0)[:-9], ["gzip"]),
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', ["line 2", "JSON"]),
         ("x.jsonl", b'{"text": "a"}\n["text"]\n', ["line 2", "an object"]),
-        ("x.json", b'[{"text": "a"}]\n', ["line 1", "give JSON lines"]),
+        ("x.json", b'[{"text": "a"}, "b"]\n', ["record 2", "give JSON lines"]),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "b \\ud83d c"}', ["line 2", "U+D83D is half of a"]),
         ("x.jsonl", b'{"text": "a", "text": "b"}', ["line 1", "twice"]),
     ],
 )
@@ -101,6 +102,27 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path, name, content, told):
         written(path, content)
     message = refused(documents, [path])
     assert all(part in message for part in [str(path), *told])
+
+
+RECORDS = [
+    {"instruction": "Add.", "input": "", "output": "Yes \N{GRINNING FACE}."},
+    {"instruction": "Say it.", "input": "two words", "output": "One."},
+    {"instruction": "Go.", "input": None, "output": "Gone."},
+]
+
+
+@pytest.mark.parametrize(
+    "field", [["instruction", "input", "output"], ["instruction+input", "output"]]
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_fields_that_may_be_empty_are_lines_of_a_prompt(tmp_path, field, indent):
+    """As of instructions with an optional input; files may be one list of records."""
+    expected = ["Add.", "Say it.\ntwo words", "Go."]
+    content = json.dumps(RECORDS, indent=indent)
+    if indent is None:
+        content = "\n".join(map(json.dumps, RECORDS))
+    found = documents([written(tmp_path / "x.json", content)], field=field)
+    assert found == [[prompt, one["output"]] for prompt, one in zip(expected, RECORDS)]
 
 
 def test_options_that_cannot_be(tmp_path):

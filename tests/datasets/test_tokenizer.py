@@ -9,8 +9,9 @@ import unicodedata
 import numpy as np
 import pytest
 import tensorflow as tf
+import tokenizers
 
-from dtransformer.datasets import SubwordTokenizer, read_lines
+from dtransformer.datasets import SubwordTokenizer, load_tokenizer, read_lines
 from tests.datasets.refused import refused
 
 SENTENCES = [
@@ -163,8 +164,38 @@ def test_a_saved_tokenizer_gives_the_same_ids(tokenizer, tmp_path):
 
 def test_a_folder_of_an_older_version(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
-    (tmp_path / "subword_tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (tmp_path / "subword_tokenizer.json").replace(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").unlink()
     assert SubwordTokenizer.load(tmp_path).vocabulary == tokenizer.vocabulary
+
+
+@pytest.mark.parametrize("lower_case", [False, True])
+def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
+    """With the same ids and texts; a special piece in a text is one there."""
+    sentences = [*SENTENCES, ALPHABET]
+    tokenizer = SubwordTokenizer.train(sentences, vocab_size=210, lower_case=lower_case)
+    tokenizer.save(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = [
+        text
+        for text in [*TRICKY, *SENTENCES, "\n\n a\n\nb \n", "猫 and 猫s"]
+        if "[PAD]" not in text
+    ]
+    ids = tokenizer.encode(texts).to_list()
+    assert [one.ids for one in theirs.encode_batch(texts)] == ids
+    assert (
+        theirs.decode_batch(ids)[:-1] == tokenizer.decode(ids)[:-1]
+    )  # what is unknown is left out
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    special = [config[f"{name}_token"] for name in ("pad", "unk", "bos", "eos")]
+    assert [theirs.token_to_id(piece) for piece in special] == [0, 1, 2, 3]
+    assert isinstance(load_tokenizer(tmp_path), SubwordTokenizer)
+
+
+def test_another_tokenizer_is_not_replaced(tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "another tokenizer's" in refused(tokenizer.save, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
 
 
 def drop_line(text):

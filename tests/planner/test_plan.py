@@ -31,7 +31,7 @@ from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
-from dtransformer.planner.search import SIMPLER_SHARE
+from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
 
 SMALL = "gpt2_small"
@@ -62,19 +62,27 @@ def test_4096_devices_and_a_trillion_parameters():
     assert plan(model, many, job).fits
 
 
-def test_nothing_that_fits_is_faster(found):
-    """But for what is simpler, and within 2 % of the fastest."""
+ASKED = [("gpt_175b", 1024, "a100", 1536), ("llama3_8b", 8, "h100", 64)]
+
+
+@pytest.mark.parametrize("name, devices, device, batch", ASKED)
+def test_nothing_that_fits_is_faster(name, devices, device, batch):
+    """But for what leaves a tenth more of the memory, or is simpler, and within 2 % of the fastest."""
+    found = plan(named(name), cluster(devices, device), Job(batch))
     layouts = grid_of(found.model, found.cluster, found.job)
     memory, seconds = evaluate(found.model, found.cluster, found.job, layouts)
     fits = memory.total <= found.cluster.memory_bytes
     assert found.num_fitting == fits.sum()
     fastest = seconds.total[fits].min()
-    assert fastest <= found.best.step_seconds <= fastest * (1 + SIMPLER_SHARE)
-    near = fits & (seconds.total <= fastest * (1 + SIMPLER_SHARE))
+    assert fastest <= found.best.step_seconds <= fastest * (1 + TIE_SHARE)
+    near = fits & (seconds.total <= fastest * (1 + TIE_SHARE))
+    near &= memory.total <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
     simplest = layouts.techniques[near].min()
     assert simplest == min(
         layouts.techniques[near & np.isclose(seconds.total, found.best.step_seconds)]
     )
+    fullest = found.best.memory_bytes
+    assert fullest <= memory.total[near].min() + ROOM_SHARE * found.cluster.memory_bytes
 
 
 def test_parts_add_up(found):
@@ -128,7 +136,7 @@ def test_more_memory_or_faster_links_are_never_worse():
     for change in ({}, {"memory_gb": 160}, {"between_gb_per_second": 50}):
         device = dataclasses.replace(base, **change)
         times.append(plan(model, Cluster(device, 64), job, top=1).best.step_seconds)
-    assert times[1] <= times[0] * (1 + SIMPLER_SHARE)
+    assert times[1] <= times[0] * (1 + TIE_SHARE)
     assert times[2] < times[0]
 
 
@@ -276,6 +284,10 @@ WRONG = [
     (lambda: named(SMALL, experts_every=0), "experts_every must be an integer of at least 1"),
     (lambda: named(SMALL, experts_chosen=2), "experts_chosen=2 is more than num_experts=1"),
     (lambda: named(SMALL, num_heads=7), "num_heads=7 does not divide hidden_size=768"),
+    (
+        lambda: named(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
+        "adapter_targets has 'q_proj', expected some of query, key, value, output, feed_forward",
+    ),
     (lambda: Cluster(device_named("a100"), 12), "not a multiple of devices_per_node=8"),
     (lambda: Job(0), "global_batch must be an integer of at least 1"),
     (lambda: Job(8, precision="fp8"), "precision must be one of float32"),
@@ -337,6 +349,54 @@ def test_a_wrong_question_gets_one_clear_line(ask, told):
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
+# What is frozen.
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "bfloat16"])
+def test_what_is_frozen_has_no_gradients_and_no_states(level, precision):
+    job, some = Job(64, precision), cluster(8)
+    config = TransformerOpParallelConfig(micro_batch_num=8, optimizer_shard=level)
+    whole = cost(named("llama3_8b"), some, job, config)
+    adapters = cost(named("llama3_8b", adapter_rank=8), some, job, config)
+    half = cost(named("llama3_8b", frozen_blocks=16), some, job, config)
+    taken = lambda one: one.bytes_by_kind["gradients"] + one.bytes_by_kind["states"]
+    # At levels 1 and 2 in mixed precision float32 shards of frozen weights stay.
+    kept = 4 * 8.03e9 / 8 if level in (1, 2) and precision.startswith("mixed") else 0
+    assert taken(adapters) == pytest.approx(kept, abs=0.1e9)
+    assert taken(adapters) < taken(half) < 0.75 * taken(whole) + kept
+    assert adapters.bytes_by_kind["weights"] == pytest.approx(
+        whole.bytes_by_kind["weights"], rel=0.01
+    )
+    assert half.bytes_by_kind["activations"] < 0.6 * whole.bytes_by_kind["activations"]
+    for one in (adapters, half):
+        assert one.step_seconds < 0.9 * whole.step_seconds
+        assert one.flops_share < 0.7
+
+
+@pytest.mark.tensorflow
+def test_adapters_are_counted_as_networks_count_them():
+    from dtransformer.models import CausalLM, add_lora, freeze
+
+    sizes = dict(hidden_size=32, num_heads=4, num_kv_heads=2, gated=True, use_bias=False)
+    for targets in (("query", "value"), ("key", "output", "feed_forward")):
+        network = CausalLM(100, num_layers=3, max_length=16, **sizes)
+        network.build()
+        kernels = {"feed_forward": "feed_forward/*kernel"}
+        add_lora(
+            network, 4, targets=["*/" + kernels.get(x, f"attention/{x}_kernel") for x in targets]
+        )
+        model = from_network(network, adapter_rank=4, adapter_targets=targets)
+        count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
+        assert model.trained_parameters() == count
+    network = CausalLM(100, num_layers=3, max_length=16, **sizes)
+    network.build()
+    freeze(network, ["embedding/*", "positions/*", "blocks/block_[0-1]/*"])
+    model = from_network(network, frozen_blocks=2)
+    count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
+    assert model.trained_parameters() == count
+
+
 # The command.
 
 ASK = ["plan", "--model", "llama2-13b", "--nodes", "4", "--device", "h100", "--global-batch", "256"]
@@ -390,6 +450,70 @@ def test_a_named_device_with_other_links(capsys, tmp_path):
     path.write_text("base: a100\nnetwork: 1\n")
     assert main([*ask, "--device", str(path)]) == 2
     assert "Device has no 'network'; it has name, " in capsys.readouterr().err
+
+
+def test_a_named_model_with_other_fields_is_titled_by_its_name(capsys, tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text("base: llama2_7b\nname: mine\nnum_layers: 4\n")
+    ask = ["plan", "--model", str(path), "--devices", "8", "--global-batch", "64"]
+    assert main(ask) == 0
+    assert capsys.readouterr().out.startswith("mine: 1.07 B parameters, ")
+    assert main([*ask, "--lora", "8", "--precision", "bfloat16"]) == 0
+    assert ", 524,288 of them trained" in capsys.readouterr().out
+
+
+@pytest.mark.tensorflow
+def test_a_published_folder(capsys, tmp_path):
+    """Of which the config alone is read: weights need not be there."""
+    config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
+    config |= {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    ask = ["plan", "--model", str(folder), "--devices", "8", "--global-batch", "64", "--json"]
+    assert main(ask) == 2
+    assert "config.json: there is no such file" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(ask) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["model"]["name"] == "my-llama"
+    assert main([*ask[:2], "llama2-7b", *ask[3:]]) == 0
+    preset = json.loads(capsys.readouterr().out)
+    assert own["layouts"] == preset["layouts"]
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131072}))
+    for option, length in (([], 8192), (["--sequence", "16384"], 16384)):
+        assert main([*ask, *option]) == 0
+        assert json.loads(capsys.readouterr().out)["model"]["sequence_length"] == length
+
+
+def test_the_yaml_of_any_layout_makes_its_config(found):
+    job = Job(64, fixed={"recompute": {"select": ["attention"]}})
+    for one in (found, plan(named(SMALL), cluster(8), job)):
+        fields = yaml.safe_load(report.yaml_of(one))["parallel"]
+        assert TransformerOpParallelConfig(**fields) == one.best.config
+
+
+@pytest.mark.tensorflow
+def test_every_family_that_is_read_has_presets():
+    from dtransformer.models.pretrained.families import FAMILIES
+
+    for family in FAMILIES:
+        assert any(name.startswith(family) for name in ARCHITECTURES), family
+
+
+def test_the_screen_says_which_constants_were_checked(capsys, tmp_path):
+    told = {}
+    for device in ("a100", "h100"):
+        assert main([*ASK[:-3], device, *ASK[-2:]]) == 0
+        told[device] = capsys.readouterr().out
+    assert "Checked: product_share, half_rows, " in told["a100"]
+    assert "Not checked against any measurement: memory_share, inside_share." in told["a100"]
+    assert "Not checked against any measurement: product_share, " in told["h100"]
+    assert "\nChecked: " not in told["h100"]
+    path = tmp_path / "other.yaml"
+    path.write_text("base: a100\nconstants: {hop_us: 50}\n")
+    assert main([*ASK[:-3], str(path), *ASK[-2:]]) == 0
+    assert "any measurement: memory_share, inside_share, hop_us." in capsys.readouterr().out
 
 
 def test_a_picture(tmp_path):

@@ -55,6 +55,28 @@ class TestCallbacks:
             np.testing.assert_allclose(record[name], whole[name][6:], TRAINING, err_msg=name)
         assert int(resumed.optimizer.iterations) == 12
 
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_states_of_keras_callbacks_go_on(self, is_first, tmp_path):
+        """Wherever the checkpoint's callback stands among them."""
+
+        def callbacks(*saving):
+            stop = keras.callbacks.EarlyStopping(
+                "val_loss", min_delta=1e9, patience=4, restore_best_weights=True
+            )
+            slower = keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=1e9, patience=3)
+            return [*saving, stop, slower] if is_first else [stop, slower, *saving]
+
+        whole, seen, history = self.fit(*callbacks(), epochs=9)
+        assert history.epoch == [0, 1, 2, 3, 4]
+        saving = ModelCheckpoint(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            self.fit(*callbacks(saving), Interrupt(epoch=3), epochs=9)
+        trainer, record, history = self.fit(*callbacks(saving), epochs=9, resume=True)
+        assert history.epoch == [3, 4]
+        np.testing.assert_allclose(record["learning_rate"], seen["learning_rate"][6:], TRAINING)
+        for weight, expected in zip(trainer.get_weights(), whole.get_weights()):
+            np.testing.assert_allclose(weight, expected, TRAINING)
+
     def test_keras_backup_is_refused(self, tmp_path):
         """It would go on without the optimizer's state."""
         with pytest.raises(InputError, match=r"ModelCheckpoint\(folder\) and fit\(resume=True\)"):

@@ -6,9 +6,10 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers import CrossEntropyLoss, PositionEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
+from dtransformer.trainers.step_errors import told_in_one_line
 from tests.on_mesh import on_mesh, raises, start
 
 IDS = np.random.default_rng(0).integers(1, 12, (8, 6)).astype("int32")
@@ -117,6 +118,36 @@ def test_a_network_that_returns_nothing():
     for run in (lambda: trainer.fit(x, x[:, :1], verbose=0), lambda: trainer.predict(x, verbose=0)):
         with pytest.raises(ValueError, match="network 'silent' returned None"):
             run()
+
+
+def test_the_failure_of_another_rank_is_one_line():
+    """Of TensorFlow's and of Horovod's errors, which have a line for each function in between."""
+    for kind, told in (
+        (
+            tf.errors.AbortedError,
+            "a step of this or of another process of the group has failed between",
+        ),
+        (tf.errors.UnknownError, "Horovod has been shut down. This was caused by"),
+    ):
+        with pytest.raises(RuntimeError, match="^another rank has failed, or left: ") as caught:
+            with told_in_one_line():
+                raise kind(None, None, f"Graph execution error:\n\n{told}")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: PositionEmbedding(8, "learned")(tf.zeros([1, 9, 4])),
+        lambda: keras.Sequential([PositionEmbedding(8, "learned")])(tf.zeros([1, 9, 4])),
+        lambda: fit(language_model(), np.tile(IDS, 200), np.tile(IDS, 200)),
+    ],
+)
+def test_what_a_call_refuses_is_one_line(call):
+    """Keras would put its arguments around it."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert "\n" not in str(caught.value) and "max_length" in str(caught.value)
 
 
 def test_other_errors_are_as_they_were():

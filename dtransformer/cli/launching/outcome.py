@@ -20,9 +20,15 @@ class Outcome:
         self.is_over = False  # whether a rank has failed, so that all will end
         self.hosts = ()  # at fault
         self.cause = ""
+        self._in_traceback = False
 
-    def read(self, line: str) -> None:
-        """Take a line of horovodrun's output, or of a rank's."""
+    def read(self, line: str) -> bool:
+        """Take a line of horovodrun's output, or of a rank's; return whether it is to be shown.
+
+        Where horovodrun itself was when it saw a rank fail tells nobody anything.
+        """
+        begins = line.startswith("Traceback (most recent call last)")
+        self._in_traceback = begins or (self._in_traceback and line.startswith("  "))
         self.is_over |= bool(_VERDICT.search(line) or _HAS_ENDED.search(line))
         if found := _EXIT_CODE.search(line):
             self.exit_code = int(found[1])
@@ -31,6 +37,7 @@ class Outcome:
             self.hosts = self.hosts or tuple(found[2].replace(", …", "").split(", "))
         elif not self.cause and _NO_HOST.search(line):
             self.cause = line.strip()[:_MAX_CAUSE]
+        return not self._in_traceback
 
     @property
     def is_preempted(self) -> bool:

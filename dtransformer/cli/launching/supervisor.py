@@ -183,13 +183,13 @@ class Supervisor:
         )
         ending = None
         for line in self._running.stdout:
-            outcome.read(line)
+            is_shown = outcome.read(line)
             if outcome.is_over and ending is None:  # horovodrun waits for all who hold its pipes
                 ending = threading.Timer(_SECONDS_TO_END, self._kill)
                 ending.daemon = True
                 ending.start()
             with contextlib.suppress(BrokenPipeError):
-                sys.stdout.write(line)
+                sys.stdout.write(line * is_shown)
                 sys.stdout.flush()
         code = self._running.wait()
         if ending is not None:

@@ -1,7 +1,9 @@
 """Networks from folders of published weights, on any layout."""
 
 import os
+import pathlib
 
+from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
@@ -60,6 +62,20 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     network.origin = content.config["model_type"], str(folder)
     network.generation_rules = rules
     return network
+
+
+def architecture_of(folder: str | os.PathLike) -> Architecture:
+    """Return the sizes of the network of a folder, of which its `config.json` alone is read.
+
+    Raises:
+        InputError: there is no such file, its family is not known, or it asks for what is not built.
+    """
+    path = pathlib.Path(folder) / CONFIG
+    config = read_object(path)
+    family = family_of(config, path)
+    return Architecture(
+        family.network.__name__, network_arguments(family, config, path), str(folder)
+    )
 
 
 def _generation_rules(content, family):

@@ -130,7 +130,7 @@ class Watchdog:
 
     def _hear(self, rank, said):
         if said is None:
-            self._watch.lost(rank)
+            self._watch.lost(rank, self._recorder.activity().step)
             self._answer_nothing(rank)
             self._beat(time.monotonic())
             return

@@ -64,10 +64,16 @@ class Watch:
             last = self._ranks[rank].activity
             self._judge(Verdict((rank,), f"failed in {last}: {error}", waits=True))
 
-    def lost(self, rank: int) -> None:
-        """Know that a rank's connection is closed, without a farewell."""
+    def lost(self, rank: int, step: int = 0) -> None:
+        """Know that a rank's connection is closed, without a farewell.
+
+        Args:
+            rank: it.
+            step: number of the step that this rank is in, which is newer than the last heartbeat.
+        """
         if not self._ranks[rank].is_left:
             last = self._ranks[rank].activity
+            last = Activity("step", step) if step > last.step else last
             self._judge(Verdict((rank,), f"ended in {last}: killed, or out of memory"))
 
     def verdict(self, now: float) -> Verdict | None:

@@ -77,6 +77,24 @@ def test_why_a_start_has_ended(lines, expected):
     assert [outcome.hosts, outcome.is_preempted, outcome.is_refused] == rest
 
 
+def test_where_horovodrun_was_is_not_shown():
+    output = """[0]<stderr>:Traceback (most recent call last):
+[0]<stderr>:  File "train.py", line 3, in <module>
+[0]<stderr>:dtransformer.errors.InputError: data.npy does not exist
+Process 0 exit with status code 1.
+Traceback (most recent call last):
+  File "bin/horovodrun", line 8, in <module>
+    sys.exit(run_commandline())
+             ^^^^^^^^^^^^^^^^^
+RuntimeError: Horovod detected that one or more processes exited with non-zero status
+Process name: 0
+Exit code: 1
+"""
+    lines, outcome = output.splitlines(keepends=True), Outcome()
+    shown = [line for line in lines if outcome.read(line)]
+    assert shown == [*lines[:4], *lines[8:]] and outcome.exit_code == 1
+
+
 # Degrees (data, model, pipeline), devices that are left -> degrees.
 REFITS = [
     ((4, 1, 1), 3, (3, 1, 1)),

@@ -131,6 +131,14 @@ def test_a_rank_that_ends_is_named_at_once():
     assert watch.verdict(2.0) is verdict, "the first one stays"
 
 
+def test_a_rank_that_ends_was_in_the_others_step():
+    """What its last heartbeat told is older: by many steps where these are short."""
+    watch = Watch(range(2), STALL, 0.0)
+    watch.heard(1, 0.5, Activity("callbacks", 101))
+    watch.lost(1, 110)
+    assert "ended in step 110: " in watch.verdict(1.0).cause
+
+
 def test_a_rank_that_fails_tells_why():
     watch = Watch(range(2), STALL, 0.0)
     watch.heard(1, 0.5, step(5))
