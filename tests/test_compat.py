@@ -449,6 +449,30 @@ def test_constants_are_copied():
     assert captures() == 1, "TensorFlow copies constants by itself now, or it stays patched"
 
 
+def test_captures_are_replaced():
+    kept = tf.constant([1.0, 2.0])
+    read = lambda: tf.function(lambda: kept * 2.0, autograph=False)().numpy().tolist()
+    with _compat.captures_replaced(lambda tensor: tensor + 1.0):
+        pass
+    assert read() == [2.0, 4.0], "it stays patched"
+    other = tf.constant([3.0, 4.0])
+    with _compat.captures_replaced(lambda tensor: other):
+        assert read() == [6.0, 8.0]
+
+
+def test_xla_is_known_where_it_compiles():
+    found = []
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(x):
+        inner = tf.function(lambda y: found.append(_compat.is_compiled_by_xla()) or y)
+        return tf.cond(x > 0, lambda: inner(x), lambda: x)
+
+    compiled(tf.constant(1.0))
+    tf.function(lambda: found.append(_compat.is_compiled_by_xla()), autograph=False)()
+    assert found == [True, False]
+
+
 def test_a_function_keeps_what_its_gradient_reads():
     """And not all arguments, as with `tf.custom_gradient`; gradients are those that it says."""
 

@@ -224,6 +224,25 @@ def constants_are_copied() -> Iterator[None]:
         FuncGraph.capture = capture
 
 
+@contextlib.contextmanager
+def captures_replaced(replace: Callable):
+    """What functions that are traced in the `with` block read of eager tensors is replace(tensor).
+
+    DTensor wants all of them on the mesh, but for scalars. Unnecessary if it put them there.
+    """
+    capture = FuncGraph.capture
+
+    def replaced(graph, tensor, name=None, shape=None):
+        tensor = tensor if tf.is_symbolic_tensor(tensor) else replace(tensor)
+        return capture(graph, tensor, name, shape)
+
+    FuncGraph.capture = replaced
+    try:
+        yield
+    finally:
+        FuncGraph.capture = capture
+
+
 def packer(layout) -> Callable:
     """Return a function that packs a list of dense tensors as `dtensor.pack` does, eagerly.
 

@@ -278,7 +278,7 @@ def placement() -> Placement:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside of the `with` block this process is a job of its own: layers get all of their weights."""
+    """Inside of the `with` block this process is a job of its own, whose layers have full weights."""
     global _job
     joined, _job = _job, _Job(seed=_job.seed, is_joined=_job.is_joined)
     try:

@@ -17,7 +17,6 @@ _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _REFUSED = re.compile(r"InputError: ([^\n]*)")
-_WITHOUT_RULE = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
 
 
 def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
@@ -49,7 +48,7 @@ def told_in_one_line() -> Iterator[None]:
 
     Raises:
         InputError: what reads the data refuses them.
-        ValueError: labels or ids are out of range, or the mesh cannot compute an operation.
+        ValueError: labels or ids are out of range.
         RuntimeError: another rank has failed, so that what ranks do together cannot go on.
     """
     try:
@@ -76,12 +75,6 @@ def _told(message):
         return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
     if found := _LABEL.search(message):
         return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
-    if found := _WITHOUT_RULE.search(message):
-        return (
-            f"a layer of the network computes {found[1]}, which DTensor cannot compute on a mesh: "
-            "use another layer (an LSTM or GRU with unroll=True has no loop), or model_parallel=1 "
-            "and one device a rank"
-        )
     return None
 
 

@@ -182,4 +182,22 @@ def test_the_same_on_a_mesh():
     lstm = Trainer(keras.Model(inputs, keras.layers.LSTM(4, return_sequences=True)(inputs)))
     lstm.compile("sgd", "mse")
     x = np.zeros((8, 6, 4), "float32")
-    raises(ValueError, ["EmptyTensorList, which DTensor cannot compute"], lambda: fit(lstm, x, x))
+    words = ["lstm", "which DTensor cannot compute"]
+    raises(ValueError, words, lambda: fit(lstm, x, x))
+    raises(ValueError, words[1:], lambda: lstm(x))
+    counts = Trainer(keras.Sequential([keras.Input((6, 4)), Counts(), keras.layers.Dense(4)]))
+    counts.compile("sgd", "mse")
+    words = ["Counts.call()", "use add_weight (trainable=False)"]
+    raises(RuntimeError, words, lambda: fit(counts, x, x))
+
+
+class Counts(keras.layers.Layer):
+    """Keeps a variable of TensorFlow's, which each device would count in."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.number = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.number.assign_add(1.0)
+        return x * self.number

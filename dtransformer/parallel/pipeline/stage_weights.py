@@ -35,8 +35,9 @@ def built_at_its_place(build: Callable) -> Callable:
 def leave_to_others(layer: keras.layers.Layer) -> None:
     """Keep the shapes alone of a layer's weights: another stage has it."""
     for inner in _compat.flat_layers(layer):
-        object.__setattr__(inner, "left_variables", _compat.own_variables(inner))
-        for variable in inner.left_variables:
+        own, left = _compat.own_variables(inner), getattr(inner, "left_variables", [])
+        object.__setattr__(inner, "left_variables", [*left, *own])
+        for variable in own:
             _compat.drop_value(inner, variable, AbsentValue(variable.path))
         object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
         object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))

@@ -198,9 +198,11 @@ class Classifier(keras.Model):
         self.sharded = layers.FeedForward(HIDDEN, 4 * HIDDEN, dropout_rate=0.0, name="sharded")
         self.dense = keras.layers.Dense(VOCAB_SIZE, kernel_regularizer="l2")
         self.dense.activity_regularizer = keras.regularizers.L2(1e-3)
+        self.kept = [{"scale": tf.linspace(0.5, 1.0, HIDDEN)}]  # tensors are on every device
 
     def call(self, inputs, training=False):
-        x = self.norm(self.embedding(inputs["target"]), training=training)
+        x = self.embedding(inputs["target"]) * self.kept[0]["scale"]
+        x = self.norm(x, training=training)
         return self.dense(self.sharded(x, training=training))
 
 
