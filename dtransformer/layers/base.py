@@ -1,8 +1,10 @@
 """The base of every layer: weights with logical axes and reproducible values."""
 
+import inspect
 import types
 
 import keras
+import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import checked
@@ -81,6 +83,12 @@ class Layer(KeepsSettings, TakesLowRank):
         return self
 
     def __call__(self, *args, **kwargs):
+        if "mask" in kwargs and "mask" not in (names := inspect.signature(self.call).parameters):
+            mask = kwargs.pop("mask")
+            first, *others = args or [kwargs.pop(next(iter(names)))]
+            if mask is not None:
+                first = Masked(dtype=self.dtype_policy)(first, mask=mask)
+            args = first, *others
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with override_rules(self._own_rules):
@@ -159,6 +167,16 @@ class Layer(KeepsSettings, TakesLowRank):
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
             store[str(number)] = variable.numpy()
+
+
+@register
+class Masked(keras.layers.Layer):
+    """Give a tensor a mask as Keras' own, for the layer that takes it."""
+
+    supports_masking = True
+
+    def call(self, inputs: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
+        return tf.identity(inputs)
 
 
 def check_rate(name: str, rate: float) -> float:

@@ -198,6 +198,7 @@ class VocabHead(_VocabLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
@@ -214,9 +215,9 @@ class VocabHead(_VocabLayer):
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
         self.built = True
 
-    def __call__(self, inputs, table=None):
+    def __call__(self, inputs, table=None, **kwargs):
         # Where it is not tied it depends on no table: a pipeline copies what is depended on.
-        return super().__call__(inputs, table) if self.tied else super().__call__(inputs)
+        return super().__call__(inputs, *([table] if self.tied else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         check_floating("inputs", inputs)

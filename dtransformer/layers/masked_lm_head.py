@@ -47,6 +47,7 @@ class MaskedLMHead(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.arguments = {
             "vocab_size": vocab_size,
             "hidden_size": check_size("hidden_size", hidden_size),
@@ -72,10 +73,9 @@ class MaskedLMHead(Layer):
             layer.build(inputs_shape)
         self.built = True
 
-    def __call__(self, inputs, table=None):
+    def __call__(self, inputs, table=None, **kwargs):
         # As of `VocabHead`: where it is not tied it depends on no table.
-        tied = self.arguments["tied"]
-        return super().__call__(inputs, table) if tied else super().__call__(inputs)
+        return super().__call__(inputs, *([table] if self.arguments["tied"] else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         return self.logits(self.norm(self.activation(self.dense(inputs))), table)
@@ -114,6 +114,7 @@ class SentenceHead(Layer):
 
     def __init__(self, num_classes: int, hidden_size: int, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_classes = check_size("num_classes", num_classes)
         self.hidden_size = check_size("hidden_size", hidden_size)
         options = {"parallel": None, "dtype": self.dtype_policy}
@@ -129,6 +130,9 @@ class SentenceHead(Layer):
         # [b, s, h] -> [b, h]
         first = constrain(inputs, ("batch", None, None))[:, 0]
         return self.classifier(tf.tanh(self.pooler(first)))
+
+    def compute_mask(self, *args) -> None:
+        return None  # of a class there is none
 
     def compute_output_shape(self, inputs_shape: tuple) -> tuple:
         return inputs_shape[0], self.num_classes
