@@ -151,8 +151,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             {"arithmetic_optimization": False, "function_optimization": False}
         )
         loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
-        names = getattr(self.network, "output_names", None)
-        self.objective = Objective(loss, loss_weights, names)
+        self.objective = Objective(loss, loss_weights, self.output_names)
         super().compile(
             optimizer=optimizer,
             metrics=of_rows(metrics),
@@ -219,10 +218,29 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     @property
     def metrics(self) -> list:
-        """The list of all metrics: those of the outputs' losses among them."""
-        means = [] if self._program is None else self._program.metrics.means
-        others = [one for one in super().metrics if all(one is not mean for mean in means)]
-        return [*means, *others, *layer_metrics(self.network)]
+        """The list of all metrics, in Keras' order; the accuracy where none was asked for."""
+        accuracy, means = self._accuracy_tracker, []
+        found = [one for one in super().metrics if one is not accuracy]
+        if self._program is not None:
+            means = self._program.metrics.of_outputs
+        if self.objective is not None and self.objective.is_of_tokens and len(found) == 1:
+            found.append(accuracy)
+        return [*found, *means, *layer_metrics(self.network)]
+
+    @property
+    def output_names(self) -> list | None:
+        """The names of the network's outputs, by which Keras names metrics; None without."""
+        return getattr(self.network, "output_names", None)
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._accuracy_tracker.reset_state()
+
+    def _flatten_metrics_in_order(self, logs):
+        names = {*self._program.metrics.names, *self._states.results()}
+        return super()._flatten_metrics_in_order(
+            {name: logs[name] for name in logs if name in names}
+        )
 
     # What comes before the first step.
 

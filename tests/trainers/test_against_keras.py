@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.layers import CrossEntropyLoss
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import TRAINING
@@ -162,6 +163,54 @@ class TestAgainstKeras:
         assert [float(log["step_loss"]) for log in logs] == pytest.approx(record["step_loss"])
         for actual, wanted in zip(trainer.get_weights(), by_fit.get_weights(), strict=True):
             np.testing.assert_allclose(actual, wanted, TRAINING)
+
+
+def classifier(kind):
+    """Return a network of one output, or of two in a list or a dict."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    a, b = (keras.layers.Dense(3, "softmax", name=name)(inputs) for name in "ab")
+    return keras.Model(inputs, {"one": a, "list": [a, b], "dict": {"a": a, "b": b}}[kind])
+
+
+@pytest.mark.parametrize(
+    "kind, metrics, weighted",
+    [
+        ("one", None, None),
+        ("one", ["accuracy", "sparse_categorical_crossentropy"], ["accuracy"]),
+        ("list", [["accuracy"], ["accuracy"]], None),
+        ("list", {"b": ["accuracy"], "a": ["sparse_top_k_categorical_accuracy"]}, None),
+        ("dict", {"b": ["accuracy"], "a": ["accuracy"]}, {"a": ["accuracy"]}),
+    ],
+)
+def test_lists_and_names(kind, metrics, weighted):
+    """What `evaluate` and the calls of one batch return, in Keras' order, and all names."""
+    x, labels = points(num_classes=3)
+    y = {"one": labels, "list": [labels, labels], "dict": {"a": labels, "b": labels}}[kind]
+    found = []
+    for wrap in (Trainer, lambda network: network):
+        model, loss = wrap(classifier(kind)), "sparse_categorical_crossentropy"
+        loss = {"one": loss, "list": [loss] * 2, "dict": {"a": loss, "b": loss}}[kind]
+        options = {"metrics": metrics, "weighted_metrics": weighted, "run_eagerly": True}
+        model.compile("sgd", loss, **options)
+        lists = model.train_on_batch(x, y), model.test_on_batch(x, y), model.evaluate(x, y)
+        names = model.metrics_names, sorted(model.evaluate(x, y, return_dict=True))
+        found.append((lists, names))
+    np.testing.assert_allclose(found[0][0], found[1][0], TRAINING)
+    assert found[0][1] == found[1][1]
+
+
+def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
+    x, y = points(num_classes=4)
+    for metrics, names in (
+        (None, ["loss", "accuracy"]),
+        (["accuracy"], ["loss", "compile_metrics"]),
+    ):
+        trainer = Trainer(dense_network(4))
+        trainer.compile("sgd", CrossEntropyLoss(), metrics=metrics, run_eagerly=True)
+        assert len(trainer.train_on_batch(x, y)) == len(trainer.evaluate(x, y, verbose=0)) == 2
+        assert trainer.metrics_names == names
+        assert {"loss", "accuracy"} == {*trainer.evaluate(x, y, verbose=0, return_dict=True)}
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
