@@ -200,6 +200,30 @@ def test_lists_and_names(kind, metrics, weighted):
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("kind, given", [("list", "ab"), ("dict", "ab"), ("dict", "b")])
+def test_a_loss_of_one_of_two_outputs(kind, given):
+    """The other's weights stay as they are, which a warning says."""
+    x, labels = points(num_classes=3)
+    y = {name: labels if name == "b" else labels[::-1] for name in given}
+    found = []
+    for wrap in (Trainer, lambda network: network):
+        model = wrap(classifier(kind))
+        loss = {"a": None, "b": keras.losses.SparseCategoricalCrossentropy()}
+        if kind == "list":
+            loss, y = list(loss.values()), [labels[::-1], labels]
+        model.compile(keras.optimizers.Adam(0.1), loss, run_eagerly=True)
+        with pytest.warns(UserWarning, match="a/kernel.*did you forget"):
+            losses = model.fit(x, y, epochs=2, verbose=0, batch_size=8, shuffle=False)
+        found.append([losses.history["loss"], *model.get_weights()])
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, TRAINING)
+    trainer = Trainer(classifier(kind))
+    loss = [None, CrossEntropyLoss()] if kind == "list" else {"a": None, "b": CrossEntropyLoss()}
+    trainer.compile("sgd", loss, run_eagerly=True)
+    best = classifier(kind).predict(x, verbose=0)["b" if kind == "dict" else 1].argmax(-1)
+    assert trainer.evaluate(x, y, verbose=0)[1] == pytest.approx((best == labels).mean())
+
+
 def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
     x, y = points(num_classes=4)
     for metrics, names in (

@@ -98,7 +98,7 @@ class ForwardStep:
             sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
-        grads.check_used(weights, gradients)
+        gradients = grads.with_zeros(weights, gradients, lambda i: tf.zeros_like(values[i]))
         return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
