@@ -17,7 +17,7 @@ class Objective:
     """The weighted sum of the losses of a network's outputs.
 
     Args:
-        loss: as `keras.Model.compile` takes it: a Keras loss, its name, a function of
+        loss: as `keras.Model.compile` takes it: None, a Keras loss, its name, a function of
             (y_true, y_pred), or dicts and lists of them, one for each output. Or a
             `CrossEntropyLoss`, or any other object with its `per_token` and `token_weights`.
         loss_weights: None, or numbers in the same structure.
@@ -67,7 +67,7 @@ class Objective:
         """Return what a user knows a loss by, of its name in the `sums`."""
         if name != "loss":
             return f"the loss of {name.removeprefix('loss/')}"
-        (loss,) = self.losses[:1]
+        loss = (self.losses or ["that layers add"])[0]
         return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"
 
     @staticmethod
@@ -82,6 +82,8 @@ class Objective:
         return Counted(*(counts[start + i] for i in range(_COUNTS)))
 
     def _label_counts(self, labels, sample_weight):
+        if not self.losses:
+            return []
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
         weights, losses = _one_each(sample_weight, len(flat)), self._losses
         names = sorted(labels) if isinstance(labels, dict) else self._names
@@ -110,7 +112,8 @@ class Objective:
             own_is_all: whether this share is the global batch.
 
         Returns:
-            A dict of float32 scalars: `"loss"`, the part of the loss; `"loss/NAME"` of each
+            A dict of float32 scalars: `"loss"`, the part of the loss, alone where layers add all
+            that there is; `"loss/NAME"` of each
             loss where there are several; `"divided"` where the loss still has to be divided
             by its sum; `"counted"`, the weight of the labels, or the rows where there are
             several losses; `"right"` of a loss of tokens, the weight of those that are predicted.
@@ -118,6 +121,8 @@ class Objective:
         Raises:
             ValueError: several losses are divided by what is only known after the forward pass.
         """
+        if not self.losses:
+            return {"loss": tf.zeros([])}
         if not trace.is_on_mesh():  # labels are checked where they are counted, before all else
             with tf.control_dependencies([counts]):
                 labels = keras.tree.map_structure(tf.identity, labels)

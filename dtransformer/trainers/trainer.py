@@ -123,9 +123,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
         Args:
             optimizer: a Keras optimizer, or its name.
-            loss: a `CrossEntropyLoss` (the default), or what Keras takes: a Keras loss, its
-                name, a function of (y_true, y_pred), or lists or dicts of them, one for each
-                output. A loss is reduced over the global batch as it says itself.
+            loss: a `CrossEntropyLoss`, or what Keras takes: a Keras loss, its name, a function of
+                (y_true, y_pred), or lists or dicts of them, one for each output. A loss is reduced
+                over the global batch as it says itself. None is `CrossEntropyLoss()` of a network
+                with the method `logits_vocab_size`, as those of `dtransformer.models`; of others
+                what their layers add by `add_loss`.
             loss_weights: the factors of several losses; as Keras'.
             metrics: list of Keras metrics; their states are sums over the ranks.
             weighted_metrics: list of Keras metrics that see the sample weights.
@@ -150,7 +152,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         tf.config.optimizer.set_experimental_options(
             {"arithmetic_optimization": False, "function_optimization": False}
         )
-        loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
+        if loss is None and hasattr(self.network, "logits_vocab_size"):
+            loss = CrossEntropyLoss()
+        loss = of_classes(loss, self.network)
         self.objective = Objective(loss, loss_weights, self.output_names)
         super().compile(
             optimizer=optimizer,

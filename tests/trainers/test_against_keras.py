@@ -224,6 +224,33 @@ def test_a_loss_of_one_of_two_outputs(kind, given):
     assert trainer.evaluate(x, y, verbose=0)[1] == pytest.approx((best == labels).mean())
 
 
+class FarFromOne(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x - 1)))
+        return x
+
+
+def test_losses_that_layers_add_alone():
+    """Without targets, and without a loss in `compile`."""
+    x, found = points()[0], []
+    for wrap in (Trainer, lambda network: network):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = wrap(keras.Model(inputs, FarFromOne()(keras.layers.Dense(2)(inputs))))
+        model.compile(keras.optimizers.Adam(0.1), run_eagerly=True)
+        options = {"verbose": 0, "batch_size": 8, "shuffle": False, "validation_data": (x,)}
+        history = model.fit(x, epochs=2, **options).history
+        found.append([history["loss"], history["val_loss"], [model.evaluate(x, verbose=0)]])
+    np.testing.assert_allclose(*map(np.concatenate, found), TRAINING)
+
+
+def test_no_loss_at_all_is_refused():
+    trainer = Trainer(dense_network())
+    trainer.compile("sgd", run_eagerly=True)
+    with pytest.raises(ValueError, match="no loss: give compile one"):
+        trainer.fit(*points(), verbose=0)
+
+
 def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
     x, y = points(num_classes=4)
     for metrics, names in (
