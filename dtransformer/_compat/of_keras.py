@@ -120,6 +120,13 @@ def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     return bool(optimizer._use_weight_decay(variable))
 
 
+def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
+    """Return whether an optimizer was built for a variable, of its shape. Unnecessary as `known_as`."""
+    number = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    known = optimizer._trainable_variables
+    return number is not None and tuple(known[number].shape) == tuple(variable.shape)
+
+
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:
     """Return what an optimizer keeps, by the names of its attributes, such as "momentums".
 
