@@ -54,7 +54,15 @@ class StepMetrics:
 
     def build(self, labels, outputs):
         """Make the metrics' states, from tensors like those that they will see."""
-        self._compiled.build(labels, outputs)
+        like = lambda x: (
+            None if x is None else tf.zeros([1, *(n or 1 for n in x.shape[1:])], x.dtype)
+        )
+        with tf.init_scope():
+            row = keras.tree.map_structure(like, (labels, outputs))
+            self._compiled.build(*row)
+            if not all(metric.variables for metric in self._compiled.metrics):
+                self._compiled.update_state(*row)  # F1Score's, and others', begin with a batch
+                self._compiled.reset_state()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
         """Count a batch, of a step that is skipped, too; return the logs, means of the epoch so far.
