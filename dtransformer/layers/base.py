@@ -43,6 +43,11 @@ class Layer(KeepsSettings, TakesLowRank):
 
     build = built_at_its_place(keras.layers.Layer.build)
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        if not keras.backend.is_float_dtype(self.compute_dtype):
+            raise ValueError(f"dtype must be of a floating type, got {self.compute_dtype!r}")
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
@@ -51,6 +56,10 @@ class Layer(KeepsSettings, TakesLowRank):
             cls.build = built_at_its_place(built_with_factors(cls.build))
         if "call" in vars(cls):
             cls.call = called_at_its_place(cls.call)
+
+    def takes(self, num_features: int) -> None:
+        """Let inputs with another last dimension be refused, by Keras, before they are used."""
+        self.input_spec = keras.layers.InputSpec(axes={-1: num_features})
 
     def shard(self, **rules: str | None) -> "Layer":
         """Shard this layer, and the layers inside of it, by rules of its own.

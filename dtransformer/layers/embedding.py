@@ -206,6 +206,7 @@ class VocabHead(_VocabLayer):
         self.keeps_padding = keeps_padding
 
     def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
+        self.takes(inputs_shape[-1])
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._vocab_weight(
@@ -222,6 +223,12 @@ class VocabHead(_VocabLayer):
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
+        if self.tied and (table is None or table.shape[-1] != inputs.shape[-1]):
+            given = "no table" if table is None else f"a table of the shape {list(table.shape)}"
+            raise ValueError(
+                f"a tied head got {given}, expected an embedding's [V', {inputs.shape[-1]}], as "
+                f"inputs have the shape {list(inputs.shape)}"
+            )
         if self.tied:
             logits = tied_logits(inputs, table)
         else:

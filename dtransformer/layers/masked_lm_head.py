@@ -56,6 +56,7 @@ class MaskedLMHead(Layer):
             "use_bias": use_bias,
             "tied": tied,
         }
+        self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(hidden_size, parallel=None, dtype=self.dtype_policy, name="dense")
         self.norm = LayerNorm(norm_epsilon, dtype=self.dtype_policy, name="norm")
@@ -117,6 +118,7 @@ class SentenceHead(Layer):
         self.supports_masking = True
         self.num_classes = check_size("num_classes", num_classes)
         self.hidden_size = check_size("hidden_size", hidden_size)
+        self.takes(hidden_size)
         options = {"parallel": None, "dtype": self.dtype_policy}
         self.pooler = Linear(hidden_size, name="pooler", **options)
         self.classifier = Linear(num_classes, name="classifier", **options)
