@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dtransformer.quiet import refuse_backend
+from dtransformer.registration import register_with_keras
 from dtransformer.version import __version__
 
 # Keras reads its backend when it is first imported; this library needs TensorFlow's.
@@ -20,6 +21,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 _keras = sys.modules.get("keras")  # it was imported before
 if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":
     refuse_backend(_keras.backend.backend())
+register_with_keras()
 
 if TYPE_CHECKING:
     from dtransformer.parallel.config import (

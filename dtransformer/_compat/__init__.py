@@ -18,6 +18,7 @@ from dtransformer._compat.of_keras import (
     forget_weight,
     in_symbolic_scope,
     known_as,
+    knows,
     learning_rate_of,
     mask_of,
     masks_of,

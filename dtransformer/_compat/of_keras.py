@@ -38,6 +38,7 @@ SUBCLASS_HOOKS = {
     keras.Model: (
         "_assert_compile_called",  # raises Keras' own error
         "_compile_metrics",  # the metrics given to `compile`, as one
+        "_flatten_metrics_in_order",  # what lists of `evaluate` and others are made of
         "_loss_tracker",  # the mean that is shown as the loss
     ),
 }
@@ -121,6 +122,13 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer):
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
     return bool(optimizer._use_weight_decay(variable))
+
+
+def knows(optimizer: keras.optimizers.Optimizer, variable) -> bool:
+    """Return whether an optimizer was built for a variable, of its shape. Unnecessary as `known_as`."""
+    number = optimizer._trainable_variables_indices.get(optimizer._var_key(variable))
+    known = optimizer._trainable_variables
+    return number is not None and tuple(known[number].shape) == tuple(variable.shape)
 
 
 def optimizer_states(optimizer: keras.optimizers.Optimizer) -> dict:

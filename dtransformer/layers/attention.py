@@ -6,7 +6,7 @@ import tensorflow as tf
 from dtransformer.layers import elementwise
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
 from dtransformer.layers.attention_inputs import check_inputs, check_layout, check_mask
-from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import (
     Layer,
     check_rate,
@@ -227,6 +227,8 @@ class MultiHeadAttention(Layer):
         position_table: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
+        if cache is None:
+            attention_mask = own_or_keras_mask(attention_mask, key)
         given = query
         query = as_sequences("query", query, attention_mask)
         key, value = (

@@ -4,6 +4,7 @@ import typing
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
@@ -44,6 +45,11 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     if keys.dtype.is_bool:
         return queries & keys
     return (queries == keys) & (keys != 0)
+
+
+def own_or_keras_mask(mask: tf.Tensor | Segments | None, x: tf.Tensor | None):
+    """Return the mask that a layer was given, or the one that Keras has left on a tensor."""
+    return _compat.mask_of(x) if mask is None else mask
 
 
 def expand_mask(mask: tf.Tensor | Segments) -> tf.Tensor:

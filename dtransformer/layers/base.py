@@ -1,8 +1,10 @@
 """The base of every layer: weights with logical axes and reproducible values."""
 
+import inspect
 import types
 
 import keras
+import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.arguments import checked
@@ -41,6 +43,11 @@ class Layer(KeepsSettings, TakesLowRank):
 
     build = built_at_its_place(keras.layers.Layer.build)
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        if not keras.backend.is_float_dtype(self.compute_dtype):
+            raise ValueError(f"dtype must be of a floating type, got {self.compute_dtype!r}")
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
@@ -49,6 +56,10 @@ class Layer(KeepsSettings, TakesLowRank):
             cls.build = built_at_its_place(built_with_factors(cls.build))
         if "call" in vars(cls):
             cls.call = _compat.told_as_it_is(called_at_its_place(cls.call))
+
+    def takes(self, num_features: int) -> None:
+        """Let inputs with another last dimension be refused, by Keras, before they are used."""
+        self.input_spec = keras.layers.InputSpec(axes={-1: num_features})
 
     def shard(self, **rules: str | None) -> "Layer":
         """Shard this layer, and the layers inside of it, by rules of its own.
@@ -81,6 +92,12 @@ class Layer(KeepsSettings, TakesLowRank):
         return self
 
     def __call__(self, *args, **kwargs):
+        if "mask" in kwargs and "mask" not in (names := inspect.signature(self.call).parameters):
+            mask = kwargs.pop("mask")
+            first, *others = args or [kwargs.pop(next(iter(names)))]
+            if mask is not None:
+                first = Masked(dtype=self.dtype_policy)(first, mask=mask)
+            args = first, *others
         if not self._own_rules:
             return super().__call__(*args, **kwargs)
         with override_rules(self._own_rules):
@@ -159,6 +176,16 @@ class Layer(KeepsSettings, TakesLowRank):
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
             store[str(number)] = variable.numpy()
+
+
+@register
+class Masked(keras.layers.Layer):
+    """Give a tensor a mask as Keras' own, for the layer that takes it."""
+
+    supports_masking = True
+
+    def call(self, inputs: tf.Tensor, mask: tf.Tensor | None = None) -> tf.Tensor:
+        return tf.identity(inputs)
 
 
 def check_rate(name: str, rate: float) -> float:

@@ -2,8 +2,7 @@
 
 import tensorflow as tf
 
-from dtransformer import _compat
-from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
@@ -65,14 +64,14 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         position_table: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, dict]:
-        if cache is None and decoder_mask is None:
-            decoder_mask = _compat.mask_of(inputs)
-        if cache is None and memory_mask is None:
-            memory_mask = _compat.mask_of(encoder_output)
         if cache is not None:
             masks = decoder_mask, memory_mask
             with unsharding_ahead([inputs]):
                 return self._compute(inputs, encoder_output, position_table, *masks, cache)
+        if encoder_output is None:
+            raise ValueError("encoder_output is missing: a decoder attends to a memory [b, s, h]")
+        decoder_mask = own_or_keras_mask(decoder_mask, inputs)
+        memory_mask = own_or_keras_mask(memory_mask, encoder_output)
 
         def compute(x, memory, *others):
             *tables, own_mask, mask_of_memory = others

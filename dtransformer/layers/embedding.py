@@ -198,6 +198,7 @@ class VocabHead(_VocabLayer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
@@ -205,6 +206,7 @@ class VocabHead(_VocabLayer):
         self.keeps_padding = keeps_padding
 
     def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
+        self.takes(inputs_shape[-1])
         if not self.tied:
             shape = (inputs_shape[-1], self.vocab_size)
             self.kernel = self._vocab_weight(
@@ -214,13 +216,19 @@ class VocabHead(_VocabLayer):
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
         self.built = True
 
-    def __call__(self, inputs, table=None):
+    def __call__(self, inputs, table=None, **kwargs):
         # Where it is not tied it depends on no table: a pipeline copies what is depended on.
-        return super().__call__(inputs, table) if self.tied else super().__call__(inputs)
+        return super().__call__(inputs, *([table] if self.tied else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         check_floating("inputs", inputs)
         # [b, s, h] -> [b, s, V']
+        if self.tied and (table is None or table.shape[-1] != inputs.shape[-1]):
+            given = "no table" if table is None else f"a table of the shape {list(table.shape)}"
+            raise ValueError(
+                f"a tied head got {given}, expected an embedding's [V', {inputs.shape[-1]}], as "
+                f"inputs have the shape {list(inputs.shape)}"
+            )
         if self.tied:
             logits = tied_logits(inputs, table)
         else:

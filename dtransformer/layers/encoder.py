@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.attention_mask import Segments, tokens_of_mask
+from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.elementwise import add
@@ -221,8 +221,7 @@ class TransformerEncoderLayer(TransformerBlock):
         if cache is not None:
             with unsharding_ahead([inputs]):
                 return self._decode(inputs, attention_mask, cache, prefix_mask, position_table)
-        if attention_mask is None:
-            attention_mask = _compat.mask_of(inputs)
+        attention_mask = own_or_keras_mask(attention_mask, inputs)
 
         def compute(x, *others):
             *tables, mask = others

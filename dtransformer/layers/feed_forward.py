@@ -38,6 +38,7 @@ class BaseFeedForward(Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         self.hidden_size = check_size("hidden_size", hidden_size)
+        self.takes(hidden_size)
         self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.attention_mask import Segments, expand_mask
+from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
 from dtransformer.layers.elementwise import select
 from dtransformer.layers.sparse_pattern import NUM_LOCAL_BLOCKS, FixedSparsePattern
@@ -67,6 +67,7 @@ class FixedSparseAttention(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_heads = check_size("num_heads", num_heads)
         self.size_per_head = check_size("size_per_head", size_per_head)
         check_divisible(num_heads=num_heads)
@@ -81,6 +82,7 @@ class FixedSparseAttention(Layer):
         value: tf.Tensor,
         attention_mask: tf.Tensor | Segments | None = None,
     ) -> tf.Tensor:
+        attention_mask = own_or_keras_mask(attention_mask, key)
         for name, x in {"query": query, "key": key, "value": value}.items():
             self._check(name, x)
         q, k, v = (self._heads(x) for x in (query, key, value))

@@ -47,6 +47,7 @@ class MaskedLMHead(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.arguments = {
             "vocab_size": vocab_size,
             "hidden_size": check_size("hidden_size", hidden_size),
@@ -55,6 +56,7 @@ class MaskedLMHead(Layer):
             "use_bias": use_bias,
             "tied": tied,
         }
+        self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(hidden_size, parallel=None, dtype=self.dtype_policy, name="dense")
         self.norm = LayerNorm(norm_epsilon, dtype=self.dtype_policy, name="norm")
@@ -72,10 +74,9 @@ class MaskedLMHead(Layer):
             layer.build(inputs_shape)
         self.built = True
 
-    def __call__(self, inputs, table=None):
+    def __call__(self, inputs, table=None, **kwargs):
         # As of `VocabHead`: where it is not tied it depends on no table.
-        tied = self.arguments["tied"]
-        return super().__call__(inputs, table) if tied else super().__call__(inputs)
+        return super().__call__(inputs, *([table] if self.arguments["tied"] else []), **kwargs)
 
     def call(self, inputs: tf.Tensor, table: tf.Tensor | None = None) -> tf.Tensor:
         return self.logits(self.norm(self.activation(self.dense(inputs))), table)
@@ -114,8 +115,10 @@ class SentenceHead(Layer):
 
     def __init__(self, num_classes: int, hidden_size: int, **kwargs):
         super().__init__(**kwargs)
+        self.supports_masking = True
         self.num_classes = check_size("num_classes", num_classes)
         self.hidden_size = check_size("hidden_size", hidden_size)
+        self.takes(hidden_size)
         options = {"parallel": None, "dtype": self.dtype_policy}
         self.pooler = Linear(hidden_size, name="pooler", **options)
         self.classifier = Linear(num_classes, name="classifier", **options)
@@ -129,6 +132,9 @@ class SentenceHead(Layer):
         # [b, s, h] -> [b, h]
         first = constrain(inputs, ("batch", None, None))[:, 0]
         return self.classifier(tf.tanh(self.pooler(first)))
+
+    def compute_mask(self, *args) -> None:
+        return None  # of a class there is none
 
     def compute_output_shape(self, inputs_shape: tuple) -> tuple:
         return inputs_shape[0], self.num_classes

@@ -18,6 +18,7 @@ class _Norm(Layer):
         self.compute_type = compute_type
 
     def build(self, input_shape):
+        self.takes(input_shape[-1])
         self.gamma = self.add_weight(
             (input_shape[-1],), "ones", axes=("norm",), name="gamma", autocast=False
         )

@@ -61,6 +61,7 @@ class PositionEmbedding(Layer):
 
     def build(self, input_shape: tuple) -> None:
         if self.kind == "learned":
+            self.takes(input_shape[-1])
             self.table = self.add_weight(
                 (self.max_length + self.offset, input_shape[-1]),
                 self.initializer,

@@ -77,6 +77,7 @@ class Router(Layer):
 
     def build(self, input_shape: tuple) -> None:
         experts = self.config.expert_num
+        self.takes(input_shape[-1])
         self.kernel = self.add_weight(
             (input_shape[-1], experts),
             self.kernel_initializer,

@@ -47,6 +47,7 @@ class TokenTypeEmbedding(Layer):
         self.initializer = initializer
 
     def build(self, input_shape: tuple, *args) -> None:
+        self.takes(input_shape[-1])
         self.table = self.add_weight(
             (self.num_types, input_shape[-1]), self.initializer, axes=(None, "embed"), name="table"
         )

@@ -326,17 +326,13 @@ class FitLoop(keras.Model):
         """Train on one batch; as `keras.Model.train_on_batch`, `shard` as in `fit`.
 
         Returns:
-            The loss, or a list of it and of the metrics; with `return_dict` all logs.
+            Keras' list, or the loss alone; with `return_dict` all logs.
         """
         self._take_batch(x, shard)
         self._prepare((x,))
         self._data_position = self._restored_position = None  # not known any more
         with job.doing("compiling", int(self.optimizer.iterations) + 1), told_in_one_line():
-            logs = super().train_on_batch(x, y, sample_weight, class_weight, True)
-        if return_dict:
-            return logs
-        values = [logs[metric.name] for metric in self.metrics if metric.name in logs]
-        return values if len(values) > 1 else values[0]
+            return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""

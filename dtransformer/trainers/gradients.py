@@ -5,7 +5,8 @@ whole batch counts, so that their sum over the data-parallel group is the gradie
 global mean.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -39,15 +40,22 @@ def cast(gradient: Gradient, dtype) -> Gradient:
     return tf.cast(gradient, dtype)
 
 
-def check_used(weights: list, gradients: list) -> None:
-    """Check that the loss has a gradient of every weight.
+def with_zeros(weights: list, gradients: list, zeros: Callable) -> list:
+    """Return gradients, where None is zeros: a warning names those weights.
 
-    Raises:
-        ValueError: names the weights that the loss does not depend on.
+    Args:
+        weights: list of `keras.Variable`s.
+        gradients: list with what there is of each; None where the loss does not depend on it.
+        zeros: a function of the number of a weight that returns the same of zeros.
     """
     unused = [w.path for w, gradient in zip(weights, gradients) if gradient is None]
-    if unused:
-        raise ValueError(f"the loss does not depend on the weights {', '.join(unused)}")
+    if unused and not job.data_shard()[0]:
+        warnings.warn(
+            f"the loss does not depend on the weights {', '.join(unused)}: nothing but weight decay "
+            "changes them; did you forget a loss in compile?",
+            stacklevel=2,
+        )
+    return [zeros(i) if gradient is None else gradient for i, gradient in enumerate(gradients)]
 
 
 def scale(gradients: list, factor) -> list:

@@ -17,7 +17,7 @@ class Objective:
     """The weighted sum of the losses of a network's outputs.
 
     Args:
-        loss: as `keras.Model.compile` takes it: a Keras loss, its name, a function of
+        loss: as `keras.Model.compile` takes it: None, a Keras loss, its name, a function of
             (y_true, y_pred), or dicts and lists of them, one for each output. Or a
             `CrossEntropyLoss`, or any other object with its `per_token` and `token_weights`.
         loss_weights: None, or numbers in the same structure.
@@ -32,9 +32,9 @@ class Objective:
 
     def __init__(self, loss, loss_weights=None, output_names=None):
         self._losses, self._weights, self._names = loss, loss_weights, output_names
-        self.losses = keras.tree.flatten(loss)
+        self.losses = [one for one in keras.tree.flatten(loss) if one is not None]
         for one in self.losses:
-            if one is not None and not hasattr(one, "per_token") and one not in _BY_SHAPE:
+            if not hasattr(one, "per_token") and one not in _BY_SHAPE:
                 check_loss(keras.losses.get(one))
 
     @property
@@ -67,7 +67,7 @@ class Objective:
         """Return what a user knows a loss by, of its name in the `sums`."""
         if name != "loss":
             return f"the loss of {name.removeprefix('loss/')}"
-        (loss,) = [one for one in self.losses if one is not None][:1]
+        loss = (self.losses or ["that layers add"])[0]
         return f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}"
 
     @staticmethod
@@ -82,9 +82,14 @@ class Objective:
         return Counted(*(counts[start + i] for i in range(_COUNTS)))
 
     def _label_counts(self, labels, sample_weight):
+        if not self.losses:
+            return []
         flat = [tf.convert_to_tensor(x) for x in keras.tree.flatten(labels)]
-        weights = _one_each(sample_weight, len(flat))
-        losses = self.losses if len(self.losses) == len(flat) else self.losses[:1] * len(flat)
+        weights, losses = _one_each(sample_weight, len(flat)), self._losses
+        names = sorted(labels) if isinstance(labels, dict) else self._names
+        if isinstance(losses, dict) and names:
+            losses = [losses.get(name) for name in names]
+        losses = _one_each(losses, len(flat))
         counts = []
         for label, weight, loss in zip(flat, weights, losses):
             size = tf.cast(tf.size(label), "float32")
@@ -107,7 +112,8 @@ class Objective:
             own_is_all: whether this share is the global batch.
 
         Returns:
-            A dict of float32 scalars: `"loss"`, the part of the loss; `"loss/NAME"` of each
+            A dict of float32 scalars: `"loss"`, the part of the loss, alone where layers add all
+            that there is; `"loss/NAME"` of each
             loss where there are several; `"divided"` where the loss still has to be divided
             by its sum; `"counted"`, the weight of the labels, or the rows where there are
             several losses; `"right"` of a loss of tokens, the weight of those that are predicted.
@@ -115,10 +121,12 @@ class Objective:
         Raises:
             ValueError: several losses are divided by what is only known after the forward pass.
         """
+        if not self.losses:
+            return {"loss": tf.zeros([])}
         if not trace.is_on_mesh():  # labels are checked where they are counted, before all else
             with tf.control_dependencies([counts]):
                 labels = keras.tree.map_structure(tf.identity, labels)
-        flat, shares = keras.tree.flatten(labels), {}
+        flat, shares, seen = keras.tree.flatten(labels), {}, []
 
         def term(loss, name):
             loss = loss.fn if hasattr(getattr(loss, "fn", None), "per_token") else loss
@@ -126,6 +134,7 @@ class Objective:
             def share(y_true, y_pred, weight=None):
                 counted = self.counted(counts, _position(y_true, flat))
                 shares[name] = share_of(loss, y_true, y_pred, weight, counted, own_is_all)
+                seen[:] = y_pred, y_true
                 return shares[name].loss
 
             return share
@@ -145,7 +154,7 @@ class Objective:
         (share,) = shares.values()
         if share.divided is not None:
             sums["divided"] = share.divided
-        found = _accuracy(outputs, labels, share.weights)
+        found = _accuracy(*seen, share.weights)
         if not self.is_of_tokens:  # Keras shows what `metrics` asks for
             found.pop("right", None)
         return {**sums, **found}
@@ -165,10 +174,10 @@ def _label_checks(labels, loss):
     return [check_range(labels, name, size)]
 
 
-def _one_each(sample_weight, number):
-    """Return a list of the sample weights of a number of label tensors."""
-    weights = keras.tree.flatten(sample_weight) if sample_weight is not None else [None]
-    return weights if len(weights) == number else weights[:1] * number
+def _one_each(given, number):
+    """Return a list of the sample weights, or of the losses, of a number of label tensors."""
+    each = keras.tree.flatten(given) if given is not None else [None]
+    return each if len(each) == number else each[:1] * number
 
 
 def _position(tensor, flat):
@@ -177,7 +186,6 @@ def _position(tensor, flat):
 
 def _accuracy(outputs, labels, weights):
     """Return the sums of a classifier's accuracy, `"right"` and `"counted"`."""
-    (outputs,), (labels,) = keras.tree.flatten(outputs)[:1], keras.tree.flatten(labels)[:1]
     labels = class_numbers(labels, outputs)
     size = tf.cast(tf.size(labels), "float32")
     if weights is None:

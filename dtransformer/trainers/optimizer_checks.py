@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 
@@ -117,6 +118,20 @@ def check_shards(optimizer):
                 "work where a mesh or optimizer_shard shards weights"
                 + ("" if name == "use_ema" else ": use micro_batch_num instead")
             )
+
+
+def check_built(optimizer, parameters):
+    """Check that an optimizer was built for what it is to update, where it was built before.
+
+    Raises:
+        ValueError: it was not: for full weights, which are sharded, or for another network's.
+    """
+    if optimizer.built and not all(_compat.knows(optimizer, one) for one in parameters):
+        raise ValueError(
+            f"{type(optimizer).__name__} was built before compile, for other weights than are to be "
+            "updated, which a mesh, a pipeline or optimizer_shard divides: give compile one that is "
+            "not built"
+        )
 
 
 def check_constraints(weights):

@@ -18,6 +18,7 @@ from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.buckets import buckets
 from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.optimizer_checks import (
+    check_built,
     check_clipping,
     check_constraints,
     check_elementwise,
@@ -79,6 +80,7 @@ class ShardedOptimizer:
         on_mesh = any(one.norm_share is not None for one in self.shards)
         if self.is_sharded or on_mesh or any(unit.is_held for unit in self.units):
             check_shards(self._optimizer)
+        check_built(self._optimizer, parameters)
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)

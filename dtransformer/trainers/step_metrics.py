@@ -18,22 +18,28 @@ class StepMetrics:
         loss, accuracy: `keras.metrics.Mean`s, which Keras resets at the start of an epoch.
         compiled: Keras' container of the user's metrics; None where there are none.
         objective: the `Objective`, which says what a batch weighs in an epoch's mean.
+
+    Attributes:
+        names: those that Keras' lists have of the logs of `update`, once it was traced: not the
+            accuracy where other metrics were asked for.
     """
 
     def __init__(self, loss, accuracy, compiled, objective):
         self._loss, self._accuracy, self._compiled = loss, accuracy, compiled
         self._objective = objective
         self._of_outputs = {}  # the losses of the outputs, where there are several
+        self.names = ()
 
     @property
-    def means(self):
-        """The list of the means of losses, and the accuracy."""
-        return [self._loss, self._accuracy, *self._of_outputs.values()]
+    def of_outputs(self):
+        """The list of the means of the outputs' losses, where there are several."""
+        return list(self._of_outputs.values())
 
     @property
     def variables(self):
         """The list of the variables that are sums since the epoch began."""
-        metrics = self.means if self._compiled is None else [*self.means, self._compiled]
+        metrics = [self._loss, self._accuracy, *self.of_outputs]
+        metrics += [] if self._compiled is None else [self._compiled]
         return [v for metric in metrics for v in metric.variables]
 
     @property
@@ -48,7 +54,15 @@ class StepMetrics:
 
     def build(self, labels, outputs):
         """Make the metrics' states, from tensors like those that they will see."""
-        self._compiled.build(labels, outputs)
+        like = lambda x: (
+            None if x is None else tf.zeros([1, *(n or 1 for n in x.shape[1:])], x.dtype)
+        )
+        with tf.init_scope():
+            row = keras.tree.map_structure(like, (labels, outputs))
+            self._compiled.build(*row)
+            if not all(metric.variables for metric in self._compiled.metrics):
+                self._compiled.update_state(*row)  # F1Score's, and others', begin with a batch
+                self._compiled.reset_state()
 
     def update(self, loss, totals, counts, labels, outputs, sample_weight):
         """Count a batch, of a step that is skipped, too; return the logs, means of the epoch so far.
@@ -74,9 +88,12 @@ class StepMetrics:
                     with tf.init_scope():
                         self._of_outputs[name] = keras.metrics.Mean(name=name)
                 logs[name] = self._mean(self._of_outputs[name], total, rows)
+        self.names = set(logs)
         if self._compiled is not None:
             self._update_compiled(labels, outputs, sample_weight)
-            logs.update(self._compiled.result())
+            asked = self._compiled.result()
+            self.names = self.names - {"accuracy"} | set(asked)
+            logs.update(asked)
         return logs
 
     @staticmethod

@@ -128,9 +128,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
         Args:
             optimizer: a Keras optimizer, or its name.
-            loss: a `CrossEntropyLoss` (the default), or what Keras takes: a Keras loss, its
-                name, a function of (y_true, y_pred), or lists or dicts of them, one for each
-                output. A loss is reduced over the global batch as it says itself.
+            loss: a `CrossEntropyLoss`, or what Keras takes: a Keras loss, its name, a function of
+                (y_true, y_pred), or lists or dicts of them, one for each output. A loss is reduced
+                over the global batch as it says itself. None is `CrossEntropyLoss()` of a network
+                with the method `logits_vocab_size`, as those of `dtransformer.models`; of others
+                what their layers add by `add_loss`.
             loss_weights: the factors of several losses; as Keras'.
             metrics: list of Keras metrics; their states are sums over the ranks.
             weighted_metrics: list of Keras metrics that see the sample weights.
@@ -160,9 +162,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if device_type() == "GPU":  # where elementwise operations would all go through memory
             in_clusters = jit_compile == "auto" and job.mesh() is None
             tf.config.optimizer.set_jit("autoclustering" if in_clusters else False)
-        loss = of_classes(CrossEntropyLoss() if loss is None else loss, self.network)
-        names = getattr(self.network, "output_names", None)
-        self.objective = Objective(loss, loss_weights, names)
+        if loss is None and hasattr(self.network, "logits_vocab_size"):
+            loss = CrossEntropyLoss()
+        loss = of_classes(loss, self.network)
+        self.objective = Objective(loss, loss_weights, self.output_names)
         super().compile(
             optimizer=optimizer,
             metrics=of_rows(metrics),
@@ -229,10 +232,29 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     @property
     def metrics(self) -> list:
-        """The list of all metrics: those of the outputs' losses among them."""
-        means = [] if self._program is None else self._program.metrics.means
-        others = [one for one in super().metrics if all(one is not mean for mean in means)]
-        return [*means, *others, *layer_metrics(self.network)]
+        """The list of all metrics, in Keras' order; the accuracy where none was asked for."""
+        accuracy, means = self._accuracy_tracker, []
+        found = [one for one in super().metrics if one is not accuracy]
+        if self._program is not None:
+            means = self._program.metrics.of_outputs
+        if self.objective is not None and self.objective.is_of_tokens and len(found) == 1:
+            found.append(accuracy)
+        return [*found, *means, *layer_metrics(self.network)]
+
+    @property
+    def output_names(self) -> list | None:
+        """The names of the network's outputs, by which Keras names metrics; None without."""
+        return getattr(self.network, "output_names", None)
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._accuracy_tracker.reset_state()
+
+    def _flatten_metrics_in_order(self, logs):
+        names = {*self._program.metrics.names, *self._states.results()}
+        return super()._flatten_metrics_in_order(
+            {name: logs[name] for name in logs if name in names}
+        )
 
     # What comes before the first step.
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer import layers, parallel_config
+from dtransformer import MoEConfig, layers, parallel_config
 from dtransformer.layers import (
     CrossEntropyLoss,
     Dropout,
@@ -230,3 +230,43 @@ def test_arguments_are_what_their_hints_say(make, error, words):
 def test_inputs_are_floats(layer):
     with pytest.raises(TypeError, match="inputs must be of a floating type, got int64"):
         layer(tf.ones((2, 3, 8), "int64"))
+
+
+OF_SIXTEEN = {
+    "FeedForward": (16, 8),
+    "LayerNorm": (),
+    "Linear": (4,),
+    "MaskedLMHead": (6, 16, "gelu", 1e-5, True, False),
+    "MoE": (16, 8),
+    "PositionEmbedding": (5, "learned"),
+    "RMSNorm": (),
+    "Router": (MoEConfig(expert_num=2),),
+    "SentenceHead": (2, 16),
+    "TokenTypeEmbedding": (2,),
+    "VocabHead": (5,),
+}
+
+
+@pytest.mark.parametrize("name", OF_SIXTEEN)
+def test_inputs_of_another_size_are_refused(name):
+    options = {"moe_config": MoEConfig(expert_num=2)} if name == "MoE" else {}
+    layer = getattr(layers, name)(*OF_SIXTEEN[name], **options)
+    layer(tf.zeros((2, 3, 16)))
+    with pytest.raises(ValueError, match=r"have value 16, but received .*\(2, 3, 12\)"):
+        layer(tf.zeros((2, 3, 12)))
+
+
+def test_what_a_layer_needs_besides_its_inputs():
+    head, x = layers.VocabHead(6, tied=True), tf.zeros((2, 3, 12))
+    with pytest.raises(ValueError, match="got no table, expected .*12"):
+        head(x)
+    with pytest.raises(ValueError, match=r"a table of the shape \[6, 16\], expected .*12"):
+        head(x, tf.zeros((6, 16)))
+    decoder = layers.TransformerDecoder(1, hidden_size=12, num_heads=2, ffn_hidden_size=8)
+    with pytest.raises(ValueError, match="encoder_output is missing"):
+        decoder(x)
+
+
+def test_a_dtype_that_is_not_floating_is_refused():
+    with pytest.raises(ValueError, match="dtype must be of a floating type, got 'int64'"):
+        layers.TransformerEncoder(1, 8, 2, 16, dtype="int64")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.layers import CrossEntropyLoss
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import TRAINING
@@ -162,6 +163,105 @@ class TestAgainstKeras:
         assert [float(log["step_loss"]) for log in logs] == pytest.approx(record["step_loss"])
         for actual, wanted in zip(trainer.get_weights(), by_fit.get_weights(), strict=True):
             np.testing.assert_allclose(actual, wanted, TRAINING)
+
+
+def classifier(kind):
+    """Return a network of one output, or of two in a list or a dict."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    a, b = (keras.layers.Dense(3, "softmax", name=name)(inputs) for name in "ab")
+    return keras.Model(inputs, {"one": a, "list": [a, b], "dict": {"a": a, "b": b}}[kind])
+
+
+@pytest.mark.parametrize(
+    "kind, metrics, weighted",
+    [
+        ("one", None, None),
+        ("one", ["accuracy", "sparse_categorical_crossentropy"], ["accuracy"]),
+        ("list", [["accuracy"], ["accuracy"]], None),
+        ("list", {"b": ["accuracy"], "a": ["sparse_top_k_categorical_accuracy"]}, None),
+        ("dict", {"b": ["accuracy"], "a": ["accuracy"]}, {"a": ["accuracy"]}),
+    ],
+)
+def test_lists_and_names(kind, metrics, weighted):
+    """What `evaluate` and the calls of one batch return, in Keras' order, and all names."""
+    x, labels = points(num_classes=3)
+    y = {"one": labels, "list": [labels, labels], "dict": {"a": labels, "b": labels}}[kind]
+    found = []
+    for wrap in (Trainer, lambda network: network):
+        model, loss = wrap(classifier(kind)), "sparse_categorical_crossentropy"
+        loss = {"one": loss, "list": [loss] * 2, "dict": {"a": loss, "b": loss}}[kind]
+        options = {"metrics": metrics, "weighted_metrics": weighted, "run_eagerly": True}
+        model.compile("sgd", loss, **options)
+        lists = model.train_on_batch(x, y), model.test_on_batch(x, y), model.evaluate(x, y)
+        names = model.metrics_names, sorted(model.evaluate(x, y, return_dict=True))
+        found.append((lists, names))
+    np.testing.assert_allclose(found[0][0], found[1][0], TRAINING)
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("kind, given", [("list", "ab"), ("dict", "ab"), ("dict", "b")])
+def test_a_loss_of_one_of_two_outputs(kind, given):
+    """The other's weights stay as they are, which a warning says."""
+    x, labels = points(num_classes=3)
+    y = {name: labels if name == "b" else labels[::-1] for name in given}
+    found = []
+    for wrap in (Trainer, lambda network: network):
+        model = wrap(classifier(kind))
+        loss = {"a": None, "b": keras.losses.SparseCategoricalCrossentropy()}
+        if kind == "list":
+            loss, y = list(loss.values()), [labels[::-1], labels]
+        model.compile(keras.optimizers.Adam(0.1), loss, run_eagerly=True)
+        with pytest.warns(UserWarning, match="a/kernel.*did you forget"):
+            losses = model.fit(x, y, epochs=2, verbose=0, batch_size=8, shuffle=False)
+        found.append([losses.history["loss"], *model.get_weights()])
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, TRAINING)
+    trainer = Trainer(classifier(kind))
+    loss = [None, CrossEntropyLoss()] if kind == "list" else {"a": None, "b": CrossEntropyLoss()}
+    trainer.compile("sgd", loss, run_eagerly=True)
+    best = classifier(kind).predict(x, verbose=0)["b" if kind == "dict" else 1].argmax(-1)
+    assert trainer.evaluate(x, y, verbose=0)[1] == pytest.approx((best == labels).mean())
+
+
+class FarFromOne(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x - 1)))
+        return x
+
+
+def test_losses_that_layers_add_alone():
+    """Without targets, and without a loss in `compile`."""
+    x, found = points()[0], []
+    for wrap in (Trainer, lambda network: network):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((3,))
+        model = wrap(keras.Model(inputs, FarFromOne()(keras.layers.Dense(2)(inputs))))
+        model.compile(keras.optimizers.Adam(0.1), run_eagerly=True)
+        options = {"verbose": 0, "batch_size": 8, "shuffle": False, "validation_data": (x,)}
+        history = model.fit(x, epochs=2, **options).history
+        found.append([history["loss"], history["val_loss"], [model.evaluate(x, verbose=0)]])
+    np.testing.assert_allclose(*map(np.concatenate, found), TRAINING)
+
+
+def test_no_loss_at_all_is_refused():
+    trainer = Trainer(dense_network())
+    trainer.compile("sgd", run_eagerly=True)
+    with pytest.raises(ValueError, match="no loss: give compile one"):
+        trainer.fit(*points(), verbose=0)
+
+
+def test_the_accuracy_is_in_lists_where_nothing_was_asked_for():
+    x, y = points(num_classes=4)
+    for metrics, names in (
+        (None, ["loss", "accuracy"]),
+        (["accuracy"], ["loss", "compile_metrics"]),
+    ):
+        trainer = Trainer(dense_network(4))
+        trainer.compile("sgd", CrossEntropyLoss(), metrics=metrics, run_eagerly=True)
+        assert len(trainer.train_on_batch(x, y)) == len(trainer.evaluate(x, y, verbose=0)) == 2
+        assert trainer.metrics_names == names
+        assert {"loss", "accuracy"} == {*trainer.evaluate(x, y, verbose=0, return_dict=True)}
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])

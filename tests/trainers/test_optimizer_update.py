@@ -194,6 +194,16 @@ def test_several_optimizers_are_refused():
         trainer.compile(several, "mse")
 
 
+def test_an_optimizer_of_other_weights_is_refused():
+    networks = [keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)]) for _ in range(2)]
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(networks[1].trainable_variables)
+    trainer = Trainer(networks[0])
+    trainer.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match="SGD was built before compile, for other weights"):
+        trainer.fit(np.ones((2, 8)), np.ones((2, 2)), verbose=0)
+
+
 def test_sparse_inputs_are_trained_with():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,), sparse=True), keras.layers.Dense(2)])

@@ -93,12 +93,16 @@ class ForwardStep:
         with tape, own_tape, seed, unsharding("train"), listens as told:
             tape.watch(values)
             outputs, found = self.outputs_and_states(inputs, training=True)
+            if not self.objective.losses and not self.network.losses:
+                raise ValueError(
+                    "there is no loss: give compile one, or a layer that calls add_loss"
+                )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
             sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
-        grads.check_used(weights, gradients)
+        gradients = grads.with_zeros(weights, gradients, lambda i: tf.zeros_like(values[i]))
         return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
@@ -121,6 +125,9 @@ class ForwardStep:
         own_is_all = job.data_shard()[1] == 1
         own_is_all &= not training or get_parallel_config().micro_batch_num == 1
         sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
+        if not self.objective.losses:
+            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
+            sums["counted"] = tf.cast(rows, "float32")
         if "divided" in sums:
             self._check_divided(losses)
         sums["added"] = self.added(losses, inputs, counts, sums.get("divided"))

@@ -9,6 +9,7 @@ from dtransformer.parallel.dtensor.function import new_functions
 from dtransformer.parallel.pipeline.instruction import COMPUTATIONS, FORWARD, Instruction
 from dtransformer.parallel.pipeline.own_stage import own_chunks
 from dtransformer.parallel.pipeline.timeline import Event
+from dtransformer.parallel.sharded_variable import own_shards
 from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.engines.accumulation import seed_of
 
@@ -98,8 +99,8 @@ class PipelineStep:
         """Return for each weight the list of this rank's shards of its gradient."""
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
-        grads.check_used(weights, gradients)
-        return gradients
+        zeros = lambda i: [tf.zeros_like(shard.value) for shard in own_shards([weights[i]])]
+        return grads.with_zeros(weights, gradients, zeros)
 
     def all_outputs(self):
         """Return the outputs of all micro-batches; None where they are not wanted, or not here."""

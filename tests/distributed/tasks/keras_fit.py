@@ -38,6 +38,21 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
+class Shares(keras.metrics.Metric):
+    """The share of the first class, whose state begins with the first batch, as F1Score's do."""
+
+    state_reduction = "sum"
+
+    def update_state(self, labels, outputs, sample_weight=None):
+        if not self.variables:
+            self.counts = self.add_variable((outputs.shape[-1],), "zeros", name="counts")
+        classes = keras.ops.one_hot(keras.ops.reshape(labels, (-1,)), outputs.shape[-1])
+        self.counts.assign_add(keras.ops.sum(classes, axis=0))
+
+    def result(self):
+        return self.counts[0] / keras.ops.sum(self.counts)
+
+
 def train(model, data, optimizer=None, epochs=2, callbacks=(), **options):
     """Fit, evaluate and predict with the global data; return what a test compares."""
     if job.size() > 1 or job.mesh() is not None:
@@ -96,7 +111,9 @@ def keeps():
     model = stateful.network(lambda: [stateful.Seen(), stateful.Counts(name="counts")])
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data, optimizer = {"x": stateful.IDS, "y": stateful.TAGS}, keras.optimizers.SGD(0.5)
-    found = train(model, data, optimizer, loss=classes, **stateful.masked_metrics())
+    options = stateful.masked_metrics()
+    options["metrics"].append(Shares(name="shares"))
+    found = train(model, data, optimizer, loss=classes, **options)
     counts = model.get_layer("counts")
     if counts.weights:  # on its stage
         assert (int(counts.steps), float(counts.rows)) == (4, 32.0)

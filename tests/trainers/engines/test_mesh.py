@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer import TransformerRecomputeConfig, layers
+from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines import mesh
 from harness.tolerances import PARITY_LOSS
@@ -248,3 +249,16 @@ def test_rows_that_the_data_axis_does_not_divide():
     found = trainer_of(network()).predict(batch(rows=7)[0], verbose=0)
     assert found.shape == outputs.shape
     np.testing.assert_allclose(found, outputs, atol=1e-4)
+
+
+@on_mesh
+def test_an_optimizer_that_was_built_for_full_weights_is_refused():
+    start()
+    model = CausalLM(8, hidden_size=4, num_heads=2, num_layers=1)
+    model.build()
+    for optimizer in (keras.optimizers.Adam(), keras.optimizers.SGD()):
+        optimizer.build(model.trainable_variables)
+        trainer = Trainer(model)
+        trainer.compile(optimizer)
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__} was built before comp"):
+            trainer.fit(np.ones((2, 4)), np.ones((2, 4)), verbose=0)
