@@ -16,6 +16,7 @@ from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.data import (
     DataPosition,
     as_data,
+    check_batched,
     check_batches,
     check_micro_batches,
     peek,
@@ -24,6 +25,7 @@ from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_r
 from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
+from dtransformer.trainers.progress_bar import ProgressBar
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 
@@ -167,10 +169,11 @@ class FitLoop(keras.Model):
         Args:
             x: the data, as Keras takes them, the same on every rank: of each batch a data shard
                 computes its rows. Or an object with `as_dataset()` and `set_epoch(epoch)`,
-                such as `TranslationBatches`, which takes the rank's share and shuffles by itself.
+                such as `TranslationBatches`, which shuffles by itself.
             y, batch_size, epochs, callbacks, and the others: as Keras'. `batch_size` is that of
                 the global batch.
-            verbose: as Keras'; ranks other than 0 print nothing.
+            verbose: as Keras'; ranks other than 0 print nothing. 2 prints all logs, the progress
+                bar of 1 losses and metrics.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
                 of a folder of them. `epochs` counts from the run's beginning. In the middle
@@ -180,8 +183,8 @@ class FitLoop(keras.Model):
                 does not shuffle.
             shard: False where the data, and the validation data, are this data shard's share
                 already, of `dtransformer.data_shard()`; the ranks of a shard need the same, and
-                all ranks the same number of batches. By default so for objects with
-                `as_dataset()`, and True for all others.
+                all ranks the same number of batches. True by default, but for objects with
+                `as_dataset()` that make a share: their `num_shards` is not 1.
 
         Returns:
             A `keras.callbacks.History`.
@@ -217,6 +220,8 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         of_user = callbacks
         callbacks = [self._data_position, LossWarning()]
+        own_bar = any(isinstance(one, keras.callbacks.ProgbarLogger) for one in of_user)
+        bar = [] if own_bar or verbose in (0, 2) else [ProgressBar()]
         try:
             with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(
@@ -226,7 +231,7 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [*callbacks, *with_host_changes([*of_user, *stopping])],
+                        [*callbacks, *with_host_changes([*of_user, *stopping]), *bar],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
@@ -349,6 +354,7 @@ class FitLoop(keras.Model):
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
         first, data = peek(as_data(x))
+        check_batched(first, self.network)
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
         check_rows_of_ranks(data, first, self._shards_rows)
