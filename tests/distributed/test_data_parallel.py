@@ -1,11 +1,13 @@
 """Promise: two ranks give the numbers of one process."""
 
+import keras
 import numpy as np
 import pytest
 
 from dtransformer.datasets import TranslationBatches
 from dtransformer.parallel import job
 from dtransformer.trainers.data_rows import shards_rows
+from dtransformer.trainers.host_changes import with_host_changes
 from harness.tasks import TASKS
 from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
 from tests.shared_runs import each, on_ranks
@@ -149,3 +151,11 @@ def test_batches_that_are_made_whole_are_shared_as_arrays_are():
     index, count = job.data_shard()
     own = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
     assert [shards_rows(x, None) for x in (ids, whole, own)] == [True, True, False]
+
+
+@on_ranks("dp2@2x1")
+def test_each_rank_has_a_folder_of_its_own_for_tensorboard():
+    board = keras.callbacks.TensorBoard("logs")
+    for _ in range(2):  # fits
+        with_host_changes([board])
+    assert board.log_dir == ("logs" if job.is_chief() else "logs/rank_1")
