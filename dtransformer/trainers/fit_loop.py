@@ -25,7 +25,6 @@ from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_r
 from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
-from dtransformer.trainers.progress_bar import ProgressBar
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
 
@@ -220,8 +219,6 @@ class FitLoop(keras.Model):
         verbose = verbose if job.is_chief() else 0
         of_user = callbacks
         callbacks = [self._data_position, LossWarning()]
-        own_bar = any(isinstance(one, keras.callbacks.ProgbarLogger) for one in of_user)
-        bar = [] if own_bar or verbose in (0, 2) else [ProgressBar()]
         try:
             with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(
@@ -231,7 +228,7 @@ class FitLoop(keras.Model):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [*callbacks, *with_host_changes([*of_user, *stopping]), *bar],
+                        [*callbacks, *with_host_changes([*of_user, *stopping])],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
