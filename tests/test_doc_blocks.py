@@ -255,6 +255,13 @@ def check_extras(words):
             assert f"\n{name} =\n" in text
 
 
+@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "yaml")])
+def test_configs_are_such(page, tmp_path):
+    for code in blocks(next(path for path in PAGES if path.name == page), "yaml"):
+        (tmp_path / "mine.yaml").write_text(code)
+        cli.config.load_config(tmp_path / "mine.yaml")
+
+
 def test_inline_commands_are_parsed():
     """`dtransformer …` in a sentence, too, where it is whole."""
     wrong = []
