@@ -11,15 +11,15 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError
 
+_NOT_COUNTED = (
+    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
+)
 # As an operation of a graph tells it, or one that is run by itself.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _REFUSED = re.compile(r"InputError: ([^\n]*)")
 _WITHOUT_RULE = re.compile(r"'tf\.(\w+)' op does not implement layout propagation")
-_NOT_COUNTED = (
-    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
-)
 
 
 def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
@@ -63,20 +63,18 @@ def told_in_one_line() -> Iterator[None]:
             told = "another device of the mesh failed: an id that is in no table, most often"
         if told is None:
             raise
-        raise ValueError(told) from None
+        raise ValueError(told + _NOT_COUNTED * (" -100" in told)) from None
 
 
 def _told(message):
     if found := _CHECKED.search(message):
         told, lowest, highest = found.groups()
-        return f"{told} {lowest} and {highest}" + _NOT_COUNTED * (lowest == "-100")
+        return f"{told} {lowest} and {highest}"
     if found := _LOOKED_UP.search(message):
         number, size = map(int, found.groups())
-        told = f"an id or label of the batch is {number}, expected 0 to {size - 1}"
-        return told + _NOT_COUNTED * (number == -100)
+        return f"an id or label of the batch is {number}, expected 0 to {size - 1}"
     if found := _LABEL.search(message):
-        told = f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
-        return told + _NOT_COUNTED * (found[1] == "-100")
+        return f"a label of the batch is {found[1]}, and the outputs have {found[2]} classes"
     if found := _WITHOUT_RULE.search(message):
         return (
             f"a layer of the network computes {found[1]}, which DTensor cannot compute on a mesh: "
