@@ -1,7 +1,7 @@
 """Tables as text."""
 
 
-def columns(lines, right=()):
+def columns(lines: list[list], right: tuple[int, ...] = ()) -> list[str]:
     """Return the lines of a table, with a rule under the first one.
 
     Args:

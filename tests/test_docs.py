@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib.util
 import pathlib
 import re
 
@@ -62,6 +63,38 @@ def definition(file, function):
         if node is None:
             return None
     return node
+
+
+def test_the_command_lines_page_is_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("command_line", ROOT / "docs/command_line.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text("utf-8") == module.page(), "run docs/command_line.py"
+
+
+def shown_names():
+    """Yield what docs and examples import of the package: (module, name)."""
+    scripts = [path.read_text("utf-8") for path in ROOT.glob("examples/**/*.py")]
+    blocks = re.compile(r"^```python\n(.*?)^```$|^>>> (from [^\n]*)$", re.MULTILINE | re.DOTALL)
+    pages = [page.read_text("utf-8") for page in PAGES]
+    scripts += [code or line for page in pages for code, line in blocks.findall(page)]
+    for node in (node for text in scripts for node in ast.walk(ast.parse(text))):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("dtransformer"):
+            yield from ((node.module, name.name) for name in node.names)
+
+
+def test_the_reference_has_every_name_that_is_shown():
+    """Of a module of the reference, or on its own where a file of the package has its name, too."""
+    pages = [page.read_text("utf-8") for page in ROOT.glob("docs/api/*.md")]
+    listed = {name for page in pages for name in re.findall(r"^::: (\S+)", page, re.MULTILINE)}
+    missing = set()
+    for module, name in shown_names():
+        path = PACKAGE.parent / module.replace(".", "/")
+        names_file = (path / f"{name}.py").exists() or (path / name).is_dir()
+        homes = [f"{module}.{name}", f"{module}.search"] if names_file else [module]
+        if listed.isdisjoint(homes):
+            missing.add(f"{module}.{name}")
+    assert not missing, f"docs/api/ has no page of {sorted(missing)}"
 
 
 @pytest.mark.tensorflow

@@ -25,7 +25,7 @@ def functions(module):
             yield name, value
         elif inspect.isclass(value):
             for method, function in vars(value).items():
-                is_public = method == "__init__" or not method.startswith("_")
+                is_public = method == "__init__" or not method.startswith(("_", "on_"))  # Keras'
                 if is_public and inspect.isfunction(function):
                     yield f"{name}.{method}", function
 

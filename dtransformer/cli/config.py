@@ -40,45 +40,45 @@ class DataOptions:
     """Where sentences come from, and how they are put into batches."""
 
     source: Path | None = None  # line-aligned: .sgm, plain text, or either as .gz
-    target: Path | None = None
-    dev_source: Path | None = None
-    dev_target: Path | None = None
+    target: Path | None = None  # line by line its translations
+    dev_source: Path | None = None  # held-out sentences, for val_loss and BLEU
+    dev_target: Path | None = None  # their translations
     max_length: Count = 128  # tokens of a sentence; longer pairs are left out of training
     max_ratio: Ratio | None = None  # pairs with more times the words on one side: left out too
     distinct: bool = False  # whether repeated pairs are left out too
     batch_tokens: Count | None = 4096  # tokens of one side of a global batch, padding included
     batch_size: Count | None = None  # or sentences of a global batch
-    num_buckets: Annotated[int, Field(ge=1, le=1000)] = 8
+    num_buckets: Annotated[int, Field(ge=1, le=1000)] = 8  # of lengths, within which batches are
     packed_length: Count | None = None  # tokens of rows that sentences are packed into, no buckets
-    shuffle: bool = True
+    shuffle: bool = True  # anew in every epoch
 
 
 @_options
 class TokenizerOptions:
     """One subword vocabulary for both languages."""
 
-    vocab_size: Annotated[int, Field(ge=16, le=10**7)] = 8000
-    lower_case: bool = False
+    vocab_size: Annotated[int, Field(ge=16, le=10**7)] = 8000  # pieces
+    lower_case: bool = False  # whether texts are made lower case
 
 
 @_options
 class ModelOptions:
     """The arguments of `models.TranslationTransformer`."""
 
-    hidden_size: Size = 256
-    num_heads: Size = 8
-    ffn_hidden_size: Size | None = None
-    encoder_layers: Layers = 4
-    decoder_layers: Layers = 4
-    dropout_rate: Rate = 0.1
-    attention_dropout_rate: Rate | None = None
-    embedding_dropout_rate: Rate | None = None
-    hidden_act: Name = "relu"
-    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
-    shared_embeddings: bool = True
-    tied_head: bool = True
-    head_bias: bool = False
-    post_layernorm_residual: bool = False
+    hidden_size: Size = 256  # features of a token, h
+    num_heads: Size = 8  # of attention, which divide h
+    ffn_hidden_size: Size | None = None  # of feed-forward layers; 4 h by default
+    encoder_layers: Layers = 4  # blocks
+    decoder_layers: Layers = 4  # blocks
+    dropout_rate: Rate = 0.1  # of residual branches; of the others where they are not given
+    attention_dropout_rate: Rate | None = None  # of attention's weights
+    embedding_dropout_rate: Rate | None = None  # of embeddings
+    hidden_act: Name = "relu"  # the activation of feed-forward layers
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"  # how positions are told
+    shared_embeddings: bool = True  # one table for source and target
+    tied_head: bool = True  # the head's kernel is the target's table
+    head_bias: bool = False  # whether the head has a bias
+    post_layernorm_residual: bool = False  # norms after residual sums, as published in 2017
     moe_config: pydantic.InstanceOf[MoEConfig] | None = None  # a mapping of its fields
     moe_every: Layers = 1  # which blocks have experts: every so many
 
@@ -87,26 +87,26 @@ class ModelOptions:
 class TrainingOptions:
     """How the model is trained."""
 
-    epochs: Annotated[int, Field(ge=1, le=10**6)] = 10
+    epochs: Annotated[int, Field(ge=1, le=10**6)] = 10  # from the run's beginning
     max_minutes: NotNegative | None = None  # stop after the step that passes this
-    optimizer: Name = "adamw"
-    learning_rate: NotNegative = 1e-3
+    optimizer: Name = "adamw"  # a Keras optimizer's name
+    learning_rate: NotNegative = 1e-3  # the greatest, after the warm-up
     schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = "inverse_sqrt"
-    warmup_steps: Number = 400
+    warmup_steps: Number = 400  # in which the rate rises from 0
     weight_decay: NotNegative = 0.01  # not on norms and biases
-    beta_2: Rate = 0.98
-    clip_norm: NotNegative | None = 1.0
-    label_smoothing: Rate = 0.1
+    beta_2: Rate = 0.98  # of Adam
+    clip_norm: NotNegative | None = 1.0  # the greatest norm of all gradients
+    label_smoothing: Rate = 0.1  # the share that other tokens have
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     jit_compile: Literal["auto", "true", "false"] = "auto"
-    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1
+    steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, dropout and shuffling
     checkpoint_steps: Number = 0  # steps between checkpoints; 0 for one checkpoint an epoch
     checkpoint_minutes: NotNegative = 0  # or the time between them
     keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
     bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
-    tensorboard: bool = False
+    tensorboard: bool = False  # write its logs into the run folder
     layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
 
 
@@ -114,9 +114,9 @@ class TrainingOptions:
 class SearchOptions:
     """How translations are searched for."""
 
-    beam_size: Annotated[int, Field(ge=1, le=1000)] = 4
-    length_penalty: Annotated[float, Field(ge=0, le=100)] = 0.6
-    max_length: Count | None = None
+    beam_size: Annotated[int, Field(ge=1, le=1000)] = 4  # hypotheses; 1 is greedy search
+    length_penalty: Annotated[float, Field(ge=0, le=100)] = 0.6  # exponent of the length penalty
+    max_length: Count | None = None  # tokens; by default by the source
 
 
 @dataclasses.dataclass

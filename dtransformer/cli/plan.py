@@ -33,7 +33,12 @@ def add_plan(commands) -> None:
     parser.add_argument(
         "--device", default="a100-80", help="a name, such as h100, or a file of --measure"
     )
-    parser.add_argument("--devices-per-node", type=number(1, 1024), metavar="N")
+    parser.add_argument(
+        "--devices-per-node",
+        type=number(1, 1024),
+        metavar="N",
+        help="of a node, if not the device's",
+    )
     parser.add_argument(
         "--global-batch", type=number(1, 10**9), metavar="N", help="sequences of a step"
     )
@@ -47,7 +52,7 @@ def add_plan(commands) -> None:
         "--freeze", type=number(1, 10**5), metavar="N", help="freeze tables and the first N blocks"
     )
     parser.add_argument("--precision", help="by default the 16 bits of the device, mixed")
-    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--optimizer", default="adamw", help="whose states are counted; adamw")
     parser.add_argument(
         "--fix", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
         help="fields of the parallel config that are given, such as model_parallel=8",

@@ -120,7 +120,7 @@ class TranslationBatches(Epochs):
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
-        self._shard = shard_index, num_shards
+        self._shard_index, self.num_shards = shard_index, num_shards
         special = {"pad_id": pad_id, "start_id": start_id, "end_id": end_id}
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
@@ -166,7 +166,7 @@ class TranslationBatches(Epochs):
 
         Where they are packed, a −1 follows those of each row.
         """
-        index, count = self._shard
+        index, count = self._shard_index, self.num_shards
         batches = [batch[index::count] for batch in self._plan(self._epoch)[self._first_batch :]]
         if isinstance(self._layout, PackedRows):
             return [with_ends_of_rows([self._pairs[row] for row in batch]) for batch in batches]

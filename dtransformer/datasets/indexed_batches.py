@@ -82,7 +82,7 @@ class IndexedBatches(Epochs, abc.ABC):
         self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
         self.ignore_id, self.pad_id = ignore_id, shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle
-        self._training, self._shard = training, (shard_index, num_shards)
+        self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
         own = -(-batch_size // num_shards)
         self._own_rows = own + -own % pad_rows_to_multiple_of
 
@@ -96,7 +96,7 @@ class IndexedBatches(Epochs, abc.ABC):
 
     def rows(self, epoch: int, batch: int) -> np.ndarray:
         """Return the numbers of this rank's rows of a batch, int64 [n]."""
-        index, count = self._shard
+        index, count = self._shard_index, self.num_shards
         places = np.arange(
             batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows)
         )

@@ -88,9 +88,15 @@ def decode(data: bytes, path: FilePath, first_line: int = 1) -> str:
         return text
     number = data.count(b"\n", 0, start) + first_line
     column = start - (data.rfind(b"\n", 0, start) + 1) + 1
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data:
+        mend = "convert the file, with iconv -f utf-16 -t utf-8"
+    elif data[:start].isascii():
+        mend = "convert the file, for instance with iconv -f latin1 -t utf-8"
+    else:
+        mend = "what is before is UTF-8: mend the line, or drop such bytes with iconv -c -t utf-8"
     raise InputError(
-        f"{path}, line {number}: byte 0x{data[start]:02x} at column {column} is not "
-        f"UTF-8 text ({why}): convert the file, for instance with iconv -f latin1 -t utf-8"
+        f"{path}, line {number}: byte 0x{data[start]:02x} at column {column} is not UTF-8 text "
+        f"({why}): {mend}"
     )
 
 

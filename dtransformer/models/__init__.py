@@ -12,6 +12,7 @@ from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.targets import check_target
+from dtransformer.models.text_generator import TextGenerator
 from dtransformer.models.translation import TranslationTransformer
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GenerationOptions",
     "MaskedLM",
     "MicroBatchInterleaved",
+    "TextGenerator",
     "TranslationTransformer",
     "add_lora",
     "check_target",

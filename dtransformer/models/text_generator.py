@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import keras
+
+from dtransformer.errors import shown
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.text_batches import as_lists, batches_by_length, padded
@@ -38,7 +41,14 @@ class TextGenerator:
     2
     """
 
-    def __init__(self, model, tokenizer, max_new_tokens: int = 64, batch_size: int = 16, **options):
+    def __init__(
+        self,
+        model: keras.Model,
+        tokenizer: object,
+        max_new_tokens: int = 64,
+        batch_size: int = 16,
+        **options,
+    ):
         if options.get("stop_ids") is None:
             options["stop_ids"] = getattr(tokenizer, "stop_ids", None) or None
         self.model, self.tokenizer = model, tokenizer
@@ -71,9 +81,12 @@ class TextGenerator:
             comes after it without it.
 
         Raises:
+            TypeError: the prompts are a text.
             ValueError: a prompt has no token, or is too long for the model; or there is `on_text`
                 with beams.
         """
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts must be a list of texts, got the text {shown(prompts)}")
         rows, n = self._encode(prompts), self.num_results
         if not all(rows):
             raise ValueError(f"prompt {rows.index([])} has no token, and the model no start token")

@@ -1,5 +1,6 @@
 """Weights of a network by patterns of their paths."""
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable
@@ -12,6 +13,20 @@ from dtransformer.parallel.object_collectives import all_gather_json
 def path_in(network: keras.Model, part: keras.Variable | keras.layers.Layer) -> str:
     """Return the path of a variable, or a layer, without the network's name."""
     return part.path.removeprefix(f"{network.name}/")
+
+
+# Patterns of what published models, and adapters of `peft`, call by other names.
+_PUBLISHED = {
+    **{f"{name[0]}_proj": f"*attention/{name}_kernel" for name in ("query", "key", "value")},
+    "o_proj": "*attention/output_kernel",
+    "c_attn": "*attention/(query|key|value)_kernel",
+    "gate_proj": "*feed_forward/gate_kernel",
+    "up_proj": "*feed_forward/mapping_kernel",
+    "down_proj": "*feed_forward/projection_kernel",
+    "all-linear": "*_kernel",
+    "lm_head": "head/kernel",
+    "embed_tokens": "embedding/table",
+}
 
 
 def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[str]:
@@ -38,7 +53,15 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
         matches = _expression(pattern).fullmatch
         new = [path for path in paths if matches(path)]
         if not new:
-            some = ", ".join(paths[:: max(len(paths) // 5, 1)])
+            last = pattern.removesuffix("/weight").rpartition(".")[2]
+            if last in _PUBLISHED:
+                raise ValueError(
+                    f"the pattern {pattern!r} matches no weight: here its name is "
+                    f"{_PUBLISHED[last]!r}"
+                )
+            kinds = dict.fromkeys("/".join(path.split("/")[-2:]) for path in paths)
+            near = difflib.get_close_matches(pattern, kinds, n=12, cutoff=0.0)
+            some = ", ".join(f"*{kind}" for kind in near)
             raise ValueError(f"the pattern {pattern!r} matches no weight; there are {some}")
         found.update(new)
     return [path for path in paths if path in found]

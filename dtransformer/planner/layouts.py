@@ -87,7 +87,7 @@ class Layouts:
         used += [self.schedule > 0, self.recompute > 0, self.recompute > 1, self.sequence > 0]
         return sum(flag.astype(int) for flag in used) + self.level
 
-    def config(self, number: int, fixed=None) -> TransformerOpParallelConfig:
+    def config(self, number: int, fixed: dict | None = None) -> TransformerOpParallelConfig:
         """Return one of them as a config to train with.
 
         Args:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import warnings
 
 import keras
 
@@ -71,6 +72,7 @@ def trained_batch_normalization(network) -> keras.layers.Layer | None:
 
 # What the trainer does in its own way, so that a network's own would be ignored.
 _STEPS = "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"
+_LOOPS = "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "reset_metrics"
 
 
 def check_network(network):
@@ -85,13 +87,26 @@ def check_network(network):
             f"{layer.name}: a BatchNormalization would have other means on each data shard: use "
             "LayerNormalization or GroupNormalization, or freeze it (trainable=False)"
         )
-    for name in _STEPS:
-        method = getattr(type(network), name, None)
-        if method is not None and not method.__module__.startswith("keras."):
-            raise ValueError(
-                f"{type(network).__name__} has a {name} of its own, which the trainer would not "
-                "call: put what it computes into a loss, a metric or add_loss"
-            )
+    for name in _own_methods(network, _STEPS):
+        raise ValueError(
+            f"{type(network).__name__} has a {name} of its own, which the trainer would not "
+            "call: put what it computes into a loss, a metric or add_loss"
+        )
+
+
+def _own_methods(network, names):
+    home = lambda name: getattr(getattr(type(network), name, None), "__module__", "keras.")
+    return [name for name in names if not home(name).startswith("keras.")]
+
+
+def tell_loops(network):
+    """Warn of a network's own loop, such as `fit`, which a trainer does not call."""
+    for name in _own_methods(network, _LOOPS):
+        warnings.warn(
+            f"{type(network).__name__} has a {name} of its own, which the trainer does not call: "
+            "what is to come before or after it goes into a callback",
+            stacklevel=3,
+        )
 
 
 def of_rows(metrics):

@@ -1,9 +1,11 @@
 """What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
 
 import itertools
+import sys
 import types
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
@@ -83,12 +85,55 @@ def peek(data):
         first = list(itertools.islice(data, 1))
         again = (batch for batch in itertools.chain(first, data))  # Keras asks for a generator
         return (first[0] if first else None), again
-    if not (hasattr(data, "shape") or tf.nest.is_nested(data)):
-        return None, data
+    if not _are_arrays(data):
+        return _first_of_loader(data), data
     arrays = [x for x in tf.nest.flatten(data) if x is not None]
     if not all(hasattr(x, "__getitem__") for x in arrays):  # sparse ones have no rows to take
         return None, data
     return (tf.nest.map_structure(lambda x: None if x is None else x[:64], data),), data
+
+
+def _are_arrays(data):
+    return hasattr(data, "shape") or tf.nest.is_nested(data)
+
+
+def _first_of_loader(data):
+    """Return the first batch of a PyTorch `DataLoader`, which draws no other order for it."""
+    if not any(x.__module__.startswith("torch.utils.data") for x in type(data).__mro__):
+        return None
+    with sys.modules["torch"].random.fork_rng(devices=[]):
+        first = tf.nest.map_structure(np.asarray, next(iter(data), None))
+    return tuple(first) if isinstance(first, list) else first
+
+
+def check_batched(first, network):
+    """Check that what comes first is a batch, not a row: datasets have to be batched.
+
+    Args:
+        first: a first batch, see `peek`.
+        network: a `keras.Model`.
+
+    Raises:
+        ValueError: it is a row.
+    """
+    if first is None:
+        return
+    batch = [x for x in tf.nest.flatten(first) if getattr(x, "shape", None) is not None]
+    inputs = keras.utils.unpack_x_y_sample_weight(first)[0]
+    ranks = [
+        len(x.shape)
+        for x in getattr(network, "inputs", None) or ()
+        if x.shape[-1] != 1  # Keras adds such a dimension
+    ]
+    if hasattr(network, "named_inputs"):  # one of ours, of tokens [b, s]
+        ranks = [2] * len(tf.nest.flatten(inputs))
+    own = [x.shape.rank if isinstance(x, tf.TypeSpec) else x.ndim for x in tf.nest.flatten(inputs)]
+    shapes = [tuple(x.shape) for x in batch if x.shape != tf.TensorShape(None)]
+    if () in shapes or (ranks and sorted(own) == sorted(rank - 1 for rank in ranks)):
+        raise ValueError(
+            f"the data's elements have the shapes {shapes}, without the batch's dimension: call "
+            "batch(...) on the dataset"
+        )
 
 
 def check_batches(data):
@@ -124,7 +169,7 @@ def check_micro_batches(data, first, batch_size=None, num_shards=1):
     if isinstance(data, tf.data.Dataset):
         for batch in data.take(1):
             check_rows(rows(batch) / num_shards)
-    elif hasattr(data, "__next__") or isinstance(data, keras.utils.PyDataset):
+    elif not _are_arrays(data):
         if first is not None:
             check_rows(rows(first) / num_shards)
     else:

@@ -19,7 +19,9 @@ def shards_rows(data: object, shard: bool | None) -> bool:
     """
     if job.data_shard()[1] == 1:
         return False
-    return not hasattr(data, "as_dataset") if shard is None else shard
+    if shard is not None:
+        return shard
+    return not hasattr(data, "as_dataset") or getattr(data, "num_shards", None) == 1
 
 
 def own_rows(batch: object) -> object:
@@ -79,7 +81,7 @@ def check_rows_of_ranks(data: object, first: object, shards: bool) -> None:
     one_each = {shard: own for own, shard in found}
     if not shards and len({tuple(own) for own in one_each.values()}) < num_shards:
         raise ValueError(
-            "shard=False says that the data are each rank's own share, and two data shards have "
-            "the same rows, which would be trained with twice: leave shard=False out, or give "
-            "each rank the rows of dtransformer.data_shard()"
+            "the data are taken for each rank's own share (shard=False, or as_dataset() without "
+            "num_shards=1), and two data shards have the same rows, which would be trained with "
+            "twice: give shard=True, or each rank the rows of dtransformer.data_shard()"
         )

@@ -18,6 +18,7 @@ from dtransformer.trainers.checkpoint.callback_states import CallbackStates, sav
 from dtransformer.trainers.data import (
     DataPosition,
     as_data,
+    check_batched,
     check_batches,
     check_micro_batches,
     peek,
@@ -169,10 +170,11 @@ class FitLoop(keras.Model):
         Args:
             x: the data, as Keras takes them, the same on every rank: of each batch a data shard
                 computes its rows. Or an object with `as_dataset()` and `set_epoch(epoch)`,
-                such as `TranslationBatches`, which takes the rank's share and shuffles by itself.
+                such as `TranslationBatches`, which shuffles by itself.
             y, batch_size, epochs, callbacks, and the others: as Keras'. `batch_size` is that of
                 the global batch.
-            verbose: as Keras'; ranks other than 0 print nothing.
+            verbose: as Keras'; ranks other than 0 print nothing. 2 prints all logs, the progress
+                bar of 1 losses and metrics.
             resume: True to go on from the newest checkpoint of the `ModelCheckpoint` in
                 `callbacks`, and to begin where it has none; or the path of a checkpoint, or
                 of a folder of them. `epochs` counts from the run's beginning. In the middle
@@ -182,8 +184,8 @@ class FitLoop(keras.Model):
                 does not shuffle.
             shard: False where the data, and the validation data, are this data shard's share
                 already, of `dtransformer.data_shard()`; the ranks of a shard need the same, and
-                all ranks the same number of batches. By default so for objects with
-                `as_dataset()`, and True for all others.
+                all ranks the same number of batches. True by default, but for objects with
+                `as_dataset()` that make a share: their `num_shards` is not 1.
 
         Returns:
             A `keras.callbacks.History`.
@@ -353,6 +355,7 @@ class FitLoop(keras.Model):
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
         first, data = peek(as_data(x))
+        check_batched(first, self.network)
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
         check_rows_of_ranks(data, first, self._shards_rows)

@@ -5,6 +5,8 @@ in between. What was set in between is rank 0's from then on; ranks that have tr
 error.
 """
 
+import os
+import pathlib
 import re
 import warnings
 
@@ -33,10 +35,15 @@ def with_host_changes(callbacks: list) -> list:
     """Return a `fit`'s callbacks with those that keep ranks alike.
 
     Ranks agree on `stop_training` before a checkpoint is saved, which all of them have to do, and
-    once more when all callbacks have been called.
+    once more when all callbacks have been called. Each has a folder of its own for TensorBoard.
     """
     if job.size() == 1:
         return callbacks
+    own = f"rank_{job.rank()}"
+    for one in callbacks:
+        is_tensorboard = isinstance(one, keras.callbacks.TensorBoard)
+        if is_tensorboard and not job.is_chief() and pathlib.Path(one.log_dir).name != own:
+            one.log_dir = os.path.join(one.log_dir, own)
     saving = [isinstance(one, ModelCheckpoint) for one in callbacks]
     first = saving.index(True) if any(saving) else len(callbacks)
     agree = [AgreedStop()] * any(saving)

@@ -14,6 +14,7 @@ from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.reader import Restored, restore_metrics
+from dtransformer.trainers.progress_bar import ProgressBar
 from dtransformer.trainers.resume_data import resumed_data
 
 
@@ -116,12 +117,15 @@ class ResumeState:
     def callbacks(
         self, callbacks: list[keras.callbacks.Callback], **options
     ) -> list[keras.callbacks.Callback] | keras.callbacks.CallbackList:
-        """Return callbacks that count the first epoch's batches from `batch` on.
+        """Return callbacks, and a progress bar, that count the first epoch's batches from `batch` on.
 
         Args:
             callbacks: the callbacks of `fit`.
             **options: `verbose`, `epochs` and `model`, as in `keras.callbacks.CallbackList`.
         """
+        has_bar = any(isinstance(one, keras.callbacks.ProgbarLogger) for one in callbacks)
+        if not has_bar and options["verbose"] not in (0, 2):
+            callbacks = [*callbacks, ProgressBar()]
         if not self.batch:
             return callbacks
         return _ResumedCallbacks(

@@ -12,6 +12,9 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.parallel.launch import ANOTHER_FAILED, OF_A_RANK_THAT_LEFT
 
+_NOT_COUNTED = (
+    ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
+)
 # As an operation of a graph tells it, or one that is run by itself.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
@@ -63,7 +66,7 @@ def told_in_one_line() -> Iterator[None]:
             raise RuntimeError(f"{ANOTHER_FAILED}: what it says tells why") from None
         if told is None:
             raise
-        raise ValueError(told) from None
+        raise ValueError(told + _NOT_COUNTED * (" -100" in told)) from None
 
 
 def _told(message):

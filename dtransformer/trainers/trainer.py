@@ -31,6 +31,7 @@ from dtransformer.trainers.compile_checks import (
     check_unchanged,
     check_weights_unchanged,
     of_rows,
+    tell_loops,
     weights_now,
 )
 from dtransformer.trainers.engines import make_engine
@@ -81,6 +82,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
         check_network(network)
+        tell_loops(network)
         self.network = network
         self._share_saving()
         self.objective = None

@@ -21,9 +21,7 @@ import keras
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.datasets.batching import TranslationBatches
-from dtransformer.datasets.text import read_tsv
-from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_tsv
 from dtransformer.datasets.wmt14_examples import EOT, PAD, faithful_examples
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss

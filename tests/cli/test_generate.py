@@ -109,6 +109,11 @@ def stdin(monkeypatch):
     return give
 
 
+def test_a_text_is_no_list_of_texts(folder):
+    with pytest.raises(TypeError, match="a list of texts, got the text 'hello'"):
+        generator(folder)("hello")
+
+
 def test_texts_are_those_of_the_model(folder):
     """Whatever the others are: prompts begin with the start token, results do not have them."""
     tokenizer, model = load_tokenizer(folder), from_pretrained(folder)

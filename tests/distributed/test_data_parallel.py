@@ -1,11 +1,16 @@
 """Promise: two ranks give the numbers of one process."""
 
+import keras
 import numpy as np
 import pytest
 
+from dtransformer.datasets import TranslationBatches
+from dtransformer.parallel import job
+from dtransformer.trainers.data_rows import shards_rows
+from dtransformer.trainers.host_changes import with_host_changes
 from harness.tasks import TASKS
 from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
-from tests.shared_runs import each
+from tests.shared_runs import each, on_ranks
 
 IN_16_BITS = ("gradients_in_16_bits", "all_gradients_in_16_bits")
 NOT_EXACT = ("dropout", "mixed_float16", "master_weights", *IN_16_BITS)
@@ -137,3 +142,20 @@ def test_gradients_may_be_reduced_in_16_bits(run, ranks_of):
 def test_losses_are_those_of_20_steps(run, ranks_of):
     losses = ranks_of(run)[0]["step_losses"]
     assert len(losses) == len(set(losses)) == 20
+
+
+@on_ranks("dp2@2x1")
+def test_batches_that_are_made_whole_are_shared_as_arrays_are():
+    ids = (np.arange(5, 13, dtype="int32"), np.arange(9))
+    whole = TranslationBatches(ids, ids, batch_size=4)
+    index, count = job.data_shard()
+    own = TranslationBatches(ids, ids, batch_size=4, shard_index=index, num_shards=count)
+    assert [shards_rows(x, None) for x in (ids, whole, own)] == [True, True, False]
+
+
+@on_ranks("dp2@2x1")
+def test_each_rank_has_a_folder_of_its_own_for_tensorboard():
+    board = keras.callbacks.TensorBoard("logs")
+    for _ in range(2):  # fits
+        with_host_changes([board])
+    assert board.log_dir == ("logs" if job.is_chief() else "logs/rank_1")

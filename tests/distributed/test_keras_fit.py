@@ -52,5 +52,8 @@ def test_numbers_are_those_of_keras(run, ranks_of):
         for kind in ("history", "evaluation"):
             for name in set(expected[kind]) - (OF_OUTPUTS):
                 assert rank[kind][name] == pytest.approx(expected[kind][name], PARITY_LOSS), name
+        if "log_folders" in rank:
+            others = [f"rank_{number}" for number in range(1, len(ranks_of(run)))]
+            assert rank["log_folders"] == [*others, "train"]
         for name in (name for name in expected if name.startswith("outputs/")):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)

@@ -84,7 +84,9 @@ def test_any_bytes_are_read_or_refused(tmp_path, name, data):
     "data, told",
     [
         ("a\nb".encode("utf-16-le"), "UTF-16"),
-        ("a".encode("utf-16"), "0xff"),
+        ("a".encode("utf-16"), "iconv -f utf-16 -t utf-8"),
+        ("é\n".encode() + b"\xe9", "line 2: byte 0xe9 at column 1 is not UTF-8"),
+        ("é\n".encode() + b"\xe9", "drop such bytes with iconv -c"),
         (b"x\n" + b"a" * (text.MAX_LINE + 1), "line 2 has 131,073 characters"),
     ],
 )

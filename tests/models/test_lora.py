@@ -170,7 +170,8 @@ def test_what_cannot_be_is_told(tmp_path):
     for arguments, words in (
         ({"targets": "*/gamma"}, "gamma is no kernel that can have a low-rank adapter"),
         ({"targets": "embedding/*"}, "embedding/table is no kernel"),
-        ({"targets": "*/conv_kernel"}, "matches no weight"),
+        ({"targets": "*/quer_kernel"}, r"matches no weight; there are \*attention/query_kernel,"),
+        ({"targets": ["q_proj"]}, r"here its name is '\*attention/query_kernel'"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"alpha": 0}, "alpha must be a number of more than 0"),
     ):

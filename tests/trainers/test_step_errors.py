@@ -34,9 +34,9 @@ def fit(trainer, x=IDS, y=IDS):
 
 
 BAD_LABELS = {
-    label: f"^labels, expected 0 to 11; the least and the greatest of the batch are {both}$"
-    f"|^an id or label of the batch is {label}, expected 0 to 11$"  # whichever comes first
-    for label, both in ((100, "1 and 100"), (-100, "-100 and 11"))
+    label: f"^labels, expected 0 to 11; the least and the greatest of the batch are {both}{hint}$"
+    f"|^an id or label of the batch is {label}, expected 0 to 11{hint}$"  # whichever comes first
+    for label, both, hint in ((100, "1 and 100", ""), (-100, "-100 and 11", ": .*ignore_id=-100.*"))
 }
 
 
@@ -83,6 +83,17 @@ def test_labels_that_are_no_integers():
         ValueError, match="takes the numbers of classes, and the labels are float32"
     ):
         fit(language_model(), y=IDS.astype("float32"))
+
+
+@pytest.mark.parametrize("elements", [(IDS, IDS), (IDS.astype("float32"), IDS[:, 0])])
+def test_a_dataset_without_batches(elements):
+    network = CausalLM(12, hidden_size=8, num_heads=2, num_layers=1)
+    if elements[0].dtype == "float32":
+        network = keras.Sequential([keras.Input(IDS.shape[1:]), keras.layers.Dense(1)])
+    trainer = Trainer(network)
+    trainer.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"without the batch's dimension: call batch\(...\)"):
+        trainer.fit(tf.data.Dataset.from_tensor_slices(elements), verbose=0)
 
 
 def test_labels_of_a_keras_loss():

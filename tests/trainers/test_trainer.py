@@ -11,6 +11,7 @@ from dtransformer.layers import Dropout
 from dtransformer.parallel import job
 from dtransformer.trainers import Trainer, fit_loop
 from dtransformer.trainers.compile_checks import check_network
+from dtransformer.trainers.data import peek
 from dtransformer.trainers.optimizer_checks import check_constraints
 from tests.tolerances import TRAINING
 from tests.trainers.small import (
@@ -91,6 +92,32 @@ def test_a_weight_that_the_loss_does_not_depend_on_is_named_and_stays(run_eagerl
 def test_losses_that_are_refused(loss, words):
     with pytest.raises(ValueError, match=words):
         dense_trainer(loss=loss())
+
+
+def test_loops_of_the_networks_own_are_told():
+    own = type("Own", (keras.Sequential,), {"fit": lambda self: None})
+    with pytest.warns(UserWarning, match="^Own has a fit of its own, which the trainer does not"):
+        Trainer(own([keras.layers.Dense(1)]))
+
+
+def test_a_progress_bar_has_losses_and_metrics_alone(capsys):
+    trainer = dense_trainer("sgd", metrics=["mae"])
+    history = trainer.fit(*points(8), batch_size=8).history
+    last = capsys.readouterr().out.rpartition("step - ")[2].split(" - ")
+    assert [text.split(":")[0] for text in last] == ["loss", "mae"]
+    assert "gradient_norm" in history
+
+
+def test_a_loader_is_looked_into_without_another_order():
+    torch = pytest.importorskip("torch")
+    rows = torch.utils.data.TensorDataset(torch.arange(12).reshape(6, 2), torch.arange(6))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
+    torch.manual_seed(1)
+    expected = [labels.tolist() for _, labels in loader]
+    torch.manual_seed(1)
+    (inputs, labels), same = peek(loader)
+    assert inputs.shape == (2, 2) and labels.shape == (2,)
+    assert [labels.tolist() for _, labels in same] == expected
 
 
 @pytest.mark.parametrize("method", ["train_step", "test_step", "compute_loss", "compute_metrics"])

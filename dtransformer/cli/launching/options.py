@@ -36,7 +36,9 @@ def add_launch(commands) -> None:
     parser.add_argument("--ssh-identity-file", metavar="FILE", help="as horovodrun's")
     parser.add_argument("--ssh-port", type=number(1, 65535), metavar="PORT", help="as horovodrun's")
     parser.add_argument("--network-interface", metavar="NAME", help="as horovodrun's")
-    parser.add_argument("rank_command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    parser.add_argument(
+        "rank_command", nargs=argparse.REMAINDER, metavar="COMMAND", help="of each rank"
+    )
 
 
 def run_launch(arguments: argparse.Namespace) -> int:

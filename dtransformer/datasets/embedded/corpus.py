@@ -1,5 +1,7 @@
 """The corpus: distinct sentence pairs, and the files of a training with held-out sets."""
 
+import os
+import pathlib
 import random
 
 from dtransformer.datasets.embedded.sentences import PATTERNS
@@ -30,7 +32,7 @@ class Draw:
         return options[self.below(len(options))]
 
 
-def sentence_pairs(num_pairs, seed=0):
+def sentence_pairs(num_pairs: int, seed: int = 0) -> list[tuple[str, str]]:
     """Returns a list of at most 200,000 distinct sentence pairs (English, French).
 
     French is a function of English: whatever the seed, a sentence has one translation. The first
@@ -55,7 +57,14 @@ def sentence_pairs(num_pairs, seed=0):
     return pairs
 
 
-def write_corpus(folder, num_train=30_000, num_dev=500, num_test=500, seed=0, overwrite=False):
+def write_corpus(
+    folder: str | os.PathLike,
+    num_train: int = 30_000,
+    num_dev: int = 500,
+    num_test: int = 500,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> dict[str, pathlib.Path]:
     """Writes a development, a test and a training set, which share no sentence, as SGM files.
 
     Args:

@@ -158,8 +158,8 @@ def callbacks(folder, layout):
     inputs = keras.Input((WIDTH,), dtype="int32")
     x = TransformerEncoder(2, **SIZES, **NO_DROPOUT)(keras.layers.Embedding(12, 16)(inputs))
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    logs = pathlib.Path(folder) / f"logs-{layout.name}-{job.rank()}"
-    return train(
+    logs = pathlib.Path(folder) / f"logs-{layout.name}"
+    found = train(
         keras.Model(inputs, keras.layers.Dense(12)(x)),
         {"x": IDS[:16, :-1], "y": IDS[:16, 1:]},
         keras.optimizers.SGD(0.1, momentum=0.9),
@@ -171,6 +171,8 @@ def callbacks(folder, layout):
         ],
         loss=classes,
     )
+    job.barrier()
+    return {**found, "log_folders": sorted(path.name for path in logs.iterdir())}
 
 
 class SharedByHand(keras.Model):

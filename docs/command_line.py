@@ -1,0 +1,115 @@
+"""Write docs/command-line.md from the parser, and from the fields of a run's config.
+
+    python docs/command_line.py
+
+A test compares the page with the code.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import pathlib
+import re
+import typing
+
+from dtransformer import cli
+from dtransformer.cli import config
+from dtransformer.parallel.config import TransformerOpParallelConfig
+
+PAGE = pathlib.Path(__file__).with_name("command-line.md")
+HEAD = """# The command line
+
+<!-- Written by docs/command_line.py from the code. -->
+
+`dtransformer COMMAND --help` prints what this page has. `python -m dtransformer.cli` is the same
+command. An error is one line, with exit code 2 where it can be mended, else 1;
+`DTRANSFORMER_TRACEBACK=1` shows where it comes from. Several ranks are started by `horovodrun -np N
+dtransformer …` or by `dtransformer launch`.
+"""
+YAML = """
+## The keys of `train --config`
+
+A YAML file with these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel: auto`
+leaves the layout to the [planner](planner.md#automatic-mode). `dtransformer train` trains
+translation models; language models and adapters are trained by scripts, whose configs are their
+own: `examples/language_model/train.py`, `examples/fine_tuning/train.py`.
+"""
+FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
+
+
+def cell(text):
+    """Return a text as a table's cell has it."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def command(name, parser):
+    """Yield the lines of a command: its usage's options, each with what it does."""
+    yield f"\n## `dtransformer {name}`\n\n{parser.description or ''}".rstrip() + "\n"
+    yield "\n| option | what it does |\n|---|---|"
+    for action in parser._actions:
+        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+            continue
+        names = ", ".join(action.option_strings) or action.metavar or action.dest.upper()
+        value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "VALUE")
+        if isinstance(action.metavar, tuple) or not action.option_strings or action.nargs == 0:
+            value = ""
+        told = action.help % {"default": action.default}
+        told += " (needed)" * (action.required and bool(action.option_strings))
+        yield f"| `{cell(f'{names} {value}'.strip())}` | {cell(told)} |"
+
+
+def commands(parser, name=""):
+    """Yield the lines of all commands, helps of them first."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {one.dest: one.help for one in action._choices_actions}
+            for key, child in action.choices.items():
+                child.description = f"{helps.get(key, '')[:1].upper()}{helps.get(key, '')[1:]}."
+                full = f"{name} {key}".strip()
+                if any(isinstance(x, argparse._SubParsersAction) for x in child._actions):
+                    yield from commands(child, full)
+                else:
+                    yield from command(full, child)
+
+
+def of_docstring(owner):
+    """Return what the "Args:" of a class' docstring say, by names."""
+    text = inspect.getdoc(owner).split("\nArgs:\n")[1].split("\n\n")[0]
+    parts = re.split(r"^    (\w+): ", text, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2]))
+
+
+def choices(owner):
+    """Return which texts a field may be, by names, where they are few."""
+    hints = typing.get_type_hints(owner)
+    return {
+        name: " · ".join(f"`{x}`" for x in typing.get_args(hint))
+        for name, hint in hints.items()
+        if typing.get_origin(hint) is typing.Literal
+    }
+
+
+def keys():
+    """Yield the lines of a config's sections."""
+    for section in dataclasses.fields(config.RunConfig):
+        owner = section.default_factory
+        is_parallel = owner is TransformerOpParallelConfig
+        told = of_docstring(owner) if is_parallel else dict(FIELD.findall(inspect.getsource(owner)))
+        first = inspect.getdoc(owner).split("\n")[0]
+        yield f"\n### `{section.name}`\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
+        default, one_of = owner(), choices(owner)
+        for field in dataclasses.fields(owner):
+            value = config.yaml.safe_dump(getattr(default, field.name)).split("\n")[0]
+            text = told[field.name] or one_of[field.name]
+            yield f"| `{field.name}` | `{value}` | {cell(text)} |"
+
+
+def page():
+    """Return the page's text."""
+    lines = [HEAD, *commands(cli._parser()), YAML, *keys()]
+    text = "\n".join(line.rstrip("\n") for line in lines)
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

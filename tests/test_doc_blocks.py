@@ -1,0 +1,278 @@
+"""What the docs show can be pasted: Python runs from a page's first line on, commands are parsed.
+
+A page's blocks run one after the other. A page that goes on from the first example says so.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import importlib
+import json
+import pathlib
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+
+from dtransformer import cli
+from dtransformer.errors import InputError
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIRST = "[first example](index.md)"
+EXAMPLE = {
+    "11_000": "60",
+    "10_000": "40",
+    "10_004": "42",
+    "_size=1000": "_size=200",
+    "=128": "=16",
+    "coder_layers=2": "coder_layers=1",
+    "epochs=3": "epochs=1",
+}
+# What is as small as a test needs it. Each has to be there.
+SMALL = {
+    "index.md": EXAMPLE,
+    "README.md": {"epochs=10": "epochs=2"},
+    "checkpoints.md": {"epochs=10": "epochs=2"},
+    "data.md": {
+        "length=1024": "length=8",
+        "batch_size=64": "batch_size=4",
+        "256": "16",
+        "num_layers=4": "num_layers=1",
+        "er 8000": "er 50",
+    },
+    "experts.md": {"32000": "60", "512": "16", "=12": "=2"},
+    "fine-tuning.md": {"512": "32", "batch_size=8": "batch_size=2"},
+    "memory.md": {"select": "select"},
+    "models.md": {"30522": "60", "768": "24", "num_layers=12": "num_layers=1"},
+}
+# Blocks that one process cannot run: their names and arguments are compared with the code.
+COMPILED = {
+    ("generation.md", "intra_op_parallelism"): "it has to be said before the first tensor",
+    ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
+}
+# Commands that are not ours, and scripts of the reader's own.
+OTHERS = {"train.py", "x.py", "hosts.txt", "git+URL"}
+
+
+def blocks(page, *languages):
+    return [code for kind, code in BLOCK.findall(page.read_text("utf-8")) if kind in languages]
+
+
+def replaced(code, small):
+    for old, new in small.items():
+        code = code.replace(old, new)
+    return code
+
+
+def run(page, namespace, small=None):
+    """Run a page's Python, its numbers replaced; return what it has defined."""
+    for number, code in enumerate(blocks(page, "python")):
+        if number == 0 and page.name == "README.md":
+            continue  # it is index.md's
+        code = replaced(code, small or {})
+        tree = compile(code, f"{page.name}, block {number + 1}", "exec", ast.PyCF_ONLY_AST)
+        if any(page.name == name and text in code for name, text in COMPILED):
+            check_names(tree)
+        else:
+            exec(compile(tree, f"{page.name}, block {number + 1}", "exec"), namespace)
+    return namespace
+
+
+def check_names(tree):
+    """Fail where a trainer has no such method, or a module no such name."""
+    from dtransformer import Trainer
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "trainer":
+            assert hasattr(Trainer, node.attr)
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                importlib.import_module(name.name)
+
+
+@functools.cache
+def first_example():
+    return run(ROOT / "docs/index.md", {}, SMALL["index.md"])
+
+
+def llama(folder):
+    """Write a small Llama with a tokenizer that `prepare` reads."""
+    from dtransformer.datasets import SubwordTokenizer
+    from dtransformer.models import CausalLM, save_pretrained
+
+    tokenizer = SubwordTokenizer.train(["A question and an answer."] * 3, 40)
+    form = {"positions": "rotary", "norm": "rms_norm", "gated": True, "use_bias": False}
+    network = CausalLM(
+        *(tokenizer.vocab_size, 16, 2), num_layers=1, hidden_act="silu", embedding_scale=1.0, **form
+    )
+    network.build()
+    save_pretrained(network, folder, "llama", tokenizer=tokenizer)
+
+
+def files_of(page):
+    """Make the files that a page takes for given, and run its commands that write others."""
+    text = "It is a good day.\n\nWe read it again.\n\n" * 12
+    if page == "data.md":
+        pathlib.Path("books").mkdir()
+        for name in ("books/one.txt", "held_out.txt"):
+            pathlib.Path(name).write_text(text)
+        import gzip
+
+        with gzip.open("news.jsonl.gz", "wt") as file:
+            file.write(json.dumps({"text": "Some news."}))
+    elif page in ("fine-tuning.md", "models.md"):
+        llama("models/llama-3.2-1b")
+        line = json.dumps({"prompt": "A question", "answer": " and an answer."}) + "\n"
+        pathlib.Path("answers.jsonl").write_text(line * 8)
+    for code in blocks(ROOT / "docs" / page, "bash") if page != "README.md" else ():
+        code = replaced(code, SMALL.get(page, {}))
+        for words in commands(code):
+            if words[:2] == ["dtransformer", "prepare"]:
+                found = [str(x) for word in words for x in glob(word)]
+                assert cli.main(found[1:]) == 0
+
+
+def glob(word):
+    return sorted(pathlib.Path().glob(word)) if "*" in word else [word]
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "python")])
+@pytest.mark.tensorflow
+def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = next(path for path in PAGES if path.name == page)
+    text = path.read_text("utf-8")
+    small = SMALL.get(page, {})
+    assert all(old in text for old in small), f"SMALL of {page} names what is not there"
+    files_of(page)
+    if page == "index.md":
+        assert blocks(path, "python")[0] == blocks(ROOT / "README.md", "python")[0]
+        first_example()
+    elif FIRST in text or page == "README.md":
+        names = dict(first_example())
+        names["dtransformer"].init()
+        run(path, names, small)
+    else:
+        run(path, {}, small)
+
+
+def commands(code):
+    """Return the words of each command of a block of shell."""
+    lines = code.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+SHOWN = [
+    (page.name, words)
+    for page in PAGES
+    for code in blocks(page, "bash")
+    for words in commands(code)
+]
+
+
+@pytest.mark.parametrize(
+    "page, words", SHOWN, ids=lambda x: x if isinstance(x, str) else " ".join(x)
+)
+def test_commands_are_such(page, words, monkeypatch):
+    check_command(words, monkeypatch)
+
+
+def check_command(words, monkeypatch):
+    """Fail where a command is not one, or has other options."""
+    words = list(words)
+    if "<" in words:
+        words = words[: words.index("<")]
+    name = words[0]
+    if name == "dtransformer":
+        arguments = cli._parser().parse_args(words[1:])
+        if getattr(arguments, "rank_command", None):
+            check_command(arguments.rank_command[1:], monkeypatch)
+        for setting in getattr(arguments, "set", ()):
+            cli.config.load_config(None, [setting])
+    elif name == "make":
+        check_make(words[1:])
+    elif name == "horovodrun":
+        check_command(after_horovodruns_options(words[1:]), monkeypatch)
+    elif name in ("python", "python3"):
+        check_script(words[1:], monkeypatch)
+    elif name == "pip":
+        check_extras(words)
+    else:
+        assert (ROOT / name).exists(), f"{name} is no command that the docs may show"
+
+
+def check_make(words):
+    text = (ROOT / "Makefile").read_text("utf-8")
+    for word in words:
+        variable, given, _ = word.partition("=")
+        kind = rf"^{variable} [?]?:?=|\({variable}\)" if given else rf"^{variable}:"
+        assert re.search(kind, text, re.MULTILINE), f"make has no {word}"
+
+
+def after_horovodruns_options(words):
+    while words[0].startswith("-"):
+        assert words[0] in ("-np", "-H", "--gloo"), words[0]
+        words = words[1:] if words[0] == "--gloo" else words[2:]
+    return words
+
+
+def check_script(words, monkeypatch):
+    """Parse a script's arguments as it does itself, and run it no further."""
+    script, *options = words
+    if script in OTHERS:
+        return
+    assert (ROOT / script).exists(), f"there is no {script}"
+
+    class Parsed(Exception):
+        pass
+
+    def parse(parser, args=None, namespace=None):
+        _, others = parser.parse_known_args(args, namespace)
+        assert not others, f"{script} has no {others}"
+        raise Parsed
+
+    def error(parser, message):
+        raise AssertionError(f"{script}: {message}")
+
+    with monkeypatch.context() as patched, pytest.raises(Parsed):
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patched.setattr(argparse.ArgumentParser, "error", error)
+        patched.setattr(sys, "argv", [script, *options])
+        patched.syspath_prepend(ROOT)
+        patched.syspath_prepend((ROOT / script).parent)
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def check_extras(words):
+    text = (ROOT / "setup.cfg").read_text("utf-8")
+    for extra in re.findall(r"\[(.*)\]", " ".join(words)):
+        for name in extra.split(","):
+            assert f"\n{name} =\n" in text
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "yaml")])
+def test_configs_are_such(page, tmp_path):
+    for code in blocks(next(path for path in PAGES if path.name == page), "yaml"):
+        (tmp_path / "mine.yaml").write_text(code)
+        cli.config.load_config(tmp_path / "mine.yaml")
+
+
+def test_inline_commands_are_parsed():
+    """`dtransformer …` in a sentence, too, where it is whole."""
+    wrong = []
+    for page in PAGES:
+        for code in re.findall(
+            r"`(dtransformer [a-z][^`]*)`", page.read_text("utf-8").replace("\n", " ")
+        ):
+            with contextlib.suppress(SystemExit):
+                try:
+                    cli._parser().parse_args(shlex.split(code)[1:])
+                except InputError as error:
+                    if "required" not in str(error):
+                        wrong.append(f"{page.name}: {code}: {error}")
+    assert not wrong, "\n".join(wrong)
