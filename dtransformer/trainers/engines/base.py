@@ -126,7 +126,7 @@ class ForwardStep:
         own_is_all &= not training or get_parallel_config().micro_batch_num == 1
         sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
         if not self.objective.losses:
-            rows = static_or_dynamic_shape(tf.nest.flatten(inputs)[0])[0]
+            rows = number_of_rows(tf.nest.flatten(inputs)[0])
             sums["counted"] = tf.cast(rows, "float32")
         if "divided" in sums:
             self._check_divided(losses)
