@@ -1,139 +1,55 @@
-"""Promise: two ranks give the numbers of one process."""
+"""The group of data parallel: data that end where nobody knew, and layouts that are refused."""
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from harness.tasks import TASKS
-from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS
-from tests.shared_runs import each
+import dtransformer
+from dtransformer import parallel_config
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
+from dtransformer.trainers import Trainer
+from tests.shared_runs import on_ranks
 
-IN_16_BITS = ("gradients_in_16_bits", "all_gradients_in_16_bits")
-NOT_EXACT = ("dropout", "mixed_float16", "master_weights", *IN_16_BITS)
-
-
-def two_ranks(name):
-    return f"harness.tasks:{name}/dp2@2x1"
-
-
-# What makes no difference in one process.
-SAME_ALONE = {
-    "micro_batches": "untied",
-    "sharded_sums_of_micro_batches": "untied",
-    "gradients_in_16_bits": "untied",
-    "all_gradients_in_16_bits": "untied",
-    "plain_keras_in_micro_batches": "plain_keras",
-}
+LAYOUT = "dp2@2x1"
 
 
-def alone(run):
-    """Return the run of the same task in one process, or of one that is the same there."""
-    name = run.removeprefix("harness.tasks:").removesuffix("/dp2@2x1")
-    return f"harness.tasks:{SAME_ALONE.get(name, name)}/alone@1x1"
+def values(rank):
+    """Return the rows of a rank."""
+    return tf.cast(np.random.default_rng(rank).normal(size=(12, 4)) * 8, "float32")
 
 
-LONG = [
-    two_ranks(name)
-    for name in (
-        "tied",
-        "large_vocabulary",
-        "all_gradients_in_16_bits",
-        "level_3_recomputed",
-        "level_3_plain_keras_loss",
-        "plain_keras_in_micro_batches",
-        "steps_per_execution",
-        "micro_batches",
-        "gradients_in_16_bits",
-        "overflow_at_level_2",
-        "dropout",
-        "sharded_sums_of_micro_batches",
-    )
-]
-ALL = [two_ranks(name) for name in TASKS]
-OVERFLOWS = [two_ranks(name) for name in TASKS if name.startswith("overflow")]
-EXACT = [
-    two_ranks(name) for name in TASKS if not name.startswith("overflow") and name not in NOT_EXACT
-]
+def _fit_what_ends(config):
+    """Train, evaluate and predict twice, each until TensorFlow finds that there is no batch."""
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    data = tf.data.Dataset.from_tensor_slices((values(dtransformer.rank()), np.zeros(12, "i")))
+    data = data.batch(4, drop_remainder=True).filter(lambda *_: True)  # shapes are constants
+    with parallel_config(**config):
+        trainer = Trainer(keras.Sequential([keras.Input((4,)), *layers]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile("sgd", loss)
+        history = trainer.fit(data, epochs=2, validation_data=data, verbose=0, shard=False)
+        outputs = [trainer.predict(data, verbose=0, shard=False) for _ in range(2)]
+    losses = history.history["val_loss"]
+    assert losses[1] < losses[0]
+    assert [x.shape[-1] for x in outputs] == [3, 3]
 
 
-@each(EXACT, LONG, lambda run: [alone(run)])
-def test_two_ranks_give_the_losses_of_one_process(run, ranks_of):
-    (expected,) = ranks_of(alone(run))
-    for rank in ranks_of(run):
-        np.testing.assert_allclose(rank["step_losses"], expected["step_losses"], rtol=PARITY_LOSS)
-        np.testing.assert_allclose(rank["gradient_norms"], expected["gradient_norms"], rtol=1e-4)
-        for key in {"loss", "accuracy", "hit_rate"} & set(expected["history"]):
-            np.testing.assert_allclose(
-                rank["history"][key], expected["history"][key], rtol=PARITY_LOSS
-            )
-        for key, value in expected["evaluation"].items():
-            assert rank["evaluation"][key] == pytest.approx(value, rel=PARITY_LOSS), key
-        assert rank["weights"] == pytest.approx(expected["weights"], rel=PARITY_WEIGHTS)
+@on_ranks(LAYOUT)
+def test_data_of_unknown_length_end_between_steps():
+    _fit_what_ends({})
 
 
-@each(ALL, LONG)
-def test_ranks_agree_to_the_last_bit(run, ranks_of):
-    first, second = ranks_of(run)
-    assert first["step_losses"] == second["step_losses"]
-    assert first["weights"] == second["weights"]
+@on_ranks(LAYOUT)
+def test_data_of_unknown_length_end_between_steps_whose_weights_are_gathered():
+    _fit_what_ends({"optimizer_shard": 3, "parallel_optimizer_threshold": 0, "micro_batch_num": 2})
 
 
-@each(EXACT, LONG)
-def test_losses_fall(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
-    half = len(losses) // 2  # steps_per_execution logs every fifth step only
-    assert np.mean(losses[half:]) < np.mean(losses[:half])
-
-
-@pytest.mark.runs(two_ranks("mixed_float16"), two_ranks("master_weights"))
-def test_master_weights_are_sharded_and_losses_stay_those_of_replicated_ones(ranks_of):
-    replicated = ranks_of(two_ranks("mixed_float16"))[0]
-    sharded = ranks_of(two_ranks("master_weights"))[0]
-    assert sharded["step_losses"] == replicated["step_losses"], "to the last bit"
-    assert sharded["weights"] == replicated["weights"]
-    for planned, measured in sharded["memory"].values():
-        assert planned == measured
-    # In bytes of a parameter: 4 of the weight are 2 of its copy, and with two states a rank has
-    # half of 12; but tables and norms, a sixth of this network, are computed with in float32.
-    parameters = replicated["memory"]["weights"][0] / 4
-    for what, allowed in (("weights", 2.6), ("gradients", 2.6), ("optimizer states", 6)):
-        assert sharded["memory"][what][0] < allowed * parameters
-
-
-@each([two_ranks("mixed_float16")], reads=lambda run: [alone(run)])
-def test_16_bit_losses_are_those_of_one_process(run, ranks_of):
-    (expected,), (found, _) = ranks_of(alone(run)), ranks_of(run)
-    np.testing.assert_allclose(found["step_losses"], expected["step_losses"], rtol=5e-3)
-
-
-@each([two_ranks("untied"), two_ranks("mixed_float16")])
-def test_each_gradient_is_sent_once(run, ranks_of):
-    for rank in ranks_of(run):
-        others = rank["sent"] - rank["parameters"]
-        assert 0 < others < 20, "what is counted, and the sums of the logs"
-
-
-@each(OVERFLOWS, LONG)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(run, ranks_of):
-    for found in ranks_of(run):
-        weights, scales = found["weights_by_step"], found["loss_scale"]
-        assert weights[2] == weights[1], "to the last bit"
-        assert weights[1] != weights[0] and weights[3] != weights[2] != weights[4]
-        assert scales == [*[scales[0]] * 3, *[scales[0] / 2] * 2]
-        assert found["skipped_steps"] == [0, 0, 1, 1, 1]
-        shown = np.isfinite(found["loss"]).tolist()
-        assert shown == [True, True, False, True, True], "each step's own loss, as in Keras"
-
-
-@each(list(map(two_ranks, IN_16_BITS)), LONG, lambda run: [alone(run)])
-def test_gradients_may_be_reduced_in_16_bits(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
-    expected = ranks_of(alone(run))[0]["step_losses"][: len(losses)]
-    assert len(losses) == 3
-    np.testing.assert_allclose(losses, expected, rtol=1e-3)
-    assert losses != expected
-
-
-@each([two_ranks("untied")])
-def test_losses_are_those_of_20_steps(run, ranks_of):
-    losses = ranks_of(run)[0]["step_losses"]
-    assert len(losses) == len(set(losses)) == 20
+@on_ranks(LAYOUT)
+def test_sums_go_on_after_a_layout_that_is_refused():
+    with pytest.raises(ValueError, match="model_parallel"):
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=3))
+    group = job.data_parallel_group()
+    total = transport.all_reduce(tf.constant(2.0), "Sum", group, "after_a_refusal")
+    assert float(total) == 4
