@@ -58,7 +58,7 @@ setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and f
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[reference]'
 	@touch $@
 
-.venv/horovod: .venv/ready $(wildcard dtransformer/parallel/host_collectives/*.cc dtransformer/parallel/host_collectives/*.h)
+.venv/horovod: .venv/ready
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/dtransformer doctor --install-horovod
 	@touch $@
 

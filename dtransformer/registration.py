@@ -60,7 +60,7 @@ def _tell(keras):
         known.setdefault(f"dtransformer>{name}", _Later(f"dtransformer>{name}"))
 
 
-def register_with_keras():
+def register_with_keras() -> None:
     """Let Keras know the classes: now, where it is imported, else when it is."""
     keras = sys.modules.get("keras")
     if hasattr(keras, "saving"):

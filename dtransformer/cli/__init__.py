@@ -94,19 +94,12 @@ def _doctor(arguments):
 
         return doctor(arguments.json)
     from dtransformer.cli.install_horovod import InstallError, install_horovod
-    from dtransformer.cli.install_host_collectives import install_host_collectives
 
     try:
         install_horovod()
     except InstallError as error:
         print(f"dtransformer: {error}", file=sys.stderr)
         return error.exit_code
-    try:
-        install_host_collectives()
-    except InstallError as error:  # they make it faster, and all works without
-        print(
-            f"dtransformer: {error}; TensorFlow's own are used, which are slower", file=sys.stderr
-        )
 
 
 def _run(arguments):

@@ -8,7 +8,6 @@ import shutil
 import sys
 
 from dtransformer.cli.install_horovod import COMMAND, built_with, compiler
-from dtransformer.parallel.host_collectives.library import library_path
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
@@ -92,15 +91,7 @@ def _horovod():
     return [
         check("horovod", True, f"{version}, built with {found}"),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),
-        _kernels(),
     ]
-
-
-def _kernels():
-    is_there = library_path().exists()
-    found = "installed" if is_there else "not installed"
-    mend = f"without them a mesh of several processes on CPUs is slower: {COMMAND}"
-    return check("kernels for ranks of one host", True if is_there else None, found, mend)
 
 
 def _devices():

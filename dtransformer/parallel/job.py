@@ -19,11 +19,6 @@ from dtransformer.parallel.config import (
 )
 from dtransformer.parallel.devices import device_type, take_devices
 from dtransformer.parallel.dtensor.cluster import start_mesh, stop_mesh
-from dtransformer.parallel.host_collectives.start import (
-    is_any_started,
-    start_host_collectives,
-    stop_host_collectives,
-)
 from dtransformer.parallel.launch import (
     compare_ranks,
     fitting,
@@ -163,9 +158,6 @@ def _join_layout(topology, rank, addresses, hvd):
         for pair in config.placement.stage_pairs:  # which send to each other
             agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
     if device_type() == "CPU":
-        key = start_host_collectives(topology, rank, hvd)
-        group = dataclasses.replace(_job.data_parallel_group, host_key=key)
-        _job = dataclasses.replace(_job, data_parallel_group=group)
         if linked := topology.pairs_within_replicas():
             _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
 
@@ -173,16 +165,14 @@ def _join_layout(topology, rank, addresses, hvd):
 def _leave_layout():
     """Stop the mesh and what joins ranks, where there is any, once every rank is done with it."""
     global _job
-    if mesh() is None and rank_links() is None and not is_any_started():
+    if mesh() is None and rank_links() is None:
         return
     barrier()
     if mesh() is not None:
         stop_mesh()
-    stop_host_collectives()
     if rank_links() is not None:
         rank_links().close()
-    group = dataclasses.replace(data_parallel_group(), host_key=None)
-    _job = dataclasses.replace(_job, mesh=None, rank_links=None, data_parallel_group=group)
+    _job = dataclasses.replace(_job, mesh=None, rank_links=None)
 
 
 def shutdown() -> None:

@@ -15,16 +15,13 @@ from dtransformer.errors import InputError, one_line, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.dtensor.cluster import free_address
-from dtransformer.parallel.host_collectives.library import is_available
-from dtransformer.parallel.host_collectives.start import fail_host_collectives
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.refit import refit
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
-# of the time of the cores that compute, and 5 ms a twentieth. On one host, where its memory carries
-# most of what a step sends, less is asked.
-_CYCLE_MILLISECONDS = {"on one host": "10", "elsewhere": "5"}
+# of the time of the cores that compute, and 5 ms a twentieth.
+_CYCLE_MILLISECONDS = "5"
 # Where other launchers say how many processes they started.
 _SET_BY_OTHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -35,7 +32,7 @@ _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 # Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
 # What errors say on the ranks that wait for one that has left.
-OF_A_RANK_THAT_LEFT = ("Horovod has been shut down", "of the group has failed between")
+OF_A_RANK_THAT_LEFT = "Horovod has been shut down"
 ANOTHER_FAILED = "another rank has failed, or left"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
@@ -62,9 +59,7 @@ def start_horovod() -> types.ModuleType | None:
     # order in which a ring adds up depends on where a tensor lies in what is sent.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if device_type() == "CPU":
-        is_one_host = os.environ.get("HOROVOD_LOCAL_SIZE") == num_ranks and is_available()
-        cycle = _CYCLE_MILLISECONDS["on one host" if is_one_host else "elsewhere"]
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", cycle)
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -123,9 +118,8 @@ def _leave_at_exit(hvd, watchdog):
     horovodrun, which ends the job with the first exit, names the rank at fault.
     """
     error = getattr(sys, "last_value", None)
-    if any(text in str(error) for text in (ANOTHER_FAILED, *OF_A_RANK_THAT_LEFT)):
+    if any(text in str(error) for text in (ANOTHER_FAILED, OF_A_RANK_THAT_LEFT)):
         time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
-    fail_host_collectives()
     if watchdog is not None:
         watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
     stop_horovod(hvd)

@@ -23,15 +23,12 @@ class Group:
         index: this process' position in `ranks`; None where it is not among them.
         process_set: Horovod's set of the same ranks; None for a group of one.
         memory: what `collectives.call` remembers of the calls in this group.
-        host_key: the key by which the kernels of `host_collectives` know the group, where they
-            carry what training steps send in it; None where Horovod does.
     """
 
     ranks: tuple[int, ...]
     index: int | None
     process_set: object = dataclasses.field(default=None, compare=False, repr=False)
     memory: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    host_key: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:

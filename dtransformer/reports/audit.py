@@ -15,7 +15,6 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
-from dtransformer.parallel.host_collectives.start import DATA_PARALLEL
 from dtransformer.planner.formulas import ring_elements
 
 # TensorFlow's and Horovod's operations -> what they do.
@@ -110,7 +109,6 @@ def mesh_collectives(function_names, calls):
             if node.op in _OPERATIONS
             and not node.op.startswith("Horovod")
             and not node.attr["T"].placeholder  # TensorFlow's function of an operation run eagerly
-            and not np.any(_constant(node.input[2], nodes) == DATA_PARALLEL)  # DTensor's own
         ]
         names = _told_apart([node.name for node in own], calls)
         found += [_of_node(node, nodes, name) for node, name in zip(own, names)]

@@ -62,7 +62,7 @@ def told_in_one_line() -> Iterator[None]:
         told = _told(error.message)
         if told is None and isinstance(error, tf.errors.CancelledError):
             told = "another device of the mesh failed: an id that is in no table, most often"
-        if told is None and any(text in error.message for text in OF_A_RANK_THAT_LEFT):
+        if told is None and OF_A_RANK_THAT_LEFT in error.message:
             raise RuntimeError(f"{ANOTHER_FAILED}: what it says tells why") from None
         if told is None:
             raise

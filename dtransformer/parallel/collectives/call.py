@@ -4,7 +4,6 @@ The functions of this package say what is sent and what the gradient is, `transp
 travels; that all ranks mean the same is seen to here.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
 
@@ -53,9 +52,7 @@ class Call:
         **arguments: int,
     ):
         self.x = x = tf.convert_to_tensor(x)
-        group = job.whole_job() if group is None else group
-        # Horovod's alone: TensorFlow keeps no order of those in gradients of a function's calls.
-        self.group = group = dataclasses.replace(group, host_key=None)
+        self.group = group = job.whole_job() if group is None else group
         self._ordered = sorted(group.ranks)
         self._received = None
         listing = ", ".join(f"{name}={value}" for name, value in arguments.items())

@@ -1,7 +1,6 @@
 """What is carried between ranks, and in which type: the one way that all tensors take.
 
-Horovod carries it. In a data-parallel group of CPUs of one host sums, and parts that are as large
-on every rank, go through the host's memory, in types that its kernels have.
+Horovod carries it.
 
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.
@@ -23,8 +22,6 @@ from dtransformer.parallel.collectives.horovod_operations import (
 )
 from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.collectives.packing import by_dtype
-from dtransformer.parallel.devices import device_type
-from dtransformer.parallel.host_collectives import operations as host_operations
 from dtransformer.parallel.process_groups import Group
 
 # Types that Horovod does not add -> types in which their sums, maxima and minima are computed.
@@ -70,7 +67,7 @@ def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...]."""
     if group.size == 1:
         return x[None]
-    return _carrier(group, x.dtype).all_gather(x, group, name)
+    return horovod_operations.all_gather(x, group, name)
 
 
 def all_gather_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -128,7 +125,7 @@ def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i to position i; return the rows [d, ...] that come from the others."""
     if group.size == 1:
         return rows
-    return _carrier(group, rows.dtype).all_to_all(rows, group, name)
+    return horovod_operations.all_to_all(rows, group, name)
 
 
 def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -163,7 +160,7 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return x
     y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
-    y = _carrier(group, y.dtype).all_reduce(y, op, group, name)
+    y = horovod_operations.all_reduce(y, op, group, name)
     return tf.cast(y, x.dtype)
 
 
@@ -173,16 +170,15 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
         return tensors
     dtype = tensors[0].dtype
     sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
-    sums = _carrier(group, sums[0].dtype).all_reduce_together(sums, group, name)
+    sums = horovod_operations.all_reduce_together(sums, group, name)
     return [tf.cast(total, dtype) for total in sums]
 
 
 def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.Tensor:
     """Return the row [...] of the sum of the ranks' rows [d, ...] that has this rank's position.
 
-    On CPUs every rank sends each other one its row, and adds what it gets: Horovod's own
-    reduce-scatter takes three times as long there. So it is where Horovod cannot add a type:
-    half the bytes travel. Sums of 16-bit floats that a rank adds are float32 meanwhile.
+    Where Horovod cannot add a type, every rank sends each other one its row, and adds what it gets
+    in a type that holds it: half the bytes travel.
 
     Args:
         rows: a tensor [d, ...] of the same shape and type on every rank.
@@ -192,7 +188,7 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     own = rows.dtype.name
     if group.size == 1:
         total = rows[0]
-    elif device_type() == "GPU" and own not in _REDUCED_AS:
+    elif own not in _REDUCED_AS:
         total = horovod_operations.reduce_scatter(rows, group, name)
     else:
         total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
@@ -240,9 +236,3 @@ def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str)
     everyone.set_shape([sum(sent)])
     parts = tf.split(everyone, [sent[i] for i in order])
     return [parts[order.index(i)][: sizes[i]] for i in range(group.size)]
-
-
-def _carrier(group, dtype):
-    """Return the module with the operations that carry a group's tensors of a type."""
-    shares_memory = group.host_key is not None and dtype.name in host_operations.DTYPES
-    return host_operations if shares_memory else horovod_operations

@@ -1,0 +1,55 @@
+"""Data that end where nobody knew, on data ranks; sums after a layout that is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dtransformer
+from dtransformer import parallel_config
+from dtransformer.parallel import job
+from dtransformer.parallel.collectives import transport
+from dtransformer.trainers import Trainer
+from tests.shared_runs import on_ranks
+
+LAYOUT = "dp2@2x1"
+
+
+def values(rank):
+    """Return the rows of a rank."""
+    return tf.cast(np.random.default_rng(rank).normal(size=(12, 4)) * 8, "float32")
+
+
+def _fit_what_ends(config):
+    """Train, evaluate and predict twice, each until TensorFlow finds that there is no batch."""
+    layers = [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(3)]
+    data = tf.data.Dataset.from_tensor_slices((values(dtransformer.rank()), np.zeros(12, "i")))
+    data = data.batch(4, drop_remainder=True).filter(lambda *_: True)  # shapes are constants
+    with parallel_config(**config):
+        trainer = Trainer(keras.Sequential([keras.Input((4,)), *layers]))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer.compile("sgd", loss)
+        history = trainer.fit(data, epochs=2, validation_data=data, verbose=0, shard=False)
+        outputs = [trainer.predict(data, verbose=0, shard=False) for _ in range(2)]
+    losses = history.history["val_loss"]
+    assert losses[1] < losses[0]
+    assert [x.shape[-1] for x in outputs] == [3, 3]
+
+
+@on_ranks(LAYOUT)
+def test_data_of_unknown_length_end_between_steps():
+    _fit_what_ends({})
+
+
+@on_ranks(LAYOUT)
+def test_data_of_unknown_length_end_between_steps_whose_weights_are_gathered():
+    _fit_what_ends({"optimizer_shard": 3, "parallel_optimizer_threshold": 0, "micro_batch_num": 2})
+
+
+@on_ranks(LAYOUT)
+def test_sums_go_on_after_a_layout_that_is_refused():
+    with pytest.raises(ValueError, match="model_parallel"):
+        dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=3))
+    group = job.data_parallel_group()
+    total = transport.all_reduce(tf.constant(2.0), "Sum", group, "after_a_refusal")
+    assert float(total) == 4
