@@ -7,6 +7,7 @@ MP ?= 1
 PP ?= 1
 DEVICES ?= 1
 JOBS ?= 2
+GPU ?= $(shell nvidia-smi -L > /dev/null 2>&1 && echo 1)
 
 BIN := .venv/bin
 CONFIG ?= examples/wmt14/embedded.yaml
@@ -36,7 +37,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo "Options: NP=4 trains on four ranks, MP=2 cuts every operation in two, PP=2 spreads the"
 	@echo "blocks over two stages, AUTO=1 leaves that to the planner, DEVICES=2 gives each rank two"
-	@echo "devices, PYTHON=python3.12 chooses the interpreter."
+	@echo "devices, PYTHON=python3.12 chooses the interpreter, GPU=1 installs CUDA's libraries."
 
 setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and for several ranks
 
@@ -46,7 +47,7 @@ setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and f
 	@echo "Setting up .venv ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt uv
-	@$(call install,-e .)
+	@$(call install,-e '.$(if $(GPU),[gpu])')
 	@touch $@
 
 .venv/test .venv/lint .venv/docs: .venv/ready

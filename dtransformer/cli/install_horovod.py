@@ -2,13 +2,16 @@
 
 Horovod publishes no wheels, and its sources do not compile against TensorFlow 2.20 and
 later: one file, `xla_mpi_ops.cc` (XLA on GPUs, optional), includes headers that
-TensorFlow's wheel does not ship. So the sources are downloaded, compared with their
-SHA-256, compiled without that file, and the wheel is kept in a cache: the next
-environment has it in seconds. What compiling needs is installed in a temporary folder;
-the environment gets Horovod and what it imports, nothing else.
+TensorFlow's wheel does not ship, and a function that it does not export. So the sources
+are downloaded, compared with their SHA-256, edited, compiled, and the wheel is kept in a
+cache: the next environment has it in seconds. What compiling needs is installed in a
+temporary folder; the environment gets Horovod and what it imports, nothing else.
+
+There is one wheel for CPUs and GPUs. It is compiled without CUDA and NCCL: TensorFlow's
+wheel has CUDA's headers, and its library hands calls of CUDA and NCCL on to theirs, which
+it opens when the first one comes. So a process has one CUDA and one NCCL, TensorFlow's.
 
 Environment variables:
-    HOROVOD_GPU_OPERATIONS: `NCCL` builds for GPUs, which needs CUDA and NCCL.
     DTRANSFORMER_CACHE: folder of the cache, `~/.cache/dtransformer` by default.
     CXX: the C++ compiler.
     PIP_...: pip's own settings.
@@ -35,7 +38,32 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 EXIT_FAILED = 1
 EXIT_NO_COMPILER = 3
 
+_OWN_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
 _LEFT_OUT = "xla_mpi_ops.cc"
+# What stands in its place: Horovod's operations on GPUs, all of them by NCCL (the letter N).
+_ON_GPUS = """\
+set(OPS "${PROJECT_SOURCE_DIR}/horovod/common/ops")
+foreach(FILE cuda_operations gpu_operations nccl_operations cuda/cuda_kernels)
+    list(APPEND SOURCES "${OPS}/${FILE}.cc")
+endforeach()
+add_definitions(-DHAVE_CUDA=1 -DHAVE_GPU=1 -DHAVE_NCCL=1)
+foreach(OP ALLREDUCE ALLGATHER BROADCAST ALLTOALL REDUCESCATTER)
+    add_definitions(-DHOROVOD_GPU_${OP}='N')
+endforeach()
+set(CUDA "${Tensorflow_INCLUDE_DIRS}/third_party/gpus/cuda")
+include_directories(SYSTEM "${CUDA}/include" "${CUDA}/libcudacxx/include" "${OPS}/cuda")
+"""
+_STREAM_HEADER = '#include "tensorflow/compiler/xla/stream_executor/stream.h"'
+_STREAM = """\
+#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+}  // namespace gpu
+}  // namespace stream_executor
+"""
 # The versions that the wheel was built and tested with.
 _BUILD_TOOLS = ("cmake==3.31.6", "setuptools==80.10.2", "wheel==0.48.0", "packaging==26.3")
 _OPTIONS = {
@@ -44,6 +72,7 @@ _OPTIONS = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITHOUT_MPI": "1",
     "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_NVTX": "1",
 }
 _BUILT_WITH = (
     "import horovod.tensorflow as h; "
@@ -93,15 +122,19 @@ def install_horovod():
     print(f"Horovod {VERSION} is installed, built with {found} ({wheel})")
 
 
-def built_with():
+def built_with(environment=None):
     """Import Horovod in a process of its own: a broken build must not end this one.
+
+    Args:
+        environment: dict of variables that the process has besides.
 
     Returns:
         (works, found): whether it can be imported, and what it was built with (`gloo`,
         `mpi`, `nccl`) or why it cannot be imported, one line.
     """
     command = [sys.executable, "-c", _BUILT_WITH]
-    result = subprocess.run(command, capture_output=True, text=True)
+    own = {**os.environ, **(environment or {})}
+    result = subprocess.run(command, capture_output=True, text=True, env=own)
     if result.returncode:
         return False, (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
     return True, " ".join(result.stdout.split())
@@ -122,19 +155,14 @@ def cache_folder():
         sys.implementation.cache_tag,
         sysconfig.get_platform(),
         "".join(platform.libc_ver()) or "libc",
-        _gpu_operations() or "cpu",
+        _digest_of_edits(),
     )
     return pathlib.Path(root).absolute() / "wheels" / "-".join(key)
 
 
-def _gpu_operations():
-    """Return "nccl" for a build for GPUs, "" for CPUs."""
-    asked = os.environ.get("HOROVOD_GPU_OPERATIONS", "")
-    if asked.upper() not in ("", "NCCL"):
-        raise InstallError(
-            f"HOROVOD_GPU_OPERATIONS={asked}: expected NCCL for GPUs, or nothing for CPUs"
-        )
-    return asked.lower()
+def _digest_of_edits():
+    own = [file.read_text("utf-8") for file in sorted(_OWN_SOURCES.iterdir()) if file.is_file()]
+    return hashlib.sha256("".join([*own, _ON_GPUS, _STREAM]).encode()).hexdigest()[:8]
 
 
 def _build(folder, log):
@@ -159,9 +187,20 @@ def _build(folder, log):
         command = [*pip, "--no-build-isolation", "--wheel-dir", temporary / "dist", source]
         run(command, log, "Horovod does not compile", environment)
         built = next((temporary / "dist").glob("horovod-*.whl"))
+        _try(built, temporary / "tried", log)
         partial = folder / f"{built.name}.{os.getpid()}.partial"
         shutil.copy(built, partial)
         return partial.rename(folder / built.name)
+
+
+def _try(wheel, folder, log):
+    """Import a wheel from a folder: what cannot be imported replaces nothing that can."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, wheel]
+    run(pip, log, f"{wheel.name} cannot be installed")
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    works, found = built_with({"PYTHONPATH": path})
+    if not works:
+        raise InstallError(f"Horovod {VERSION} was compiled and cannot be imported: {found}")
 
 
 def _build_environment(tools, log):
@@ -199,20 +238,27 @@ def download(folder, log, environment=None):
 
 
 def unpack(archive, folder):
-    """Unpack the sources and leave out the one file that does not compile."""
+    """Unpack the sources; leave out the one file that does not compile, and add what GPUs need."""
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / f"horovod-{VERSION}"
-    listing = source / "horovod/tensorflow/CMakeLists.txt"
-    lines = listing.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if _LEFT_OUT not in line]
-    if len(lines) - len(kept) != 1:
-        raise InstallError(
-            f"expected one line naming {_LEFT_OUT} in Horovod's {listing.name}, found "
-            f"{len(lines) - len(kept)}"
-        )
-    listing.write_text("".join(kept))
+    _replace(source / "horovod/tensorflow/CMakeLists.txt", _LEFT_OUT, _ON_GPUS)
+    _replace(source / "horovod/tensorflow/mpi_ops.cc", _STREAM_HEADER, _STREAM)
+    for file in (*_OWN_SOURCES.glob("*.cc"), *_OWN_SOURCES.glob("*.h")):
+        shutil.copy(file, source / "horovod/common/ops/cuda")
     return source
+
+
+def _replace(path, words, text):
+    """Put a text in the place of the one line of a file that has some words."""
+    lines = path.read_text().splitlines(keepends=True)
+    found = [number for number, line in enumerate(lines) if words in line]
+    if len(found) != 1:
+        raise InstallError(
+            f"expected one line with {words} in Horovod's {path.name}, found {len(found)}"
+        )
+    lines[found[0]] = text
+    path.write_text("".join(lines))
 
 
 def _wrong_hash(digest):

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import pathlib
 import warnings
 
 import tensorflow as tf
 
 _THREADS_THAT_SEND = 3
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # A bound, not a reservation: enough for the layouts that are tried on one card.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
 # So many sources at least are decoded by a loop that has a core of its own; see `decoding`.
@@ -16,6 +18,18 @@ SOURCES_OF_A_LOOP = 8
 def device_type() -> str:
     """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def unused_driver() -> str | None:
+    """Return the version of an NVIDIA driver whose GPUs TensorFlow does not see; None without.
+
+    What `CUDA_VISIBLE_DEVICES` hides is not missed.
+    """
+    hides = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if hides or not _DRIVER.exists() or device_type() == "GPU":
+        return None
+    words = _DRIVER.read_text("utf-8", "replace").split()
+    return next((word for word in words if word[:1].isdecimal()), "of unknown version")
 
 
 def own_cores() -> list[int]:
@@ -56,6 +70,12 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
     if tf.config.list_physical_devices("GPU"):
         _take_gpus(local_rank, local_size, local_devices)
         return
+    if local_rank == 0 and (driver := unused_driver()):
+        warnings.warn(
+            f"this host has an NVIDIA driver ({driver}), and TensorFlow sees no GPU: what follows is "
+            "computed on CPUs; 'dtransformer doctor' says why",
+            stacklevel=3,
+        )
     if local_size == local_devices == 1:
         return
     cores = own_cores()

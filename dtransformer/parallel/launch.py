@@ -13,7 +13,7 @@ import types
 
 from dtransformer.errors import InputError, one_line, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.devices import device_type
+from dtransformer.parallel.devices import device_type, logical_gpus
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.refit import refit
@@ -60,6 +60,8 @@ def start_horovod() -> types.ModuleType | None:
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
     if device_type() == "CPU":
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
+    else:  # an operation ends on the GPU's stream, and the host goes on
+        os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -68,6 +70,12 @@ def start_horovod() -> types.ModuleType | None:
             f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
             "process with python"
         ) from error
+    if device_type() == "GPU" and not hvd.nccl_built() and logical_gpus() == 1:
+        raise RuntimeError(
+            "this Horovod was built without NCCL, so that all that ranks send would go through the "
+            "hosts' memory: install one that has it, drive the GPUs of a host from one process "
+            "(init(local_devices=...)), or set DTRANSFORMER_LOGICAL_GPUS to try layouts on a card"
+        )
     hvd.init()
     leave_at_exit(hvd)
     return hvd

@@ -1,9 +1,14 @@
 """Which GPUs a rank takes, with lists of GPUs that are not there; and devices after a mesh."""
 
+import sys
+import types
+
 import pytest
 import tensorflow as tf
 
+from dtransformer.cli.doctor import doctor
 from dtransformer.parallel import devices
+from dtransformer.parallel import launch as launch_module
 from harness.launch import launch, tail
 
 TWICE = """
@@ -98,6 +103,43 @@ def test_a_tensor_before_init_is_told(cards, monkeypatch):
     monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
     with pytest.raises(RuntimeError, match=r"call dtransformer.init\(\) before the first tensor"):
         devices.take_devices(0, 1, 1, is_pipeline=False)
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """A machine with a driver, of whose GPUs TensorFlow sees none."""
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Release Build\n")
+    monkeypatch.setattr(devices, "_DRIVER", file)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_driver_without_gpus_is_told_once(driver, monkeypatch):
+    with pytest.warns(
+        UserWarning, match=r"NVIDIA driver \(580.159.04\), and TensorFlow sees no GPU"
+    ):
+        devices.take_devices(0, 1, 1, is_pipeline=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # asked for
+    assert devices.unused_driver() is None
+
+
+def test_doctor_fails_where_a_driver_has_no_gpus(driver, capsys):
+    assert doctor() == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
+    assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
+
+
+def test_a_horovod_without_nccl_is_refused_on_gpus(monkeypatch):
+    hvd = types.SimpleNamespace(nccl_built=lambda: 0)
+    monkeypatch.setitem(sys.modules, "horovod", types.SimpleNamespace(tensorflow=hvd))
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", hvd)
+    monkeypatch.setattr(launch_module, "device_type", lambda: "GPU")
+    for name, value in {"SIZE": "2", "RANK": "0", "GLOO_RENDEZVOUS_ADDR": "localhost"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    for name in ("DYNAMIC_PROCESS_SETS", "DISABLE_GROUP_FUSION", "ENABLE_ASYNC_COMPLETION"):
+        monkeypatch.setenv(f"HOROVOD_{name}", "1")
+    with pytest.raises(RuntimeError, match="without NCCL.*local_devices.*LOGICAL_GPUS"):
+        launch_module.start_horovod()
 
 
 def test_devices_outlive_a_mesh():
