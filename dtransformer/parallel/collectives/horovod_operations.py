@@ -3,10 +3,13 @@
 Those that compute sums take types that Horovod adds.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives.impure import never_constant
+from dtransformer.parallel.devices import logical_gpus
 from dtransformer.parallel.process_groups import Group
 
 # Types that Horovod does not have -> types of as many bits.
@@ -64,7 +67,9 @@ def _run(operation, x, group, name, **options):
     """Return what a Horovod operation gives, which the ranks' names and group pair."""
     key = {"ignore_name_scope": trace.current().names_are_global}
     key |= {"name": name, "process_set": group.process_set}
-    with job.waiting(f"{operation} {name!r}", group.ranks):
+    # NCCL takes no two ranks of one card; those of a card that is cut are tried over the host.
+    place = tf.device("/CPU:0") if logical_gpus() > 1 else contextlib.nullcontext()
+    with job.waiting(f"{operation} {name!r}", group.ranks), place:
         return getattr(job.horovod(), operation)(x, **key, **options)
 
 
