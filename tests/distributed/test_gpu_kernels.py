@@ -1,0 +1,113 @@
+"""Promise: what a training step computes has kernels for GPUs, on every kind of layout.
+
+TensorFlow's wheel registers its GPU kernels on machines without one, too.
+"""
+
+import collections
+
+import pytest
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+from tensorflow.python.framework import kernels
+
+from dtransformer import _compat
+from dtransformer.trainers import Trainer
+from harness.layouts import layout_of
+from harness.networks import loss_of, make
+from harness.training import _data
+from tests.shared_runs import each
+
+TASK = "tests.distributed.test_gpu_kernels:audit"
+QUICK = (
+    "alone@1x1 alone@1x1+bf16 dp2@2x1+shard3 mp2@1x2+rows+sp cp2@1x2+ring dp2ep2@2x1 "
+    "pp2m4-1f1b@2x1 pp2m4-1f1b@2x1+bf16"
+).split()
+LONG = (
+    "alone@1x1+fp16 dp2@2x1 dp2@2x1+bf16 dp2@2x1+fp16 dp2@2x1+shard3+bf16 dp2@2x1+shard3+fp16 "
+    "mp2@1x2 mp2@1x2+bf16 mp2@1x2+fp16 mp2@1x2+sp+bf16 cp2@1x2+ring+bf16 cp2@1x2+ulysses "
+    "dp2ep2@2x1+bf16 pp2m4-zb_h1@2x1 pp2m4-1f1b@2x1+fp16"
+).split()
+# What TensorFlow's executor, its graph passes or the host do by themselves.
+NO_KERNELS = {
+    *("Placeholder", "_Arg", "_Retval", "Const", "NoOp", "SymbolicGradient"),
+    *("PartitionedCall", "StatefulPartitionedCall", "IfV2", "If", "StatelessIf"),
+    *("While", "StatelessWhile", "Case", "StatelessCase", "RemoteCall"),
+    *("Relayout", "RelayoutLike"),  # of functions that DTensor has not lowered yet
+}
+# Operation -> why it may be the host's.
+ON_HOST = {
+    "MatMul(DT_INT32)": "a device's place on the mesh, by DTensor; a card has run it",
+    "Relu(DT_INT32)": "the same",
+    "Timestamp()": "a clock, for the throughput",
+    "PyFuncStateless()": "the same",
+    "PyFunc()": "few numbers that CPU ranks send over sockets",
+}
+
+
+def audit(layout):
+    """Train a step; return which of its operations have no GPU kernel, and how many there are."""
+    network = "moe" if layout.experts > 1 else "long_causal" if layout.context > 1 else "causal"
+    model, optimizer = make(f"deep_{network}" if layout.stages > 1 else network)
+    model.build()
+    trainer = Trainer(model)
+    trainer.compile(optimizer, loss_of(network), jit_compile=False)
+    trainer.fit(_data(network, 1, model, seed=0), verbose=0, shard=False)
+    missing, number = collections.Counter(), 0
+    for name in _compat.function_names():
+        name = name.decode() if isinstance(name, bytes) else name
+        if "Dataset" in name or name.startswith("__wrapped"):  # the input pipeline's; eager ones
+            continue
+        try:
+            nodes = _compat.function_def(name).node_def
+        except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
+            continue
+        for node in nodes:
+            number += 1
+            if node.op not in NO_KERNELS and not has_gpu_kernel(node):
+                types = [types_pb2.DataType.Name(a.type) for a in node.attr.values() if a.type]
+                missing[f"{node.op}({', '.join(sorted(types))})"] += 1
+    return {"missing": dict(missing), "nodes": number}
+
+
+def has_gpu_kernel(node):
+    """Return whether TensorFlow has a kernel of a node's types for GPUs."""
+    found = kernels.get_registered_kernels_for_op(node.op).kernel
+    return any(
+        kernel.device_type in ("GPU", "DEFAULT")
+        and all(
+            set(types_of(node, constraint.name)) <= set(constraint.allowed_values.list.type)
+            for constraint in kernel.constraint
+        )
+        for kernel in found
+    )
+
+
+def types_of(node, name):
+    attribute = node.attr.get(name) if name in node.attr else None
+    if attribute is None:
+        return ()
+    return [attribute.type] if attribute.type else list(attribute.list.type)
+
+
+TASKS = {"audit": audit}
+
+
+QUICK, LONG = ([f"{TASK}/{layout_of(name).name}" for name in names] for names in (QUICK, LONG))
+
+
+@each([*QUICK, *LONG], long=LONG)
+def test_every_operation_of_a_step_has_a_gpu_kernel(run, ranks_of):
+    for rank in ranks_of(run):
+        assert rank["nodes"] > 100
+        missing = {op: n for op, n in rank["missing"].items() if op not in ON_HOST}
+        assert not missing
+
+
+def test_an_operation_without_one_is_found():
+    graph = tf.Graph()
+    with graph.as_default():
+        text = tf.strings.join(["a", tf.strings.as_string(tf.constant(1))])
+    (node,) = [node for node in graph.as_graph_def().node if node.name == text.op.name]
+    assert not has_gpu_kernel(node)
+    with pytest.raises(AttributeError):
+        has_gpu_kernel(None)
