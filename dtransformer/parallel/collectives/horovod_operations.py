@@ -67,7 +67,7 @@ def _run(operation, x, group, name, **options):
     """Return what a Horovod operation gives, which the ranks' names and group pair."""
     key = {"ignore_name_scope": trace.current().names_are_global}
     key |= {"name": name, "process_set": group.process_set}
-    # NCCL takes no two ranks of one card; those of a card that is cut are tried over the host.
+    # NCCL takes no two ranks of one card; those of logical GPUs are tried over the host.
     place = tf.device("/CPU:0") if logical_gpus() > 1 else contextlib.nullcontext()
     with job.waiting(f"{operation} {name!r}", group.ranks), place:
         return getattr(job.horovod(), operation)(x, **key, **options)
