@@ -44,7 +44,7 @@ PARTS = {
         variants=tuple(
             f"{size}/{compiled}/{attention}"
             for size in ("355m", "1.3b")
-            for compiled in ("none", "auto", "clusters", "whole")
+            for compiled in ("none", "clusters", "whole")
             for attention in ("reference", "blockwise")
         ),
     ),
@@ -54,7 +54,7 @@ PARTS = {
         variants=("355m/eager", "355m/compiled", "1.3b/eager", "1.3b/compiled"),
     ),
     "profile": Part(
-        "speed:profile", 300, variants=("355m/auto/reference", "355m/clusters/reference")
+        "speed:profile", 300, variants=("355m/none/reference", "355m/clusters/reference")
     ),
     "largest": Part("speed:largest", 300),
     "uses": Part("uses:use", 300, _NO_TF32),

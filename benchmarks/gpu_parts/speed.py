@@ -38,8 +38,6 @@ def flops(size):
 
 def made(size, compiled, attention, rows=None, recompute=False):
     """Return a trainer, and a batch of ids."""
-    if compiled == "clusters":
-        tf.config.optimizer.set_jit("autoclustering")
     dtransformer.init(dtransformer.TransformerOpParallelConfig(recompute=recompute))
     keras.config.set_dtype_policy("mixed_bfloat16")
     blocks, hidden, heads, length, default = SIZES[size]
@@ -58,7 +56,7 @@ def made(size, compiled, attention, rows=None, recompute=False):
     trainer.compile(
         keras.optimizers.AdamW(1e-4),
         CrossEntropyLoss(),
-        jit_compile={"none": False, "clusters": False, "auto": "auto", "whole": True}[compiled],
+        jit_compile={"none": False, "clusters": "auto", "whole": True}[compiled],
     )
     shape = (rows or default, length)
     return trainer, tf.constant(np.random.default_rng(0).integers(0, VOCAB_SIZE, shape), "int32")
@@ -138,7 +136,7 @@ def largest(smoke, **_):
         for rows in (8, 16) if smoke else (16, 32, 64):
             keras.backend.clear_session()
             try:
-                trainer, ids = made(size, "auto", "blockwise", rows, recompute)
+                trainer, ids = made(size, "clusters", "blockwise", rows, recompute)
                 run = fitted(trainer, ids, ids)
                 run(1)
                 with alone():

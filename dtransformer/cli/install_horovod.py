@@ -162,7 +162,15 @@ def cache_folder():
 
 def _digest_of_edits():
     own = [file.read_text("utf-8") for file in sorted(_OWN_SOURCES.iterdir()) if file.is_file()]
-    return hashlib.sha256("".join([*own, _ON_GPUS, _STREAM]).encode()).hexdigest()[:8]
+    text = repr([*own, _ON_GPUS, _STREAM, _OPTIONS, _BUILD_TOOLS, _has_cuda_headers()])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _has_cuda_headers():
+    """Return whether TensorFlow's wheel is one for GPUs, too; on some platforms it is not."""
+    folder = pathlib.Path(importlib.util.find_spec("tensorflow").origin).parent
+    headers = "include/third_party/gpus/cuda/include/cuda_runtime.h"
+    return (folder / headers).exists()
 
 
 def _build(folder, log):
@@ -242,7 +250,8 @@ def unpack(archive, folder):
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / f"horovod-{VERSION}"
-    _replace(source / "horovod/tensorflow/CMakeLists.txt", _LEFT_OUT, _ON_GPUS)
+    on_gpus = _ON_GPUS if _has_cuda_headers() else ""
+    _replace(source / "horovod/tensorflow/CMakeLists.txt", _LEFT_OUT, on_gpus)
     _replace(source / "horovod/tensorflow/mpi_ops.cc", _STREAM_HEADER, _STREAM)
     for file in (*_OWN_SOURCES.glob("*.cc"), *_OWN_SOURCES.glob("*.h")):
         shutil.copy(file, source / "horovod/common/ops/cuda")

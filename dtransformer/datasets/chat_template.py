@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
@@ -11,6 +12,7 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
 _FILE, _FIELD = "chat_template.jinja", "chat_template"
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
 
 
 def chat_text(folder: pathlib.Path, config: Mapping, messages: Sequence[Mapping[str, str]]) -> str:
@@ -54,10 +56,12 @@ def chat_text(folder: pathlib.Path, config: Mapping, messages: Sequence[Mapping[
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
+    given = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
+    given |= {"tools": None, "documents": None}
+    source = _GENERATION.sub("", source)
     try:
         template = environment.from_string(source)
-        return template.render(messages=list(messages), add_generation_prompt=True, **tokens)
+        return template.render(messages=list(messages), add_generation_prompt=True, **given)
     except Exception as error:  # whatever is wrong in a template that was published
         kind = f"{type(error).__name__}: {one_line(error, 120)}"
         raise InputError(

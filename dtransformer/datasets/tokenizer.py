@@ -228,9 +228,10 @@ class SubwordTokenizer:
             InputError: the folder cannot be written, or has another tokenizer.
         """
         folder = Path(folder)
-        published = folder / _PUBLISHED_FILE
-        if published.exists() and not (folder / _VOCABULARY_FILE).exists():
-            raise InputError(f"{published}: is another tokenizer's: give another folder")
+        taken = [folder / x for x in (_PUBLISHED_FILE, CONFIG, _VOCABULARY_FILE)]
+        taken = [path for path in taken if path.exists()]
+        if taken and not (folder / _CONFIG_FILE).exists() and not self._is_older(folder):
+            raise InputError(f"{taken[0]}: is another tokenizer's: give another folder")
         config = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -244,6 +245,14 @@ class SubwordTokenizer:
             text = json.dumps(content, indent=2, ensure_ascii=False)
             write_text_atomically(folder / name, text + "\n")
 
+    @staticmethod
+    def _is_older(folder):
+        """Return whether a folder is of before the file of other libraries had its name."""
+        file = folder / _PUBLISHED_FILE
+        if not file.is_file() or (folder / CONFIG).exists():
+            return False
+        return f'"format": "{_FORMAT}"' in file.read_text("utf-8", "replace")[:1000]
+
     @classmethod
     def load(cls, folder: str | os.PathLike) -> "SubwordTokenizer":
         """Read what `save` wrote; the ids are the same.
@@ -252,8 +261,7 @@ class SubwordTokenizer:
             InputError: a file is missing or damaged, or of a newer format.
         """
         folder = check_path(folder)
-        is_older = (folder / _PUBLISHED_FILE).is_file() and not (folder / CONFIG).exists()
-        config_file = _PUBLISHED_FILE if is_older else _CONFIG_FILE
+        config_file = _PUBLISHED_FILE if cls._is_older(folder) else _CONFIG_FILE
         for name in (config_file, _VOCABULARY_FILE):
             if not (folder / name).is_file():
                 raise InputError(

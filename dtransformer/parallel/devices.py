@@ -1,6 +1,7 @@
 """The devices of this rank: its GPUs, or its share of the machine's cores."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import warnings
@@ -30,6 +31,12 @@ def unused_driver() -> str | None:
         return None
     words = _DRIVER.read_text("utf-8", "replace").split()
     return next((word for word in words if word[:1].isdecimal()), "of unknown version")
+
+
+@functools.cache
+def _cores_at_start():
+    """Return the cores that this process may run on before it is bound to a share of them."""
+    return own_cores()
 
 
 def own_cores() -> list[int]:
@@ -78,7 +85,7 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         )
     if local_size == local_devices == 1:
         return
-    cores = own_cores()
+    cores = _cores_at_start()
     share = len(cores) // local_size
     if local_size > 1 and share and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
@@ -105,12 +112,23 @@ def logical_gpus() -> int:
     return int(asked)
 
 
+def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
+    """Return the GPUs that this rank alone was given, as CUDA_VISIBLE_DEVICES has them; or None.
+
+    So it is where it sees as many as it drives, and not as many as the host's ranks do.
+    """
+    number = len(tf.config.list_physical_devices("GPU"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_own = local_size > 1 and number == local_devices and logical_gpus() == 1
+    return visible if is_own else None
+
+
 def _take_gpus(local_rank, local_size, local_devices):
     """Make this rank's GPUs the visible ones, with memory that is taken as it is needed."""
     cards, parts = tf.config.list_physical_devices("GPU"), logical_gpus()
     slots = [card for card in cards for _ in range(parts)]
     own = slots[local_rank * local_devices : (local_rank + 1) * local_devices]
-    if len(cards) == local_devices and os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if cards_of_its_own(local_size, local_devices):
         own = cards  # what started this rank has chosen
     if len(own) < local_devices:
         raise RuntimeError(

@@ -13,10 +13,11 @@ import types
 
 from dtransformer.errors import InputError, one_line, shown
 from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.devices import device_type, logical_gpus
+from dtransformer.parallel.devices import cards_of_its_own, device_type, logical_gpus
 from dtransformer.parallel.dtensor.cluster import free_address
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.refit import refit
+from dtransformer.parallel.watchdog.address import own_host
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 # How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
@@ -156,10 +157,17 @@ def compare_ranks(
         "stall_seconds": stall_seconds,
     }
     address = free_address(local=hvd.local_size() == hvd.size())
+    cards = [own_host(), cards_of_its_own(hvd.local_size(), local_devices)]
     answers = exchange_json(
-        [own, address], lambda text: hvd.allgather(text, name="dtransformer.config")
+        [own, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
     )
-    everyone, addresses = zip(*answers)
+    everyone, addresses, cards = zip(*answers)
+    for rank, (host, own) in enumerate(cards):
+        if own is not None and [host, own] in cards[:rank]:
+            raise ValueError(
+                f"ranks {cards.index([host, own])} and {rank} see the same GPUs of {host} and no "
+                f"others (CUDA_VISIBLE_DEVICES={own}): start at most one rank a GPU"
+            )
     for field, expected in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
         if others:

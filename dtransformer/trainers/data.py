@@ -101,8 +101,11 @@ def _first_of_loader(data):
     """Return the first batch of a PyTorch `DataLoader`, which draws no other order for it."""
     if not any(x.__module__.startswith("torch.utils.data") for x in type(data).__mro__):
         return None
-    with sys.modules["torch"].random.fork_rng(devices=[]):
-        first = tf.nest.map_structure(np.asarray, next(iter(data), None))
+    torch = sys.modules["torch"]
+    if isinstance(data.dataset, torch.utils.data.IterableDataset) or not len(data):
+        return None  # of a stream the batch would be gone
+    with torch.random.fork_rng(devices=[]):
+        first = tf.nest.map_structure(np.asarray, next(iter(data)))
     return tuple(first) if isinstance(first, list) else first
 
 
@@ -127,9 +130,9 @@ def check_batched(first, network):
     ]
     if hasattr(network, "named_inputs"):  # one of ours, of tokens [b, s]
         ranks = [2] * len(tf.nest.flatten(inputs))
-    own = [x.shape.rank if isinstance(x, tf.TypeSpec) else x.ndim for x in tf.nest.flatten(inputs)]
+    own = [tf.TensorShape(getattr(x, "shape", None)).rank for x in tf.nest.flatten(inputs)]
     shapes = [tuple(x.shape) for x in batch if x.shape != tf.TensorShape(None)]
-    if () in shapes or (ranks and sorted(own) == sorted(rank - 1 for rank in ranks)):
+    if () in shapes or (ranks and None not in own and sorted(own) == sorted(r - 1 for r in ranks)):
         raise ValueError(
             f"the data's elements have the shapes {shapes}, without the batch's dimension: call "
             "batch(...) on the dataset"
@@ -197,6 +200,20 @@ def check_rows(number):
         )
 
 
+def specs_of(first):
+    """Return a first batch's specs, which keep no rows in memory; see `peek`."""
+
+    def spec(x):
+        if x is None or isinstance(x, tf.TypeSpec):
+            return x
+        if isinstance(x, (tf.RaggedTensor, tf.SparseTensor)):
+            return tf.type_spec_from_value(x)
+        row = tf.convert_to_tensor(x[:1])
+        return tf.TensorSpec([None, *row.shape[1:]], row.dtype)
+
+    return first if first is None else tf.nest.map_structure(spec, first)
+
+
 def input_symbols(first):
     """Return `keras.KerasTensor`s like a batch's inputs, to build a network with.
 
@@ -206,8 +223,14 @@ def input_symbols(first):
     Raises:
         ValueError: there is none.
     """
+    kinds = {"sparse": tf.SparseTensorSpec, "ragged": tf.RaggedTensorSpec}
     return tf.nest.map_structure(
-        lambda x: keras.KerasTensor((None, *x.shape[1:]), x.dtype.name), _inputs_of(first)
+        lambda x: keras.KerasTensor(
+            (None, *x.shape[1:]),
+            x.dtype.name,
+            **{name: isinstance(x, kind) for name, kind in kinds.items()},
+        ),
+        _inputs_of(first),
     )
 
 
@@ -243,5 +266,4 @@ def _inputs_of(first):
     if first is None:
         raise ValueError("the network is not built: call it on a batch before training")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
-    is_spec = lambda x: isinstance(x, tf.TypeSpec)
-    return tf.nest.map_structure(lambda x: x if is_spec(x) else tf.convert_to_tensor(x[:1]), inputs)
+    return specs_of(inputs)

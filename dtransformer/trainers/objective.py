@@ -89,6 +89,8 @@ class Objective:
         names = sorted(labels) if isinstance(labels, dict) else self._names
         if isinstance(losses, dict) and names:
             losses = [losses.get(name) for name in names]
+        if isinstance(losses, (list, tuple)) and len(losses) != len(flat):
+            losses = [loss for loss in losses if loss is not None]  # as Keras pairs them
         losses = _one_each(losses, len(flat))
         counts = []
         for label, weight, loss in zip(flat, weights, losses):

@@ -34,6 +34,7 @@ from dtransformer.trainers.compile_checks import (
     tell_loops,
     weights_now,
 )
+from dtransformer.trainers.data import specs_of
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
@@ -162,8 +163,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             {"arithmetic_optimization": False, "function_optimization": False}
         )
         if device_type() == "GPU":  # where elementwise operations would all go through memory
-            in_clusters = jit_compile == "auto" and job.mesh() is None
-            tf.config.optimizer.set_jit("autoclustering" if in_clusters else False)
+            if jit_compile == "auto" and job.mesh() is None:
+                tf.config.optimizer.set_jit("autoclustering")
+            elif jit_compile is False or job.mesh() is not None:
+                tf.config.optimizer.set_jit(False)
         if loss is None and hasattr(self.network, "logits_vocab_size"):
             loss = CrossEntropyLoss()
         loss = of_classes(loss, self.network)
@@ -291,7 +294,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self._states = LayerStates()
         step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
         if self._engine is None:
-            self._first = first
+            self._first = specs_of(first)
             self._engine = make_engine(step, jit_compile=self._jit is True)
         with named_alike():
             self._engine.build(first)

@@ -199,6 +199,9 @@ def test_prompts_in_a_chat_template(folder, tmp_path, capsys, name):
     tokenizer = load_tokenizer(path)
     messages = [{"role": "system", "content": "The dog."}, {"role": "user", "content": " fox "}]
     assert tokenizer.chat(messages) == text
+    marked = "{% if tools is not none %}tools{% endif %}{% generation %}" + CHAT
+    (path / "chat_template.jinja").write_text(marked + "{%- endgeneration %}")
+    assert load_tokenizer(path).chat(messages) == text
     assert tokenizer.encode_prompts([text]).to_list()[0].count(1) == 1
     if name == "chat_template.jinja":
         (expected,) = generator(path)([text])

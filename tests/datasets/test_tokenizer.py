@@ -192,10 +192,16 @@ def test_other_libraries_read_what_is_saved(lower_case, tmp_path):
     assert isinstance(load_tokenizer(tmp_path), SubwordTokenizer)
 
 
-def test_another_tokenizer_is_not_replaced(tokenizer, tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
+@pytest.mark.parametrize(
+    "names",
+    [["tokenizer.json"], ["tokenizer.json", "vocab.txt"], ["tokenizer_config.json"]],
+    ids=" ".join,
+)
+def test_another_tokenizer_is_not_replaced(tokenizer, tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("{}")
     assert "another tokenizer's" in refused(tokenizer.save, tmp_path)
-    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert all((tmp_path / name).read_text() == "{}" for name in names)
 
 
 def drop_line(text):

@@ -6,6 +6,7 @@ import types
 import pytest
 import tensorflow as tf
 
+from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli.doctor import doctor
 from dtransformer.parallel import devices
 from dtransformer.parallel import launch as launch_module
@@ -127,6 +128,16 @@ def test_doctor_fails_where_a_driver_has_no_gpus(driver, capsys):
     assert doctor() == 1
     (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
     assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
+
+
+def test_two_ranks_that_see_one_gpu_are_refused(cards, monkeypatch):
+    cards(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    told = lambda own, gather: [[{}, "a:1", ["one", "0"]], [{}, "b:1", ["one", "0"]]]
+    monkeypatch.setattr(launch_module, "exchange_json", told)
+    hvd = types.SimpleNamespace(local_size=lambda: 2, size=lambda: 2)
+    with pytest.raises(ValueError, match="ranks 0 and 1 see the same GPUs of one.*DEVICES=0"):
+        launch_module.compare_ranks(hvd, TransformerOpParallelConfig(), 0, 1, 0.0)
 
 
 def test_a_horovod_without_nccl_is_refused_on_gpus(monkeypatch):

@@ -220,6 +220,11 @@ def test_a_loss_of_one_of_two_outputs(kind, given):
     trainer = Trainer(classifier(kind))
     loss = [None, CrossEntropyLoss()] if kind == "list" else {"a": None, "b": CrossEntropyLoss()}
     trainer.compile("sgd", loss, run_eagerly=True)
+    if kind == "dict":  # labels without a name are those of the one loss
+        with pytest.warns(UserWarning, match="a/kernel"):
+            assert trainer.fit(x, labels, verbose=0).history["loss"][0] > 0.1
+        trainer = Trainer(classifier(kind))
+        trainer.compile("sgd", loss, run_eagerly=True)
     best = classifier(kind).predict(x, verbose=0)["b" if kind == "dict" else 1].argmax(-1)
     assert trainer.evaluate(x, y, verbose=0)[1] == pytest.approx((best == labels).mean())
 

@@ -255,3 +255,35 @@ def test_one_batch_of_arrays_without_compiling():
     trainer = Trainer(dense_network())
     trainer.compile("sgd", "mse", run_eagerly=True)
     assert np.isfinite(trainer.train_on_batch(x, y))
+
+
+class Sums(keras.Model):
+    """A layer on what may be sparse or ragged."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        kinds = tf.SparseTensor | tf.RaggedTensor
+        dense = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x
+        dense = dense.to_tensor(shape=[None, 4]) if isinstance(x, tf.RaggedTensor) else dense
+        return self.dense(tf.ensure_shape(dense, [None, 4]) if isinstance(x, kinds) else dense)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_batches_of_a_generator_that_are_no_arrays(kind):
+    x = np.eye(8, 4, dtype="float32")
+    x = tf.sparse.from_dense(x) if kind == "sparse" else tf.RaggedTensor.from_tensor(x)
+    y = np.ones((8, 1), "float32")
+    losses = []
+    for wrap in (lambda network: network, Trainer):
+        keras.utils.set_random_seed(0)
+        network = Sums()
+        network(np.eye(8, 4, dtype="float32"))
+        network.dense.kernel.assign(np.ones((4, 1)))
+        model = wrap(network)
+        model.compile("sgd", "mse")
+        history = model.fit(((x, y) for _ in range(3)), verbose=0).history
+        losses.append(history["loss"][0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -111,6 +111,7 @@ def test_auto_compiles_clusters_on_gpus(monkeypatch, kind, jit_compile, has_mesh
     trainer = dense_trainer()
     monkeypatch.setattr(job, "mesh", lambda: object() if has_mesh else None)
     monkeypatch.setattr(trainer_module, "check_compile_options", lambda *_: None)
+    tf.config.optimizer.set_jit(False)
     try:
         trainer.compile("sgd", jit_compile=jit_compile)
         assert tf.config.optimizer.get_jit() == expected

@@ -57,7 +57,7 @@ class CallbackStates(keras.callbacks.Callback):
                 if value is not None:
                     values[f"{name}.{field}"] = np.array([value])
             for number, value in enumerate(getattr(one, _WEIGHTS, None) or ()):
-                values[f"{name}.{_WEIGHTS}.{number:06}"] = np.ascontiguousarray(value)
+                values[f"{name}.{_WEIGHTS}.{number:06}"] = np.array(value, order="C")
         return {FILE: _Values(values)} if values else {}
 
 

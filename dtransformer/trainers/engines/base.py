@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel import job, trace
+from dtransformer.parallel.collectives.impure import never_constant
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dropout_seed import dropout_seed
 from dtransformer.parallel.shapes import number_of_rows
@@ -102,7 +103,7 @@ class ForwardStep:
             sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
-        gradients = grads.with_zeros(weights, gradients, lambda i: tf.zeros_like(values[i]))
+        gradients = grads.with_zeros(weights, gradients, lambda i: _zeros(values[i]))
         return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
@@ -243,3 +244,10 @@ class Engine(typing.Protocol):
 
     def collectives(self):
         """Return the list of `Collective`s of a whole step, as it was compiled last."""
+
+
+def _zeros(value):
+    """Return a gradient of zeros, which TensorFlow cannot compute beforehand where ranks add it."""
+    zeros = tf.zeros_like(value)
+    is_added = job.data_shard()[1] > 1 and not trace.is_on_mesh()
+    return never_constant(zeros) if is_added and not _compat.is_compiled_by_xla() else zeros
