@@ -97,7 +97,6 @@ LEFT = [
         "0.5",
         OTHER_CASES,
     ),
-    Left("models/test_parts_of_batches.py::test_any_number_of_sources", "options2", OTHER_CASES),
     Left(
         "models/test_encoder_decoder_lm.py::test_greedy_search_follows_the_largest_logits",
         "marian",

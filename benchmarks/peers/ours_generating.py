@@ -5,7 +5,6 @@ from generation import END, PAD, START
 from workloads import one_by_one, serve
 
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.devices import give_loops_a_core_each
 
 # Ours -> the common names.
 _NAMES = {
@@ -35,7 +34,6 @@ def _common_name(path):
 
 
 def make_run(workload):
-    give_loops_a_core_each(workload.batch_size)
     network = TranslationTransformer(
         workload.vocab_size,
         hidden_size=workload.hidden_size,

@@ -11,7 +11,6 @@ from dtransformer.datasets.text import read_pairs
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.translator import Translator
-from dtransformer.parallel.devices import give_loops_a_core_each
 
 
 def make_translator(
@@ -96,7 +95,6 @@ def evaluate(
 
     source, references = read_pairs(source_path, reference_path)
     metric = BLEU()
-    give_loops_a_core_each(len(source))
     translations = make_translator(run_folder, beam_size)(source)
     score = metric.corpus_score(translations, [references])
     if as_json:

@@ -5,19 +5,18 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.parallel.axis_rules import constrain_both
-from dtransformer.parallel.batch_matmul import batch_matmul
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
 def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
     """Return q · kᵀ [..., n, s, t] of q [..., n, s, d] and k [..., m, t, d]."""
-    return by_shared_heads(lambda q: batch_matmul(q, k, transpose_y=True), q, k)
+    return by_shared_heads(lambda q: tf.matmul(q, k, transpose_b=True), q, k)
 
 
 def context_of(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     """Return p · v [..., n, s, d] of p [..., n, s, t] and v [..., m, t, d]."""
-    return by_shared_heads(lambda p: batch_matmul(p, v), p, v)
+    return by_shared_heads(lambda p: tf.matmul(p, v), p, v)
 
 
 def by_shared_heads(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:

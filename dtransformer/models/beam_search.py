@@ -6,7 +6,6 @@ from dtransformer.models import logits_rules
 from dtransformer.models.generation_options import GenerationOptions
 from dtransformer.models.logits_rules import NEVER, is_one_of
 from dtransformer.models.special_ids import SpecialIds
-from dtransformer.parallel.largest import largest
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -101,7 +100,7 @@ class BeamSearch:
         """Return the next state, from the logits [b·k, V] of the tokens after `state["last"]`."""
         position, k = state["position"], self.num_beams
         batch_size = static_or_dynamic_shape(state["alive"])[0]
-        log_p, tokens = largest(self._log_p(state, logits), self._num_of_each)
+        log_p, tokens = tf.math.top_k(self._log_p(state, logits), self._num_of_each)
         log_p = tf.reshape(log_p, [batch_size, k, -1]) + state["alive_log_p"][:, :, None]
         num_each = tokens.shape[1]
         log_p, index = tf.math.top_k(tf.reshape(log_p, [batch_size, -1]), self._num_candidates)

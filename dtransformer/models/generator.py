@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
-from dtransformer._compat import flat_layers
 from dtransformer.models.base import check_ids
 from dtransformer.models.beam_search import BeamSearch
 from dtransformer.models.generation_options import ID_LISTS, GenerationOptions
@@ -101,14 +100,8 @@ class Generator:
                 make,
                 loops_on_mesh=self._loops_on_mesh and not options.looks_back,
                 on_tokens=self._stream if streams else None,
-                sources_are_apart=options.temperature == 0 and not _has_experts(self._network),
             )
         return self._functions[key]
-
-
-def _has_experts(network):
-    """Return whether what a text's tokens meet depends on other texts: experts drop tokens."""
-    return any(getattr(layer, "has_experts", False) for layer in flat_layers(network))
 
 
 class _TokenStream:

@@ -84,9 +84,6 @@ def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
     rows, n, s, d = static_or_dynamic_shape(x)
     if isinstance(rows, int) and isinstance(num_sources, int) and rows == num_sources:
         return x
-    if x.shape[2] == 1:
-        x = tf.reshape(x, [num_sources, -1, n, d])
-        return tf.transpose(x, [0, 2, 1, 3])
     x = tf.reshape(x, [num_sources, -1, n, s, d])
     return tf.reshape(tf.transpose(x, [0, 2, 3, 1, 4]), [num_sources, n, -1, d])
 
@@ -96,7 +93,5 @@ def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
     b, n, queries, d = static_or_dynamic_shape(x)
     if isinstance(queries, int) and isinstance(num_positions, int) and queries == num_positions:
         return tf.transpose(x, [0, 2, 1, 3])
-    if isinstance(num_positions, int) and num_positions == 1:
-        return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [-1, 1, n, d])
     x = tf.reshape(x, [b, n, num_positions, -1, d])
     return tf.reshape(tf.transpose(x, [0, 3, 2, 1, 4]), [-1, num_positions, n, d])

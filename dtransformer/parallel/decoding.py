@@ -4,7 +4,6 @@ On one device and on a mesh all of it is compiled into one function. In a pipeli
 stage searches, and tells the others what it chose.
 """
 
-import itertools
 import typing
 from collections.abc import Callable
 
@@ -14,7 +13,6 @@ import tensorflow as tf
 
 from dtransformer.parallel import job
 from dtransformer.parallel.axis_rules import override_rules, rules_of_decoding
-from dtransformer.parallel.devices import SOURCES_OF_A_LOOP, device_type, own_cores
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
@@ -192,7 +190,6 @@ def compiled(
     make: Callable[..., Decoding],
     loops_on_mesh: bool = True,
     on_tokens: Callable | None = None,
-    sources_are_apart: bool = False,
 ) -> Callable:
     """Compile decoding for where this rank computes; every rank decodes all rows.
 
@@ -204,8 +201,6 @@ def compiled(
             takes five times as long. DTensor compiles few loops.
         on_tokens: called after each token as `on_tokens(numbers, tokens)`, int32 arrays [m]: the
             numbers of the sources that were not left out yet, and their last tokens.
-        sources_are_apart: whether what is found for a source does not depend on the others, so that
-            parts of a batch may be decoded side by side.
 
     Returns:
         A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
@@ -215,39 +210,18 @@ def compiled(
     if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
         return _in_stages(network, make, on_tokens)
     if job.mesh() is None:
-        num_loops = _num_loops() if sources_are_apart and on_tokens is None else 1
-        return _on_one_device(network, make, on_tokens, num_loops)
+        return _on_one_device(network, make, on_tokens)
     return _on_mesh(network, make)
 
 
-# Parts of a batch are decoded side by side, a core each. All parts read all weights.
-_MOST_LOOPS = 8
-
-
-def _num_loops():
-    if device_type() == "GPU":
-        return 1
-    threads = tf.config.threading.get_inter_op_parallelism_threads()
-    return min(threads or len(own_cores()), _MOST_LOOPS)
-
-
-def _on_one_device(network, make, on_tokens, num_loops):
+def _on_one_device(network, make, on_tokens):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
-        # Not inlined, it is optimized once for all parts.
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def decode_part(source):
-            with around_loop(network.variables):
-                return decode_what_is_left(make(max_length, seed), source, on_tokens)
-
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            batch_size = tf.shape(source)[0]
-            number = tf.clip_by_value(batch_size // SOURCES_OF_A_LOOP, 1, num_loops)
-            ends = [tf.minimum(batch_size * i // number, batch_size) for i in range(num_loops + 1)]
-            ids = [decode_part(source[start:end]) for start, end in itertools.pairwise(ends)]
-            return tf.concat(ids, axis=0)
+            with around_loop(network.variables):
+                return decode_what_is_left(make(max_length, seed), source, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(
         tf.TensorSpec([None, None], "int32"),

@@ -12,8 +12,6 @@ _THREADS_THAT_SEND = 3
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # A bound, not a reservation: enough for the layouts that are tried on one card.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
-# So many sources at least are decoded by a loop that has a core of its own; see `decoding`.
-SOURCES_OF_A_LOOP = 8
 
 
 def device_type() -> str:
@@ -36,29 +34,7 @@ def unused_driver() -> str | None:
 @functools.cache
 def _cores_at_start():
     """Return the cores that this process may run on before it is bound to a share of them."""
-    return own_cores()
-
-
-def own_cores() -> list[int]:
-    """Return the numbers of the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
-
-
-def give_loops_a_core_each(num_sources: int) -> None:
-    """Let operations have one core each, if all cores get a loop where sources are decoded.
-
-    The operations of decoding are so short that to share one takes two cores about as long. Call
-    it before the first tensor; afterwards, and where there are GPUs, it does nothing.
-
-    Args:
-        num_sources: how many are decoded at once.
-    """
-    cores = len(own_cores())
-    if device_type() == "GPU" or num_sources < cores * SOURCES_OF_A_LOOP:
-        return
-    with contextlib.suppress(RuntimeError):  # TensorFlow has started
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(cores)
 
 
 def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeline: bool) -> None:

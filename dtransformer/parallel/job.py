@@ -28,7 +28,6 @@ from dtransformer.parallel.launch import (
 )
 from dtransformer.parallel.pipeline.placement import Placement
 from dtransformer.parallel.process_groups import Group, ProcessGroups
-from dtransformer.parallel.rank_links import RankLinks, connect_ranks
 from dtransformer.parallel.topology import Topology
 from dtransformer.parallel.watchdog.gates import GatesByPurpose
 from dtransformer.parallel.watchdog.recorder import Recorder
@@ -53,7 +52,6 @@ class _Job:
     data_parallel_group: Group | None = None
     pipeline_group: Group | None = None
     mesh: object = None
-    rank_links: RankLinks | None = None
     gates: GatesByPurpose = dataclasses.field(default_factory=GatesByPurpose)
     watchdog: Watchdog | None = None
 
@@ -138,12 +136,12 @@ def init(
         watchdog=watchdog,
     )
     with waiting("dtransformer.init", range(size)):
-        _join_layout(topology, rank, addresses, hvd)
+        _join_layout(topology, rank, addresses)
     return topology
 
 
-def _join_layout(topology, rank, addresses, hvd):
-    """Start the mesh and what joins ranks."""
+def _join_layout(topology, rank, addresses):
+    """Start the mesh, and make the groups of the layout."""
     global _job
     groups, config = _job.groups, get_parallel_config()
     everyone = range(topology.num_ranks)
@@ -157,22 +155,15 @@ def _join_layout(topology, rank, addresses, hvd):
     for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
         for pair in config.placement.stage_pairs:  # which send to each other
             agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
-    if device_type() == "CPU":
-        if linked := topology.pairs_within_replicas():
-            _job = dataclasses.replace(_job, rank_links=connect_ranks(hvd, linked))
 
 
 def _leave_layout():
-    """Stop the mesh and what joins ranks, where there is any, once every rank is done with it."""
+    """Stop the mesh, where there is one, once every rank is done with it."""
     global _job
-    if mesh() is None and rank_links() is None:
-        return
-    barrier()
     if mesh() is not None:
+        barrier()
         stop_mesh()
-    if rank_links() is not None:
-        rank_links().close()
-    _job = dataclasses.replace(_job, mesh=None, rank_links=None)
+        _job = dataclasses.replace(_job, mesh=None)
 
 
 def shutdown() -> None:
@@ -254,11 +245,6 @@ def pipeline_group() -> Group:
 def stage() -> tuple[int, int]:
     """Return (index, number): this rank's pipeline stage, and how many there are."""
     return _job.topology.stage_of(_job.rank), _job.topology.stage
-
-
-def rank_links() -> RankLinks | None:
-    """Return the connections of this rank's pipeline and mesh; None without, as on GPUs."""
-    return _job.rank_links
 
 
 def placement() -> Placement:

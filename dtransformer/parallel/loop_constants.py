@@ -1,10 +1,7 @@
-"""What does not change in a loop is computed once, before it.
-
-TensorFlow computes all that is traced inside of a loop's body anew in each round.
-"""
+"""Variables that a loop reads are read once, before it."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -25,12 +22,3 @@ def around_loop(variables: Iterable[keras.Variable]) -> Iterator[None]:
     graph = values[0][1].graph if values else tf.constant(0).graph
     with trace.scope(around_loop=graph), keras.StatelessScope(state_mapping=values):
         yield
-
-
-def computed_once(compute: Callable, *tensors: tf.Tensor) -> tf.Tensor:
-    """Return compute(*tensors), computed before the loop where the tensors are from before it."""
-    graph = trace.current().around_loop
-    if graph is None or any(getattr(x, "graph", None) is not graph for x in tensors):
-        return compute(*tensors)
-    with graph.as_default():
-        return compute(*tensors)

@@ -177,14 +177,6 @@ class Topology:
         first = rank % self._ranks_per_stage
         return tuple(range(first, self.num_ranks, self._ranks_per_stage))
 
-    def pairs_within_replicas(self) -> set[tuple[int, int]]:
-        """Return the pairs of ranks of one pipeline or of one mesh, the lower one first."""
-        ranks = range(self.num_ranks)
-        groups = {
-            group(r) for r in ranks for group in (self.pipeline_group, self.model_parallel_group)
-        }
-        return {pair for group in groups for pair in itertools.combinations(group, 2)}
-
     def __str__(self):
         axes = [f"{axis} {size}" for axis, size in zip(AXES, self.shape) if size > 1]
         if self.local_devices > 1:

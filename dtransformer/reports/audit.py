@@ -51,7 +51,7 @@ class Collective:
         shape: shape of the result on a device, or of what it sends in an uneven all-to-all;
             None for a dimension that is not known before it runs.
         dtype: name of its type.
-        over: the mesh axis, "stages", or "ranks" for what Horovod carries, or the memory of a host.
+        over: the mesh axis, "stages", or "ranks" for what Horovod carries.
         group_size: number of devices, or ranks, that take part.
         layer: path of the layer; the name of the operation elsewhere.
         backward: whether it belongs to a gradient.

@@ -192,7 +192,7 @@ def _sum_some(vector, positions, group, name):
     """Return a vector with the sums over a group at some positions, by one collective."""
     if group.size == 1 or not positions:
         return vector
-    sums = transport.sum_linked(tf.gather(vector, positions), group, name)
+    sums = transport.all_reduce(tf.gather(vector, positions), "Sum", group, name)
     return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
 
 

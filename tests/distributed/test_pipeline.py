@@ -87,18 +87,17 @@ def test_keras_metrics_are_those_of_one_process(ranks_of):
 LOSSES = tuple(
     stages("losses", schedule) for schedule in ("1f1b", "gpipe", "interleaved2", "zb_h1", "zb_v2")
 )
-BY_HOROVOD = stages("losses_by_horovod")
 LOSSES_ALONE = one_process("losses", "alone@1x1")
 
 
-@each([*LOSSES, BY_HOROVOD], LOSSES, lambda run: [LOSSES_ALONE])
+@each(LOSSES, LOSSES[1:], lambda run: [LOSSES_ALONE])
 def test_losses_of_every_schedule_are_those_of_one_process(run, ranks_of):
     (expected,) = ranks_of(LOSSES_ALONE)
     losses = ranks_of(run)[0]["without_sleeps"]
     assert losses == pytest.approx(expected["without_sleeps"], rel=PARITY_LOSS)
 
 
-@each([*LOSSES, BY_HOROVOD], LOSSES)
+@each(LOSSES, LOSSES[1:])
 def test_sleeps_before_instructions_change_nothing(run, ranks_of):
     for rank in ranks_of(run):
         losses = rank["without_sleeps"]

@@ -53,8 +53,8 @@ def reduce_scatter(
         tensors: list of float tensors of known shapes, of one type.
         group: a `Group`.
         name: name of the collective, the same on every rank.
-        dtype: name of the type that travels, by default the tensors' own. On CPUs sums of
-            16-bit types are computed in float32.
+        dtype: name of the type that travels, by default the tensors' own. Sums of
+            bfloat16 are computed in float32.
         divisions: for each tensor its `Division`; None where all are even.
 
     Returns:

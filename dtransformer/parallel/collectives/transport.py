@@ -1,6 +1,4 @@
-"""What is carried between ranks, and in which type: the one way that all tensors take.
-
-Horovod carries it.
+"""What Horovod carries between ranks, and in which type: the one way that all tensors take.
 
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.
@@ -10,20 +8,18 @@ each of the group's d ranks, in the group's order. A group of one sends nothing.
 the ranks are not compared: that is what `call` does for the public collectives.
 """
 
+import contextlib
+
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.collectives import horovod_operations
-from dtransformer.parallel.collectives.horovod_operations import (
-    from_rank_order,
-    move,
-    rank_order,
-    to_rank_order,
-)
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.devices import logical_gpus
 from dtransformer.parallel.process_groups import Group
 
+# Types that Horovod does not have -> types of as many bits.
+_MOVED_AS = {"bfloat16": "uint16"}
 # Types that Horovod does not add -> types in which their sums, maxima and minima are computed.
 _REDUCED_AS = {
     "bfloat16": "float32",
@@ -46,7 +42,7 @@ def broadcast(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     """
     if group.size == 1:
         return x
-    y = move("broadcast", x, group, name, root_rank=group.ranks[root])
+    y = _move("broadcast", x, group, name, root_rank=group.ranks[root])
     y.set_shape(x.shape)
     return y
 
@@ -67,65 +63,23 @@ def all_gather(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [...] as rows [d, ...]."""
     if group.size == 1:
         return x[None]
-    return horovod_operations.all_gather(x, group, name)
-
-
-def all_gather_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-    """As `all_gather`, of few numbers that ranks of a pipeline or of a mesh wait for.
-
-    On CPUs they pass over the connections of `rank_links`, in a millisecond where Horovod takes
-    several. What is in a function waits in the thread that runs it.
-
-    Args:
-        x: a tensor [...], of the same shape and type on every rank.
-        group, name: as of `broadcast`.
-    """
-    links = _links_of(group)
-    if links is None:
-        return all_gather(x, group, name)
-    rows = _outside(lambda own: tf.stack(_linked(links, own, group, name)), x)
+    rows = _move("allgather", x[None], group, name)
     rows.set_shape([group.size, *x.shape])
-    return rows
-
-
-def sum_linked(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-    """As `all_reduce` of a sum, over the connections that `all_gather_linked` takes."""
-    links = _links_of(group)
-    if links is None:
-        return all_reduce(x, "Sum", group, name)
-    own = tf.cast(x, _ADDED_AS.get(x.dtype.name, x.dtype))
-    total = _outside(lambda own: tf.add_n(_linked(links, own, group, name)), own)
-    total.set_shape(x.shape)
-    return tf.cast(total, x.dtype)
-
-
-def _links_of(group):
-    links = job.rank_links()
-    return None if links is None or not links.join(group.ranks) else links
-
-
-def _linked(links, own, group, name):
-    with job.waiting(f"an all-gather {name!r}", group.ranks):
-        return links.all_gather(own, group.ranks, name)
-
-
-def _outside(function, x):
-    """Return what a function of an eager tensor returns, also within a `tf.function`."""
-    if tf.executing_eagerly():
-        return function(x)
-    return tf.numpy_function(lambda x: function(tf.constant(x)).numpy(), [x], x.dtype)
+    return _from_rank_order(rows, group)
 
 
 def concatenate(x: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Return the ranks' tensors [nᵢ, ...], one after the other, by rank: [Σ nᵢ, ...]."""
-    return x if group.size == 1 else move("allgather", x, group, name)
+    return x if group.size == 1 else _move("allgather", x, group, name)
 
 
 def all_to_all(rows: tf.Tensor, group: Group, name: str) -> tf.Tensor:
     """Send row i to position i; return the rows [d, ...] that come from the others."""
     if group.size == 1:
         return rows
-    return horovod_operations.all_to_all(rows, group, name)
+    received = _move("alltoall", _to_rank_order(rows, group), group, name)
+    received.set_shape(rows.shape)
+    return _from_rank_order(received, group)
 
 
 def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -134,9 +88,9 @@ def gather(x: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
         return x[None]
     is_root = group.index == root
     splits = [int(rank == group.ranks[root]) for rank in sorted(group.ranks)]
-    rows, _ = move("alltoall", x[None], group, name, splits=splits)
+    rows, _ = _move("alltoall", x[None], group, name, splits=splits)
     rows.set_shape([group.size if is_root else 0, *x.shape])
-    return from_rank_order(rows, group) if is_root else rows
+    return _from_rank_order(rows, group) if is_root else rows
 
 
 def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
@@ -144,7 +98,7 @@ def scatter(rows: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
     if group.size == 1:
         return rows[0]
     splits = [int(group.index == root)] * group.size  # the others send nothing
-    received, _ = move("alltoall", to_rank_order(rows, group), group, name, splits=splits)
+    received, _ = _move("alltoall", _to_rank_order(rows, group), group, name, splits=splits)
     received.set_shape([1, *rows.shape[1:]])
     return received[0]
 
@@ -159,8 +113,8 @@ def all_reduce(x: tf.Tensor, op: str, group: Group, name: str) -> tf.Tensor:
     """
     if group.size == 1:
         return x
-    y = tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype))
-    y = horovod_operations.all_reduce(y, op, group, name)
+    y = never_constant(tf.cast(x, _REDUCED_AS.get(x.dtype.name, x.dtype)))
+    y = _run("allreduce", y, group, name, op=getattr(job.horovod(), op))
     return tf.cast(y, x.dtype)
 
 
@@ -170,15 +124,15 @@ def all_reduce_together(tensors: list, group: Group, name: str) -> list:
         return tensors
     dtype = tensors[0].dtype
     sums = [tf.cast(x, _REDUCED_AS.get(dtype.name, dtype)) for x in tensors]
-    sums = horovod_operations.all_reduce_together(sums, group, name)
+    sums = _run("grouped_allreduce", sums, group, name, op=job.horovod().Sum)
     return [tf.cast(total, dtype) for total in sums]
 
 
 def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.Tensor:
     """Return the row [...] of the sum of the ranks' rows [d, ...] that has this rank's position.
 
-    Where Horovod cannot add a type, every rank sends each other one its row, and adds what it gets
-    in a type that holds it: half the bytes travel.
+    Of a type that Horovod cannot add, or would add in 16 bits, every rank sends each other one its
+    row, and adds what it gets in a type that holds the sum: half the bytes travel.
 
     Args:
         rows: a tensor [d, ...] of the same shape and type on every rank.
@@ -188,8 +142,11 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     own = rows.dtype.name
     if group.size == 1:
         total = rows[0]
-    elif own not in _REDUCED_AS:
-        total = horovod_operations.reduce_scatter(rows, group, name)
+    elif own not in _ADDED_AS:
+        total = _run(
+            "reducescatter", _to_rank_order(rows, group), group, name, op=job.horovod().Sum
+        )[0]
+        total.set_shape(rows.shape[1:])
     else:
         total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
     return tf.cast(total, own if dtype is None else dtype)
@@ -208,10 +165,10 @@ def reduce_scatter_sections(sections: list, group: Group, name: str, dtype=None)
     own = sections[0].dtype.name
     if group.size == 1:
         return tf.cast(sections[0], own if dtype is None else dtype)
-    order = rank_order(group)
+    order = _rank_order(group)
     splits = [sections[i].shape[0] for i in order]
     packed = tf.concat([sections[i] for i in order], 0)
-    received, received_splits = move("alltoall", packed, group, name, splits=splits)
+    received, received_splits = _move("alltoall", packed, group, name, splits=splits)
     # Of a rank without a section the result is empty: TensorFlow would not compute it.
     received = tied(received, received_splits)
     rows = tf.reshape(received, [group.size, sections[group.index].shape[0]])
@@ -231,8 +188,53 @@ def all_gather_sections(x: tf.Tensor, sizes: list[int], group: Group, name: str)
         return [x]
     if not sizes[group.index]:  # nothing is a constant, which TensorFlow computes beforehand
         x = never_constant(tf.zeros([1], x.dtype))
-    order, sent = rank_order(group), [max(size, 1) for size in sizes]
-    everyone = move("allgather", x, group, name)
+    order, sent = _rank_order(group), [max(size, 1) for size in sizes]
+    everyone = _move("allgather", x, group, name)
     everyone.set_shape([sum(sent)])
     parts = tf.split(everyone, [sent[i] for i in order])
     return [parts[order.index(i)][: sizes[i]] for i in range(group.size)]
+
+
+def _move(operation: str, x: tf.Tensor, group: Group, name: str, **options):
+    """Return what a Horovod operation that adds nothing makes of a tensor of any type.
+
+    With `splits` these are two tensors: what is received, and how much from each rank.
+    """
+    bits = _MOVED_AS.get(x.dtype.name)
+    sent = tf.bitcast(x, bits) if bits else x
+    received = _run(operation, sent, group, name, **options)
+    received, *splits = received if "splits" in options else [received]
+    received = tf.bitcast(received, x.dtype) if bits else received
+    return (received, *splits) if splits else received
+
+
+def _run(operation, x, group, name, **options):
+    """Return what a Horovod operation gives, which the ranks' names and group pair."""
+    key = {"ignore_name_scope": trace.current().names_are_global}
+    key |= {"name": name, "process_set": group.process_set}
+    # NCCL takes no two ranks of one card; those of logical GPUs are tried over the host.
+    place = tf.device("/CPU:0") if logical_gpus() > 1 else contextlib.nullcontext()
+    with job.waiting(f"{operation} {name!r}", group.ranks), place:
+        return getattr(job.horovod(), operation)(x, **key, **options)
+
+
+# Horovod's order of a group's rows is that of the ranks' numbers.
+
+
+def _rank_order(group: Group) -> list[int]:
+    """Return the positions of a group's ranks, in the order of the ranks' numbers."""
+    return [group.ranks.index(rank) for rank in sorted(group.ranks)]
+
+
+def _to_rank_order(rows: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return rows that are in the group's order in that of the ranks' numbers."""
+    return _take(rows, _rank_order(group))
+
+
+def _from_rank_order(rows: tf.Tensor, group: Group) -> tf.Tensor:
+    """Return rows that are in the order of the ranks' numbers in the group's."""
+    return _take(rows, [sorted(group.ranks).index(rank) for rank in group.ranks])
+
+
+def _take(rows, order):
+    return rows if order == sorted(order) else tf.gather(rows, order)

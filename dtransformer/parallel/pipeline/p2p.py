@@ -27,9 +27,8 @@ class _Waited(concurrent.futures.Future):
 class PeerToPeer:
     """Sends and receives lists of tensors.
 
-    Ranks on CPUs have connections for it, see `rank_links`. On GPUs a broadcast of Horovod's
-    between two ranks serves, which pairs them by its name; each waits in a thread of its own. So no
-    order of sends and receives can stop the job; nor can one keep a rank that fails from ending.
+    Each is a broadcast between two ranks, which its name pairs, and waits in a thread of its own. So
+    no order of sends and receives can stop the job; nor can one keep a rank that fails from ending.
 
     Attributes:
         ended: dict of the name of a send or a receive and when it was done, in seconds.
@@ -47,9 +46,6 @@ class PeerToPeer:
             peer: number of the stage that receives them.
             name: str, the same there, and no other send's that is under way.
         """
-        links = job.rank_links()
-        if links is not None:
-            return self._timed(links.send(tensors, _rank_of(peer), name), peer, name)
         return self._start(tensors, peer, True, name)
 
     def receive(self, specs: list[tuple], peer: int, name: str) -> concurrent.futures.Future:
@@ -60,25 +56,7 @@ class PeerToPeer:
             peer: number of the stage that sends them.
             name: as `send`'s.
         """
-        links = job.rank_links()
-        if links is not None:
-            return self._timed(links.receive(_rank_of(peer), name), peer, name)
         return self._start([tf.zeros(shape, dtype) for shape, dtype in specs], peer, False, name)
-
-    def _timed(self, done, peer, name):
-        """Return a future like another one, which is done once `ended` says when."""
-        future = _Waited(f"send/recv {name!r}", _rank_of(peer))
-
-        def pass_on(done):
-            error = done.exception()
-            if error is not None:
-                future.set_exception(error)
-                return
-            self.ended[name] = time.time()
-            future.set_result(done.result())
-
-        done.add_done_callback(pass_on)
-        return future
 
     def _start(self, tensors, peer, sends, name):
         # Horovod takes an operation's name from its graph: eager ones of a kind have the same.
@@ -90,18 +68,19 @@ class PeerToPeer:
                 autograph=False,
             )
             self._functions[key] = _compat.expect_many_traces(function)
-        future = concurrent.futures.Future()
+        future = _Waited(f"send/recv {name!r}", _rank_of(peer))
         threading.Thread(target=self._run, args=(future, key, tensors), daemon=True).start()
-        return self._timed(future, peer, name)
+        return future
 
     def _run(self, future, key, tensors):
-        sends, _ = key
+        sends, name = key
         try:
             results = self._functions[key](tensors)
         except BaseException as error:
             future.set_exception(error)
-            return
-        future.set_result(None if sends else results)
+        else:
+            self.ended[name] = time.time()
+            future.set_result(None if sends else results)
 
 
 def _rank_of(stage):

@@ -36,7 +36,7 @@ class SharedGradients:
         gradients = list(gradients)
         for i, path, group in self._shared:
             gradients[i] = [
-                transport.sum_linked(shard, group, f"copies_{path}_{n}")
+                transport.all_reduce(shard, "Sum", group, f"copies_{path}_{n}")
                 for n, shard in enumerate(gradients[i])
             ]
         return gradients

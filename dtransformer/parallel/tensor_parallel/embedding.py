@@ -11,7 +11,6 @@ from dtransformer.parallel import trace
 from dtransformer.parallel.axis_rules import activation_specs, constrain, mesh_axis
 from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout
-from dtransformer.parallel.loop_constants import computed_once
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
@@ -50,9 +49,6 @@ def tied_logits(x: tf.Tensor, table: tf.Tensor) -> tf.Tensor:
     Returns:
         A tensor [b, s, V], sharded along V on the mesh.
     """
-    if trace.current().around_loop is not None:
-        # Faster than the product with a transpose, where it is transposed once.
-        return matmul(x, computed_once(tf.transpose, table))
     if not trace.is_on_mesh():
         return matmul(x, table, transpose_kernel=True)
     # A table that is replicated is sharded first: DTensor cannot do both at once.

@@ -7,7 +7,6 @@ from dtransformer.parallel import trace
 from dtransformer.parallel.deferred_gradients import is_deferred
 from dtransformer.parallel.features import add_bias
 from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 
@@ -58,7 +57,4 @@ def project_to_heads(
 
 def _heads_first(x):
     """[b, s, n, d] -> [b, n, s, d]"""
-    if x.shape[1] == 1 and not trace.is_on_mesh():
-        b, s, n, d = static_or_dynamic_shape(x)
-        return tf.reshape(x, [b, n, s, d])
     return tf.transpose(x, [0, 2, 1, 3])

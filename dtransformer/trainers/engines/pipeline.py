@@ -213,7 +213,7 @@ class PipelineEngine:
             self._names_of_sums[kind] = dict(sorted(everyone.items()))
         shapes = self._names_of_sums[kind]
         own = [tf.reshape(sums.get(name, tf.zeros(shape)), [-1]) for name, shape in shapes.items()]
-        totals = transport.sum_linked(tf.concat(own, 0), job.pipeline_group(), "sums")
+        totals = transport.all_reduce(tf.concat(own, 0), "Sum", job.pipeline_group(), "sums")
         totals = tf.split(totals, [x.shape[0] for x in own])
         totals = {name: tf.reshape(x, shape) for (name, shape), x in zip(shapes.items(), totals)}
         return totals | states

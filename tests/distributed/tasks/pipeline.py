@@ -122,15 +122,6 @@ def losses():
     return result
 
 
-def losses_by_horovod():
-    """The same where stages have no connections of their own, as on GPUs."""
-    job.rank_links, links = lambda: None, job.rank_links
-    try:
-        return losses()
-    finally:
-        job.rank_links = links
-
-
 def _ten_steps(trainer):
     logs = [trainer.train_on_batch(*words(s), return_dict=True) for s in range(10)]
     return [float(log["step_loss"]) for log in logs]
@@ -234,7 +225,7 @@ def errors():
 
 
 _ALL = (
-    *(overflow_on_one_stage, keras_metrics, losses, losses_by_horovod, v_shaped, frozen),
+    *(overflow_on_one_stage, keras_metrics, losses, v_shaped, frozen),
     *(reports, shapes, errors),
 )
 TASKS = {task.__name__: task for task in _ALL}

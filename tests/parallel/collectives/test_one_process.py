@@ -94,9 +94,5 @@ def test_wrong_calls(call, words, compiled):
 def test_tensors_take_one_way_to_horovod():
     package = pathlib.Path(dtransformer.__file__).parent
     texts = {path.stem: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-    for what, user in (
-        ("job.horovod()", "horovod_operations"),
-        ("horovod_operations", "transport"),
-    ):
-        users = [name for name, text in texts.items() if what in text]
-        assert users == [user], "use a function of collectives/transport.py"
+    users = [name for name, text in texts.items() if "job.horovod()" in text]
+    assert users == ["transport"], "use a function of collectives/transport.py"
