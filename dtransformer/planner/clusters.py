@@ -43,8 +43,6 @@ class Device:
         source: where the figures are published.
         links: dict of an axis, "model", "data" or "stage", and its `Link`, where it is measured.
         sharing: ranks that share a core: while some wait, others are as many times as fast.
-        pipeline_block_us: microseconds by which a block's passes of a micro-batch take longer in a
-            pipeline, whose stages begin each by itself, compute and send at once.
         hides_reductions: whether what it sends leaves its products as fast as they are.
         has_bfloat16: whether it computes products of bfloat16; else of float16.
     """
@@ -61,7 +59,6 @@ class Device:
     source: str = ""
     links: Mapping = dataclasses.field(default_factory=dict)
     sharing: float = 1.0
-    pipeline_block_us: float = 0.0
     hides_reductions: bool = True
     has_bfloat16: bool = True
 
