@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
+import yaml
 
+from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives.transport import all_reduce_together
@@ -20,11 +22,39 @@ from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.planner.clusters import Device, Link
-from dtransformer.planner.constants import Constants
+from dtransformer.planner.clusters import Constants, Device, Link
 from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.machine import this_device
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
+
+
+def measure_to(path: str | os.PathLike) -> None:
+    """Measure the ranks of this job, all of them busy at once; rank 0 writes the file, and tells.
+
+    Args:
+        path: a YAML file.
+    """
+    device = measure_device("measured", round(this_device().memory_gb, 3))
+    if job.is_chief():
+        write_text_atomically(path, text_of(device))
+        print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
+    job.shutdown()
+
+
+def text_of(device: Device) -> str:
+    """Return a device as YAML.
+
+    Example:
+
+    >>> from dtransformer.planner.clusters import device_named
+    >>> text_of(device_named("a100")).splitlines()[:2]
+    ['name: a100-80', 'tflops_16_bit: 312']
+    """
+    fields = dataclasses.asdict(device)
+    round_ = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
+    return yaml.safe_dump({name: round_(value) for name, value in fields.items()}, sort_keys=False)
+
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
