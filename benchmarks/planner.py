@@ -148,7 +148,6 @@ def best_of(devices):
     """Return the best of devices that were measured by turns: figures that belong together, together."""
     found = dict(max(devices, key=lambda one: one["tflops_32_bit"]))
     found["tflops_16_bit"] = max(one["tflops_16_bit"] for one in devices)
-    found["pipeline_block_us"] = min(one["pipeline_block_us"] for one in devices)
     large = lambda link: 4e6 / (link["gb_per_second"] * 1e9) + 1e-6 * link["call_us"]
     found["links"] = {
         axis: min((one["links"][axis] for one in devices), key=large) for axis in found["links"]

@@ -360,17 +360,6 @@ def test_called_by_shapes(monkeypatch):
     assert fast(same, given, pair, None)["z"].shape == (2,)
 
 
-def test_called_flat():
-    weight = tf.Variable([1.0, 2.0])
-    add = tf.function(lambda x, variables: variables[0].assign_add(x) * 2.0, autograph=False)
-    concrete = add.get_concrete_function(tf.TensorSpec([2]), [weight])
-    other = tf.Variable([3.0, 5.0])
-    found = _compat.called_flat(concrete)(tf.constant([1.0, 1.0]), [other])
-    np.testing.assert_array_equal(found, [8.0, 12.0])
-    np.testing.assert_array_equal(other, [4.0, 6.0])
-    np.testing.assert_array_equal(weight, [1.0, 2.0])
-
-
 def test_call_of_function():
     """While a function waits, it is the same call; it is none where Python computes."""
     full = tf.queue.FIFOQueue(1, "int32")

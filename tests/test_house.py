@@ -51,7 +51,6 @@ PURE = (
     "parallel/watchdog/activity.py",
     "parallel/watchdog/gates.py",
     "parallel/watchdog/sealed.py",
-    "parallel/watchdog/straggler.py",
     "parallel/watchdog/watch.py",
     "parallel/pipeline/placement.py",
     "parallel/pipeline/schedules.py",

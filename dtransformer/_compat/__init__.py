@@ -40,7 +40,6 @@ from dtransformer._compat.of_keras import (
 from dtransformer._compat.of_tensorflow import (
     call_of_function,
     called_by_shapes,
-    called_flat,
     captures_replaced,
     constants_are_copied,
     expect_many_traces,

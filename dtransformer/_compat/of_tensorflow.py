@@ -58,26 +58,11 @@ def is_compiled_by_xla() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def called_flat(function) -> Callable:
-    """Return a `ConcreteFunction` as one that is called in half the time, of the same arguments.
-
-    Arguments are not compared with what it was traced for. Unnecessary if TensorFlow bound
-    them without a look at each of them, and at each twice.
-
-    Args:
-        function: a `ConcreteFunction` of positional arguments: nested tensors, variables and Nones.
-    """
-
-    def call(*args):
-        flat = [x for x in tf.nest.flatten(args) if x is not None]
-        flat = [x.handle if isinstance(x, tf.Variable) else x for x in flat]
-        return function._call_flat(flat, function.captured_inputs)
-
-    return call
-
-
 def called_by_shapes(function) -> Callable:
-    """Return a `tf.function` that is called in a fraction of the time once it is; see `called_flat`.
+    """Return a `tf.function` that is called in a fraction of the time once it is.
+
+    Arguments are not compared with what it was traced for, but for shapes and types. Unnecessary if
+    TensorFlow bound them without a look at each of them, and at each twice.
 
     Args:
         function: a `tf.function` of a list of tensors, whose shapes and types are the same in every
@@ -92,9 +77,10 @@ def called_by_shapes(function) -> Callable:
             return function(same, *args)
         key = repr(tf.nest.map_structure(lambda x: x if x is None else (x.shape, x.dtype), args))
         if key in concrete:
-            return concrete[key](same, *args)
+            flat = [x for x in tf.nest.flatten([same, args]) if x is not None]
+            return concrete[key]._call_flat(flat, concrete[key].captured_inputs)
         results = function(same, *args)
-        concrete[key] = called_flat(function.get_concrete_function(same, *args))  # as just called
+        concrete[key] = function.get_concrete_function(same, *args)  # as just called
         return results
 
     return call

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from dtransformer.cli.generate_options import add_generate, run_generate
 from dtransformer.cli.launching.options import add_launch, run_launch
-from dtransformer.cli.options import Parser, option_of
+from dtransformer.cli.options import Parser, add_train, option_of
 from dtransformer.cli.plan import add_plan, run_plan
 from dtransformer.cli.prepare import add_options, prepare
-from dtransformer.cli.train_options import add_train
 from dtransformer.errors import InputError, one_line
 from dtransformer.version import __version__
 

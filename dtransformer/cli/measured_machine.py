@@ -1,4 +1,4 @@
-"""What this machine does: products, memory, collectives, pipelines; as a `planner.Device`."""
+"""Measurements of this machine, products, memory and what ranks send, as a `planner.Device`."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
+import yaml
 
-from dtransformer.layers import CrossEntropyLoss, TransformerEncoderLayer
-from dtransformer.models import CausalLM
+from dtransformer.datasets.text_files import write_text_atomically
+from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives.transport import all_reduce_together
 from dtransformer.parallel.config import TransformerOpParallelConfig
@@ -21,21 +22,43 @@ from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
 from dtransformer.parallel.object_collectives import all_gather_json
 from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.planner.clusters import Cluster, Device, Link
-from dtransformer.planner.constants import Constants
-from dtransformer.planner.job import Job
+from dtransformer.planner.clusters import Constants, Device, Link
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.models import from_network
-from dtransformer.planner.search import cost
+from dtransformer.planner.machine import this_device
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
-from dtransformer.trainers.trainer import Trainer
+
+
+def measure_to(path: str | os.PathLike) -> None:
+    """Measure the ranks of this job, all of them busy at once; rank 0 writes the file, and tells.
+
+    Args:
+        path: a YAML file.
+    """
+    device = measure_device("measured", round(this_device().memory_gb, 3))
+    if job.is_chief():
+        write_text_atomically(path, text_of(device))
+        print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
+    job.shutdown()
+
+
+def text_of(device: Device) -> str:
+    """Return a device as YAML.
+
+    Example:
+
+    >>> from dtransformer.planner.clusters import device_named
+    >>> text_of(device_named("a100")).splitlines()[:2]
+    ['name: a100-80', 'tflops_16_bit: 312']
+    """
+    fields = dataclasses.asdict(device)
+    round_ = lambda value: float(f"{value:.4g}") if isinstance(value, float) else value
+    return yaml.safe_dump({name: round_(value) for name, value in fields.items()}, sort_keys=False)
+
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
 _BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
 _BLOCKS = 4
-_STAGE_BLOCKS, _STAGE_ROWS, _STAGE_LENGTH, _STAGE_HIDDEN, _STAGE_VOCAB = 2, 4, 64, 256, 1000
-_MICRO_BATCHES = 8  # at least; of the small pipeline, whose sizes are the line's before
 _LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
 _ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
 _SMALL_BYTES, _LARGE_BYTES, _IN_BUCKET = 2**12, 2**22, 16
@@ -88,14 +111,8 @@ def measure_device(name: str, memory_gb: float) -> Device:
     share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
-        number = max(_MICRO_BATCHES, job.size())
-        stages = TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=number)
-        job.init(stages)
+        job.init(TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size()))
         links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
-        device = dataclasses.replace(device, constants=constants, links=dict(links))
-        device = dataclasses.replace(
-            device, pipeline_block_us=round(_pipeline_block_us(device, stages))
-        )
         links["model"] = _mesh_link()
     return dataclasses.replace(device, constants=constants, links=links)
 
@@ -136,34 +153,6 @@ def _overhead_seconds():
     blocks, x = _stack(1, 2, 8, num_heads=2)
     blocks = tf.function(blocks)
     return _seconds(lambda: blocks(x).numpy()) / _BLOCKS
-
-
-def _pipeline_block_us(device, config):
-    """Return the microseconds by which a block's passes take longer in a pipeline than by themselves.
-
-    With them the planner has what the steps of a small pipeline of all ranks take; `config` is the
-    job's.
-    """
-    network = CausalLM(
-        _STAGE_VOCAB,
-        hidden_size=_STAGE_HIDDEN,
-        num_heads=8,
-        num_layers=_STAGE_BLOCKS * job.size(),
-        max_length=_STAGE_LENGTH,
-        dropout_rate=0.1,
-    )
-    trainer = Trainer(network)
-    trainer.compile("adam", CrossEntropyLoss())
-    rows = config.micro_batch_num * _STAGE_ROWS
-    ids = np.random.default_rng(0).integers(4, _STAGE_VOCAB, [rows, _STAGE_LENGTH], "int32")
-    seconds = _seconds(lambda: trainer.train_on_batch(ids, ids, shard=False))
-    shape, trained = from_network(network), Job(rows, "float32", "adam")
-
-    def planned(us):
-        slower = dataclasses.replace(device, pipeline_block_us=us)
-        return cost(shape, Cluster(slower, job.size(), job.size()), trained, config).step_seconds
-
-    return max(seconds - planned(0.0), 0.0) / (planned(1.0) - planned(0.0))
 
 
 def _stack(rows, length, hidden_size, num_heads):

@@ -82,7 +82,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
 
         check_matplotlib()
     if arguments.measure:
-        from dtransformer.cli.machine_file import measure_to
+        from dtransformer.cli.measured_machine import measure_to
 
         measure_to(arguments.measure)
         arguments.device = arguments.measure
@@ -183,8 +183,7 @@ def device_of(name: str):
     Raises:
         InputError: there is no such device, or the file has other fields.
     """
-    from dtransformer.planner.clusters import Device, Link, device_named
-    from dtransformer.planner.constants import Constants
+    from dtransformer.planner.clusters import Constants, Device, Link, device_named
     from dtransformer.planner.models import checked
 
     if not name.endswith((".yaml", ".yml")):

@@ -5,14 +5,15 @@ import tensorflow as tf
 
 from dtransformer.layers import elementwise
 from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
-from dtransformer.layers.attention_inputs import check_inputs, check_layout, check_mask
-from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
-from dtransformer.layers.base import (
-    Layer,
-    check_rate,
-    check_size,
-    register,
+from dtransformer.layers.attention_inputs import (
+    as_sequences,
+    check_inputs,
+    check_layout,
+    check_mask,
+    in_form_of,
 )
+from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
+from dtransformer.layers.base import Layer, check_rate, check_size, register
 from dtransformer.layers.cached_attention import (
     bias_of_entries,
     kept,
@@ -20,7 +21,6 @@ from dtransformer.layers.cached_attention import (
     with_new_positions,
 )
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.parallel.axis_rules import constrain_both
-from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 
 
@@ -30,16 +29,5 @@ def by_shared_heads(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Te
     if n == m:
         return product(x)
     axes = ("length_shards", "batch", "heads", None, None)[-len(x.shape) :]
-    y = product(constrain_both(_reshape(x, [*leading, m, n // m * s, d]), axes))
-    return _reshape(constrain_both(y, axes), [*leading, n, s, static_or_dynamic_shape(y)[-1]])
-
-
-def _reshape(x, shape):
-    """As `tf.reshape`, whose gradient reads x where its shape is open: functions keep it for that."""
-    before = static_or_dynamic_shape(x)
-
-    @custom_gradient
-    def reshape(x):
-        return tf.reshape(x, shape), lambda dy: tf.reshape(dy, before)
-
-    return reshape(x)
+    y = product(constrain_both(tf.reshape(x, [*leading, m, n // m * s, d]), axes))
+    return tf.reshape(constrain_both(y, axes), [*leading, n, s, static_or_dynamic_shape(y)[-1]])

@@ -2,11 +2,11 @@
 
 import tensorflow as tf
 
+from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
-from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
 from dtransformer.parallel.zero.gather import unsharding_ahead
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dropout_mask import kept_elements
-from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number
+from dtransformer.parallel.dropout_seed import current_dropout_seed, kept_elements, layer_number
 from dtransformer.parallel.recompute import seed_after
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 

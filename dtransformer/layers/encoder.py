@@ -7,16 +7,15 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import FeedForward
-from dtransformer.layers.flat_inputs import as_sequences, in_form_of
 from dtransformer.layers.moe import MoE
-from dtransformer.layers.moe_config import as_moe_config
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
-from dtransformer.layers.settings import as_config
+from dtransformer.layers.settings import as_config, as_moe_config
 from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.pipeline.call_views import call_at_its_place
 from dtransformer.parallel.zero.gather import unsharding_ahead

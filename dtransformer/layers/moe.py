@@ -10,8 +10,8 @@ from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import register
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
-from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
 from dtransformer.layers.router import Router, Routing
+from dtransformer.layers.settings import as_moe_config, moe_as_dict
 from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel.custom_gradient import custom_gradient
-
 # What each way of scaling has to be told.
 _SCALING = {
     "linear": ("factor",),
@@ -129,15 +127,8 @@ def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Te
         tf.cast(function(angles), x.dtype)[None, None, :, :] for function in (tf.cos, tf.sin)
     )
 
-    def turn(x, sine):
-        first, second = x[..., :half], x[..., half : 2 * half]
-        turned = [first * cos - second * sine, second * cos + first * sine]
-        if 2 * half < x.shape[-1]:
-            turned.append(x[..., 2 * half :])
-        return tf.concat(turned, axis=-1)
-
-    @custom_gradient
-    def turn_there_and_back(x):  # the gradient is turned back, which needs no x
-        return turn(x, sin), lambda dy: turn(tf.convert_to_tensor(dy), -sin)
-
-    return turn_there_and_back(x)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        turned.append(x[..., 2 * half :])
+    return tf.concat(turned, axis=-1)

@@ -6,10 +6,9 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
-from dtransformer.layers.moe_config import as_moe_config, moe_as_dict
+from dtransformer.layers.settings import as_moe_config, moe_as_dict
 from dtransformer.parallel.config import MoEConfig
-from dtransformer.parallel.dropout_mask import random_floats
-from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number
+from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number, random_floats
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
 from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.linear import column_parallel

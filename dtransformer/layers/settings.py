@@ -1,6 +1,6 @@
 """What is set on layers after they are made: rules, what is recomputed, low-rank additions, origin.
 
-Configs keep it, so that `from_config` and `.keras` files do.
+Configs keep it, so that `from_config` and `.keras` files do. And a `MoEConfig` as layers take it.
 """
 
 import dataclasses
@@ -8,8 +8,7 @@ import dataclasses
 import keras
 
 from dtransformer import _compat
-from dtransformer.layers.moe_config import moe_as_dict
-from dtransformer.parallel.config import TransformerRecomputeConfig, get_parallel_config
+from dtransformer.parallel.config import MoEConfig, TransformerRecomputeConfig, get_parallel_config
 from dtransformer.parallel.recompute import as_recompute_config
 
 KEY = "settings"
@@ -85,3 +84,22 @@ class KeepsSettings:
         layer = super().from_config(config)
         set_on(layer, settings)
         return layer
+
+
+def as_moe_config(value: MoEConfig | dict) -> MoEConfig:
+    """Return a copy of a `MoEConfig`, or one of a dict of its fields.
+
+    Raises:
+        TypeError: it is neither, or a field is unknown or of the wrong type.
+        ValueError: a field has a value that is not allowed.
+    """
+    if isinstance(value, dict):
+        return MoEConfig(**value)
+    if not isinstance(value, MoEConfig):
+        raise TypeError(f"moe_config must be a MoEConfig, got {value!r} ({type(value).__name__})")
+    return dataclasses.replace(value)
+
+
+def moe_as_dict(value: MoEConfig | dict | None) -> dict | None:
+    """Return the fields of a `MoEConfig`, for a file; None for none."""
+    return dataclasses.asdict(value) if isinstance(value, MoEConfig) else value

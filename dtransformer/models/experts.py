@@ -3,7 +3,7 @@
 All are functions of a network's arguments, and of which of its blocks have experts.
 """
 
-from dtransformer.layers.moe_config import as_moe_config
+from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config import MoEConfig
 
 Shapes = dict[str, tuple[int, ...]]

@@ -23,8 +23,9 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     Example:
 
     >>> config = TransformerOpParallelConfig(data_parallel=2, model_parallel=2, pipeline_stage=2)
-    >>> [_degrees(refit(config, number)) for number in (8, 4, 3, 2)]
-    [(2, 2, 1, 2), (1, 2, 1, 2), (3, 1, 1, 1), (1, 2, 1, 1)]
+    >>> found = [refit(config, number) for number in (8, 4, 3, 2)]
+    >>> [(c.data_parallel, c.model_parallel, c.pipeline_stage) for c in found]
+    [(2, 2, 2), (1, 2, 2), (3, 1, 1), (1, 2, 1)]
     """
     given = config.model_parallel, config.context_parallel, config.pipeline_stage
     fitting = [
@@ -54,12 +55,3 @@ def _divisors(number):
 def _product(numbers):
     model, context, stages = numbers
     return model * context * stages
-
-
-def _degrees(config):
-    return (
-        config.data_parallel,
-        config.model_parallel,
-        config.context_parallel,
-        config.pipeline_stage,
-    )

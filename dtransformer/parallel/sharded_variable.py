@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel import job
-from dtransformer.parallel.weight import constant_if_frozen
 from dtransformer.tensor_memory import as_tensor
 
 # Where a tensor lies in another one: (start, stop) of every dimension.
@@ -147,3 +146,22 @@ def full_bounds(shape: Iterable[int]) -> Bounds:
     ((0, 2), (0, 3))
     """
     return tuple((0, size) for size in shape)
+
+
+class Weight(keras.Variable):
+    """A Keras variable whose value is a constant to gradients where `trainable` is False.
+
+    A compiled function has a gradient for each variable that it reads, whether anyone asks for it: in
+    a stage of a pipeline, and in blocks that share a function. A constant has none.
+    """
+
+    @property
+    def value(self):
+        return constant_if_frozen(self, super().value)
+
+
+def constant_if_frozen(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """Return what computations see of a variable's value: a constant, unless it is trained."""
+    if variable.trainable or not tf.inside_function():
+        return value
+    return tf.stop_gradient(value)

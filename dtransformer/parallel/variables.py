@@ -18,8 +18,7 @@ from dtransformer.parallel.axis_rules import Specs, mesh_axis, weight_specs
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.dtensor.layouts import axis_size
 from dtransformer.parallel.dtensor.variable import MeshVariable
-from dtransformer.parallel.sharded_variable import Bounds, StoredValue
-from dtransformer.parallel.weight import Weight
+from dtransformer.parallel.sharded_variable import Bounds, StoredValue, Weight
 from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,

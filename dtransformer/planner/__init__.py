@@ -14,8 +14,7 @@ Example: four nodes of eight H100, and a Llama of 13 B.
 """
 
 from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.planner.clusters import DEVICES, Cluster, Device, Link, device_named
-from dtransformer.planner.constants import Constants
+from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.job import Job
 from dtransformer.planner.models import from_network, named

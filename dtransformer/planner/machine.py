@@ -10,8 +10,7 @@ import pathlib
 import re
 
 from dtransformer.errors import InputError, shown
-from dtransformer.planner.clusters import DEVICES, Cluster, Device, Link, device_named
-from dtransformer.planner.constants import Constants
+from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
 
 _GPUS = "/proc/driver/nvidia/gpus/*/information"
 # Of one core, as `dtransformer plan --measure` found them on two cores of a virtual machine with

@@ -91,18 +91,17 @@ def time_of(
         some = layouts[chosen]
         p, v = int(some.stage[0]), int(some.chunks[0])
         schedule = SCHEDULE_NAMES[some.schedule[0]]
-        longer = cluster.device.pipeline_block_us * 1e-6 * (p > 1)
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
-            found = own.of_stage(stage, chosen, longer)
+            found = own.of_stage(stage, chosen)
             total = sum(found.values())
             larger = total > worst
             worst = np.where(larger, total, worst)
             for kind, value in found.items():
                 inner[kind] = np.where(larger, value, inner.get(kind, 0.0))
         for number, kind in enumerate(model.kinds):
-            mean += kind.number / p * (own.blocks[number][chosen] + longer)
+            mean += kind.number / p * own.blocks[number][chosen]
         sends = own.sends[chosen] * v * (p > 1)
         for kind, value in inner.items():
             columns[kind][chosen] = some.micro_batches * value
@@ -194,15 +193,14 @@ class _Blocks:
         gathers = unsharded(table, model.trains_tables)
         return cls(uses, head, gathers, embedding_sums, head_sums, sends)
 
-    def of_stage(self, stage, chosen, longer):
+    def of_stage(self, stage, chosen):
         """Return the seconds of a micro-batch on a stage, by use.
 
         Args:
             stage: a `StageKind`.
             chosen: numbers of the layouts.
-            longer: seconds that each block takes beyond its passes because it is in a pipeline.
         """
-        found = {"products": longer * sum(stage.blocks)}
+        found = {}
         for number, uses in zip(stage.blocks, self.uses):
             for use, value in uses.items():
                 found[use] = found.get(use, 0.0) + number * value[chosen]

@@ -92,11 +92,6 @@ class WeightPlan:
         """The bytes that each device holds."""
         return sum(row.bytes_per_device for row in self.rows)
 
-    @property
-    def bytes_per_rank(self):
-        """The bytes that the devices of each rank hold."""
-        return self.bytes_per_device * self.num_local_devices
-
     def __str__(self):
         names = lambda axes: "(" + ", ".join(axis or "–" for axis in axes) + ")"
         header = ("weight", "shape", "type", "dimensions", "sharded over", "bytes per rank")

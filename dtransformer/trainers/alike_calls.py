@@ -4,8 +4,6 @@ from collections.abc import Callable, Hashable, Sequence
 
 import tensorflow as tf
 
-from dtransformer import _compat
-
 
 def traced_apart(function: Callable, *args, jit_compile: bool | None = None) -> Callable:
     """Return a function that TensorFlow traces, and optimizes, once for all of its calls.
@@ -25,7 +23,7 @@ def traced_apart(function: Callable, *args, jit_compile: bool | None = None) -> 
         lambda x: tf.TensorSpec(x.shape, x.dtype) if isinstance(x, tf.Tensor) else x, args
     )
     with tf.init_scope():  # no device: it runs on that of each call
-        return _compat.called_flat(traced.get_concrete_function(*specs))
+        return traced.get_concrete_function(*specs)
 
 
 def alike_calls(

@@ -4,7 +4,6 @@ import functools
 
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.config import get_parallel_config
 from dtransformer.parallel.seeds import derived_seed
@@ -49,7 +48,7 @@ class StepProgram:
         self._graphs = {}
         if engine.compiles_itself:
             self.finish_test = _compiled(self._finish_test)
-            self._begin = _compat.called_by_shapes(self._part(self._begin))
+            self._begin = self._part(self._begin)
             self._end = self._part(self._end)
             optimizer_step.compile(self._part)
 

@@ -571,17 +571,6 @@ def test_each_collective_that_waits_takes_a_call():
     assert more == pytest.approx(3 * 0.005)
 
 
-def test_passes_in_a_pipeline_take_longer():
-    """Two blocks of each of two stages, eight micro-batches."""
-    model = named(SMALL, num_layers=4, sequence_length=64)
-    fields = ({"pipeline_block_us": 0.0}, {"pipeline_block_us": 1000.0})
-    quick, slow = (of_cpus(model, 2, some, pipeline_stage=2, micro_batch_num=8) for some in fields)
-    more = slow.seconds_by_kind["products"] - quick.seconds_by_kind["products"]
-    assert more == pytest.approx(8 * 2 * 0.001)
-    alone = [of_cpus(model, 1, some).step_seconds for some in fields]
-    assert alone[0] == alone[1]
-
-
 def test_stages_of_a_tied_table_add_its_gradients():
     links = {"data": Link(1.0, 0.0, 0.0), "stage": Link(1.0, 0.0, 0.0)}
     tied, untied = (

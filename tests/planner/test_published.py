@@ -9,9 +9,8 @@ import pathlib
 import pytest
 
 from dtransformer.planner import check, published
-from dtransformer.planner.clusters import DEVICES
-from dtransformer.planner.constants import A100
-from dtransformer.planner.page import with_made_part
+from dtransformer.planner.check import with_made_part
+from dtransformer.planner.clusters import A100, DEVICES
 
 
 @pytest.mark.parametrize(

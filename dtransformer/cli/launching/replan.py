@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dtransformer.cli.automatic import plan_of_run
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.launching.processes import is_here
-from dtransformer.cli.options import Parser
-from dtransformer.cli.train_options import add_train
+from dtransformer.cli.options import Parser, add_train
 from dtransformer.errors import InputError
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import this_device

@@ -109,10 +109,6 @@ def _parts_without_place(layer, adds_losses=False):
     return list(dict.fromkeys(found))
 
 
-def _adds_losses(layer):
-    return any(map(_compat.adds_losses, _compat.flat_layers(layer)))
-
-
 def _recorded(network, specs, parts):
     """Return the `Recorder` of a network whose parts are called as if they had a place."""
     for part in parts:

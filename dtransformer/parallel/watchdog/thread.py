@@ -14,8 +14,7 @@ from dtransformer.parallel.watchdog.activity import Activity
 from dtransformer.parallel.watchdog.gates import Agreement, GatesByPurpose
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.recorder import Recorder
-from dtransformer.parallel.watchdog.straggler import Stragglers
-from dtransformer.parallel.watchdog.watch import Verdict, Watch, say
+from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
 _BEAT = 1.0  # seconds
 _FOR_OTHERS = 2.0  # seconds that a rank waits with its end, so that others have the verdict

@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 
 from dtransformer.parallel.watchdog.activity import Activity, is_over, needs_others, say_ranks
 
@@ -173,3 +174,38 @@ def say(verdict: Verdict, hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
     places = ", ".join(names[:4]) + ", …" * (len(names) > 4)
     return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
+
+
+_TIMES = 1.5  # as long as the others for its own share of a step
+_LEAST = 0.01  # seconds more
+_LOOKS = 3  # one after the other, before it is told
+
+
+class Stragglers:
+    """Looks at how long each rank computes before it needs the others."""
+
+    def __init__(self):
+        self._looks = {}
+
+    def look(self, own_seconds: Mapping[int, float]) -> tuple[int, float, float] | None:
+        """Look once more; return a rank that is slow, its seconds and the others', the first time.
+
+        Args:
+            own_seconds: seconds of a step by rank; 0 where they are not known.
+
+        Example:
+
+        >>> stragglers = Stragglers()
+        >>> [stragglers.look({0: 0.2, 1: 0.2, 2: 0.4}) for _ in range(4)]
+        [None, None, (2, 0.4, 0.2), None]
+        """
+        if len(own_seconds) < 2 or not all(own_seconds.values()):
+            return None
+        slowest = max(own_seconds, key=own_seconds.get)
+        own = own_seconds[slowest]
+        others = statistics.median(one for rank, one in own_seconds.items() if rank != slowest)
+        if own < _TIMES * others or own < others + _LEAST:
+            self._looks.clear()
+            return None
+        self._looks = {slowest: self._looks.get(slowest, 0) + 1}
+        return (slowest, own, others) if self._looks[slowest] == _LOOKS else None

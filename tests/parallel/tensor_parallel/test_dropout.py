@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dtransformer.parallel.dropout_mask import kept_elements
+from dtransformer.parallel.dropout_seed import kept_elements
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout

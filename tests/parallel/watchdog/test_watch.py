@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from dtransformer.parallel.watchdog.activity import KINDS, Activity, is_over
-from dtransformer.parallel.watchdog.straggler import Stragglers
-from dtransformer.parallel.watchdog.watch import Verdict, Watch, say, stalled
+from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say, stalled
 
 STALL = 50.0
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.parallel.dropout_mask import kept_elements
+from dtransformer.parallel.dropout_seed import kept_elements
 
 
 def kept(shape, rate, seed=0, function=kept_elements):
@@ -13,7 +13,7 @@ def kept(shape, rate, seed=0, function=kept_elements):
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.25, 0.5, 0.9, 0.998, 0.999])
 def test_the_share_that_is_kept(rate):
-    """Within four standard deviations of 2 million draws: 8 bits alone would be beyond them."""
+    """Within four standard deviations of 2 million draws."""
     mean = np.mean([kept([500, 400], rate, seed).mean() for seed in range(10)])
     assert abs(mean - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / 2e6)
 
