@@ -34,7 +34,7 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
     b, n, e, d = static_or_dynamic_shape(tensors[0])
     rows, _, s, _ = static_or_dynamic_shape(new[0])
     k = rows // b
-    if trace.current().around_loop is not None:
+    if trace.current().around_loop:
         # The row of each in [b·n·e, d]; dimensions are b, k, n, s.
         sources, hypotheses, heads, positions = (
             tf.reshape(tf.range(size), [-1, *[1] * later])

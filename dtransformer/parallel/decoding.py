@@ -4,21 +4,22 @@ On one device and on a mesh all of it is compiled into one function. In a pipeli
 stage searches, and tells the others what it chose.
 """
 
+import contextlib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel import job, trace
 from dtransformer.parallel.axis_rules import override_rules, rules_of_decoding
 from dtransformer.parallel.dtensor.batch import local_value, put_replicated
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import relayout
-from dtransformer.parallel.loop_constants import around_loop
 from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last
 from dtransformer.parallel.pipeline.own_stage import has_outputs
+from dtransformer.parallel.sharded_variable import ShardedVariable
 from dtransformer.parallel.zero.gather import unsharding
 
 
@@ -214,13 +215,22 @@ def compiled(
     return _on_mesh(network, make)
 
 
+@contextlib.contextmanager
+def _around_loop(variables) -> Iterator[None]:
+    """Read variables once, before the loop in the `with` block; sharded ones are left as they are."""
+    plain = [v for v in variables if not isinstance(v, ShardedVariable)]
+    values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
+    with trace.scope(around_loop=True), keras.StatelessScope(state_mapping=values):
+        yield
+
+
 def _on_one_device(network, make, on_tokens):
     """One function for all batch sizes and lengths."""
 
     def run(source, max_length, seed):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            with around_loop(network.variables):
+            with _around_loop(network.variables):
                 return decode_what_is_left(make(max_length, seed), source, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(

@@ -37,8 +37,7 @@ class TraceContext:
             the scopes in which it is called; None where nobody asks.
         tape_graph: the graph in which the tape of a step was opened; None where it is another's. In
             functions and loops inside of it nobody can say what a tape watches.
-        around_loop: the graph that a loop of `decoding` lies in, in which what does not change is
-            computed once; None outside of such loops. Caches are updated in place in it.
+        around_loop: whether a loop of `decoding` is traced, in which caches are updated in place.
         collective: name of the collective whose gradient is being made; None outside of one.
         names_are_global: whether collectives have the names that they are given, whatever the
             scopes around. TensorFlow numbers those of branches by what else a function
@@ -62,7 +61,7 @@ class TraceContext:
     told: dict | None = None
     calls: dict | None = None
     tape_graph: object = None
-    around_loop: object = None
+    around_loop: bool = False
     collective: str | None = None
     names_are_global: bool = False
 

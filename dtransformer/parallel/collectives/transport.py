@@ -143,10 +143,10 @@ def reduce_scatter(rows: tf.Tensor, group: Group, name: str, dtype=None) -> tf.T
     if group.size == 1:
         total = rows[0]
     elif own not in _ADDED_AS:
-        total = _run(
-            "reducescatter", _to_rank_order(rows, group), group, name, op=job.horovod().Sum
-        )[0]
-        total.set_shape(rows.shape[1:])
+        ordered = _to_rank_order(rows, group)
+        total = _run("reducescatter", ordered, group, name, op=job.horovod().Sum)
+        total.set_shape([1, *rows.shape[1:]])
+        total = total[0]
     else:
         total = tf.reduce_sum(tf.cast(all_to_all(rows, group, name), _ADDED_AS.get(own, own)), 0)
     return tf.cast(total, own if dtype is None else dtype)
