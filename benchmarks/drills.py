@@ -41,7 +41,7 @@ def parse_arguments():
     parser.add_argument("--seconds", type=float, default=50.0, help="stall_seconds")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=100, help="of the whole job")
-    parser.add_argument("--hidden", type=int, default=32, help="features; slow ranks need more")
+    parser.add_argument("--hidden", type=int, default=32, help="features")
     parser.add_argument("--timeout", type=float, default=240.0, help="of a fault, in seconds")
     parser.add_argument("--undisturbed", metavar="FILE", help="keeps that run between drills")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds; no fault after them")
@@ -123,20 +123,12 @@ def undisturbed(args, folder):
 def one_fault(run, name, last, disk, args):
     """Let something fail; return what is seen, and the last step after it."""
     mark, fault = len(run.seen), FAULTS[name](run, disk)
-    seen_at, found = run.wait_for(fault.seen, args.timeout)
+    seen_at, _ = run.wait_for(fault.seen, args.timeout)
     fault.mend()
     steps_before = [last, *run.steps_since(mark)]
-    record = {"fault": name}
-    if not fault.restarts:
-        record |= {
-            "seconds_to_name": round(seen_at - fault.at, 1),
-            "steps_to_name": max(steps_before) - last,
-            "rank_told": found[1],
-        }
-        *_, last = run.steps_until(STEPS_BETWEEN, args.timeout)
-        return record, last
     next_at, first, last = run.steps_until(STEPS_BETWEEN, args.timeout)
-    return record | {
+    return {
+        "fault": name,
         "ranks": run.num_ranks,
         "seconds_to_end": round(seen_at - fault.at, 1),
         "seconds_to_next_step": round(next_at - fault.at, 1),

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 
-from harness.drill_run import RESTART, SLOW, STEP
+from harness.drill_run import RESTART, STEP
 
 SECONDS_TO_SEE = 60
 _SECONDS_TO_START = 180
@@ -24,10 +24,9 @@ class Fault:
     Attributes:
         at: the moment.
         seen: the pattern of a line by which it is seen.
-        restarts: whether the job is started again.
     """
 
-    seen, restarts = RESTART, True
+    seen = RESTART
 
     def __init__(self, run, disk):
         self.run, self.disk, self.at = run, disk, None
@@ -146,32 +145,6 @@ class DiskFull(Fault):
         self.disk.free()
 
 
-class Slow(Fault):
-    """The last rank gets half of the time that it would have: stopped for every second moment."""
-
-    restarts = False
-    _MOMENT = 0.02
-
-    def begin(self):
-        rank = self.run.num_ranks - 1
-        self.seen = SLOW.replace("RANK", str(rank))
-        self._is_over, pid = threading.Event(), self.run.pid(rank)
-
-        def stop_and_go():
-            with contextlib.suppress(ProcessLookupError):
-                while not self._is_over.is_set():
-                    for number in (signal.SIGSTOP, signal.SIGCONT):
-                        os.kill(pid, number)
-                        time.sleep(self._MOMENT)
-
-        self._thread = threading.Thread(target=stop_and_go, daemon=True)
-        self._thread.start()
-
-    def mend(self):
-        self._is_over.set()
-        self._thread.join()
-
-
 class Cut(Fault):
     """The link between the two hosts is down until the job has ended on the first."""
 
@@ -258,7 +231,6 @@ FAULTS = {
     "freeze-compiling": FreezeWhileCompiling,
     "twice": TwiceInARow,
     "disk-full": DiskFull,
-    "slow": Slow,
     "cut": Cut,
     "one-way": OneWay,
     "other-way": OtherWay,

@@ -15,7 +15,6 @@ STEP = re.compile(r"<stdout>:step (\d+) loss ([\d.e+-]+)")
 ENDED = re.compile(r"<stdout>:ended at (\d+) with (\w+)")
 RESTART = re.compile("dtransformer launch: .*: restart ")
 LAST_WORDS = re.compile(r"dtransformer: the job ends: ([^;]*)")
-SLOW = r"dtransformer: all wait for (rank RANK on host .*)"
 _RANKS = re.compile(r"dtransformer launch: starting (\d+) ranks")
 _ROOT = pathlib.Path(__file__).parents[1]
 

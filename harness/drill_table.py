@@ -9,13 +9,13 @@ ENDS, NEXT, LOST = "seconds_to_end", "seconds_to_next_step", "steps_lost"
 
 
 def table(files):
-    """Return tables of the faults by kind, of the ranks that were slow, and by layout."""
+    """Return tables of the faults by kind and by layout."""
     runs = [json.loads(pathlib.Path(file).read_text()) for file in files]
     failed = [run for run in runs if run["failed"] and not run["failed"].endswith(ASKED)]
     counted = [run for run in runs if run not in failed]
     short = sum(bool(run["failed"]) for run in counted)
-    number = sum(ENDS in one or "rank_told" in one for run in runs for one in run["faults"])
-    parts = [_by_kind(runs), _slow(runs), _by_layout(runs)]
+    number = sum(ENDS in one for run in runs for one in run["faults"])
+    parts = [_by_kind(runs), _by_layout(runs)]
     last = (
         f"{number} faults in {len(runs)} jobs, of which {short} were stopped by us before their end, "
         f"and {len(failed)} did not do what a drill waits for."
@@ -44,18 +44,6 @@ def _by_kind(runs):
         others = [_span([one[key] for one in faults]) for key in (NEXT, LOST)]
         rows.append([kind, on[1] or "", on[2] or "", *spans, *others])
     return _rows([*heads, "next step after (s)", "steps lost"], rows)
-
-
-def _slow(runs):
-    """Return a row for each layout in which a rank was slow."""
-    rows = [
-        [f"`{run['layout']}`", run["hosts"], one["steps_to_name"], one["seconds_to_name"]]
-        for run in runs
-        for one in run["faults"]
-        if "rank_told" in one
-    ]
-    heads = ["a slow rank, layout", "hosts", "named after (steps)", "named after (s)"]
-    return _rows(heads, rows) if rows else ""
 
 
 def _by_layout(runs):

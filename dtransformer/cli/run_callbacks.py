@@ -3,18 +3,16 @@
 import math
 import os
 import pathlib
-import time
 import warnings
 
 import keras
-import tensorflow as tf
 
 from dtransformer.cli.run_folder import RunFolder
 from dtransformer.errors import InputError
 from dtransformer.files import partial_path
 from dtransformer.parallel import job
-from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.object_collectives import from_chief, together
+from dtransformer.trainers.checkpoint.callback import SharedTimer
 from dtransformer.trainers.checkpoint.export import check_finite, network_values
 from dtransformer.trainers.checkpoint.seal import seal
 
@@ -28,14 +26,13 @@ class TimeLimit(keras.callbacks.Callback):
 
     def __init__(self, minutes: float):
         super().__init__()
-        self.seconds = minutes * 60
+        self._timer = SharedTimer(minutes * 60)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        self.end = time.monotonic() + self.seconds
+        self._timer.start(self.model.num_steps)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        over = tf.constant(job.is_chief() and time.monotonic() > self.end)  # its clock decides
-        if transport.all_reduce(over, "Max", job.whole_job(), "time_limit"):
+        if self._timer.is_over(self.model.num_steps):
             self.model.stop_training = True
 
 

@@ -315,20 +315,6 @@ class EncoderDecoderModel(TokenModel):
                     f"{name}={limit}"
                 )
 
-    def num_tokens(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return the number of source and target tokens, padding not counted.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            An int32 scalar tensor.
-        """
-        inputs = self.named_inputs(inputs)
-        source, target = (tf.convert_to_tensor(inputs[side]) for side in SIDES)
-        are_tokens = source != self.pad_id, self._is_token(target)
-        return tf.add_n([tf.math.count_nonzero(x, dtype="int32") for x in are_tokens])
-
     def arguments_and_experts(self) -> dict:
         stacks = {"encoder": self.transformer.encoder, "decoder": self.transformer.decoder}
         return with_experts(self.arguments, **stacks)

@@ -1,10 +1,9 @@
-"""What networks of one stack of blocks have in common: what they count."""
+"""Networks of one stack of blocks: what they have in common."""
 
 import tensorflow as tf
 
 from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.experts import feed_forward_products, with_experts
-from dtransformer.models.input_keys import mask_of
 
 
 class OneStackModel(TokenModel):
@@ -12,23 +11,6 @@ class OneStackModel(TokenModel):
 
     def arguments_and_experts(self) -> dict:
         return with_experts(self.arguments, blocks=self.blocks)
-
-    def num_tokens(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return the number of tokens, padding not counted.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            An int32 scalar tensor.
-        """
-        named = self.named_inputs(inputs)
-        ids, mask = named["tokens"], mask_of(named)
-        if mask is not None:
-            return tf.math.count_nonzero(mask, dtype="int32")
-        if self.pad_id is None:
-            return tf.size(ids)
-        return tf.math.count_nonzero(ids != self.pad_id, dtype="int32")
 
     def flops_per_step(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
         """Return the floating-point operations of one training step without recompute.

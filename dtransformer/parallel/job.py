@@ -289,7 +289,7 @@ def compiles() -> None:
 
 
 def computed_for(seconds: float) -> None:
-    """Say how long a step has taken by itself, for the watchdog; see `Recorder.computed_for`."""
+    """Say how long this rank took between two steps; see `Recorder.computed_for`."""
     _recorder.computed_for(seconds)
 
 

@@ -1,5 +1,6 @@
 """Ranks that compute on one batch compare theirs."""
 
+import collections
 import zlib
 
 import numpy as np
@@ -10,17 +11,29 @@ from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.json_exchange import exchange_json
 from dtransformer.parallel.process_groups import Group
 
+EVERY = 100  # steps: the ranks exchange checksums on the host
 
-def check_mesh_batch(batch) -> None:
-    """Compare the batch of the ranks of one mesh: they compute on the same one.
 
-    Args:
-        batch: nested tensors; None stays out.
+class SameBatch:
+    """Compares the batches of the ranks of a mesh, and of a pipeline: the first, and every 100th."""
 
-    Raises:
-        ValueError: see `check_same_batch`.
-    """
-    check_same_batch(batch, job.model_parallel_group(), "a mesh")
+    def __init__(self):
+        self._counts = collections.Counter()
+
+    def check(self, batch, kind: str) -> None:
+        """Compare a batch, where its turn has come.
+
+        Args:
+            batch: nested tensors; None stays out.
+            kind: what is done with it; batches of each kind are counted for themselves.
+
+        Raises:
+            ValueError: see `check_same_batch`.
+        """
+        self._counts[kind] += 1
+        if self._counts[kind] % EVERY == 1:
+            check_same_batch(batch, job.model_parallel_group(), "a mesh")
+            check_same_batch(batch, job.pipeline_group(), "a pipeline")
 
 
 def check_same_batch(batch, group: Group, name: str) -> None:

@@ -1,6 +1,7 @@
 """Tokens per second, FLOP/s, and their share of what the machine can do."""
 
 import functools
+import math
 import time
 
 import tensorflow as tf
@@ -28,36 +29,24 @@ def measured_peak(dtype="float32", size=1024, seconds=0.1):
     return 2.0 * size**3 / best
 
 
-def moment_of(batch):
-    """Return when a batch was there, in seconds since 1970, a float64 scalar tensor."""
-    with _once_there(batch):
-        return tf.timestamp()
+def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
+    """Return what a training step has of tokens, padded ones too, and of FLOP, by shapes alone.
 
-
-def seconds_until(batch, moment):
-    """Return the seconds from a moment, from `moment_of`, until a batch was there.
-
-    Nothing waits for this clock. TensorFlow's own, as all that has an effect, comes after what a
-    function does before it, such as the sums over the ranks, and before all that follows.
+    Args:
+        network: a `keras.Model`. Where it has the method `stream_shapes`, all positions of its
+            stacks are tokens; elsewhere labels that are integers, or rows. FLOP are 0 without
+            the method `flops_per_step`.
+        inputs, labels: nested tensors of a batch.
     """
-    with _once_there(batch):
-        return tf.numpy_function(
-            lambda moment: time.time() - moment, [moment], tf.float64, stateful=False
-        )
-
-
-def _once_there(batch):
-    tensors = tf.nest.flatten(batch, expand_composites=True)  # sparse and ragged ones, too
-    return tf.control_dependencies([x for x in tensors if tf.is_tensor(x)])
-
-
-def after(moment, batch):
-    """Return a batch that nothing looks at before a moment, from `moment_of`, has been taken."""
-    if tf.executing_eagerly():
-        return batch
-    keep = lambda x: tf.identity(x) if tf.is_tensor(x) else x
-    with tf.control_dependencies([moment]):
-        return tf.nest.map_structure(keep, batch, expand_composites=True)
+    flat = [x for x in tf.nest.flatten(labels) if x is not None] or tf.nest.flatten(inputs)
+    shape = tuple(flat[0].shape)
+    are_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
+    tokens = math.prod(shape) if are_ids else shape[0]
+    if hasattr(network, "stream_shapes"):
+        shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
+        tokens = sum(rows * length for rows, length, _ in network.stream_shapes(shapes).values())
+    has_flops = hasattr(network, "flops_per_step")
+    return float(tokens), float(network.flops_per_step(inputs)) if has_flops else 0.0
 
 
 class Throughput:
@@ -65,12 +54,16 @@ class Throughput:
 
     The first step of a run, which compiles, is not counted.
 
-    Args:
+    Attributes:
         peak: FLOP/s that all ranks were measured to do together. Where others used the machine
             meanwhile, steps may be faster: what they do is the peak, then.
     """
 
-    def __init__(self, peak):
+    def __init__(self):
+        self.start(0.0)
+
+    def start(self, peak):
+        """Begin anew, with a peak."""
         self.peak = peak
         self.reset()
 
@@ -78,12 +71,16 @@ class Throughput:
         """Forget what was counted."""
         self.seconds = self.tokens = self.flops = self.waited = 0.0
 
-    def add(self, seconds, tokens, flops, waited=0.0):
+    def add(self, seconds, tokens=0.0, flops=0.0, waited=0.0):
         """Count a step of all ranks, of whose seconds this one waited some for its data."""
         self.waited += waited
         self.seconds += seconds
         self.tokens += tokens
         self.flops += flops
+
+    def add_read(self, seconds):
+        """Count what steps that have been added took longer: they end when their logs are read."""
+        self.seconds += seconds if self.seconds else 0.0
 
     def logs(self):
         """Return the means since the last reset, by the name they are logged under."""

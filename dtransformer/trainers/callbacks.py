@@ -29,7 +29,7 @@ class _StepCallback(keras.callbacks.Callback):
         self.every = check_positive("every", every)
 
     def on_train_begin(self, logs=None):
-        self._steps_done = 0
+        self._steps_done, self._due = 0, False
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
@@ -41,9 +41,15 @@ class _StepCallback(keras.callbacks.Callback):
             self._steps_in_epoch = batch
 
     def _advance(self, batch):
-        """Count up to `batch`; return the number of new steps and whether `every` was passed."""
+        """Count up to `batch`; return the number of new steps and whether a line is due.
+
+        That is once `every` was passed, and the trainer has read the logs (see `log_every` of its
+        `compile`).
+        """
         new = batch + 1 - (self._steps_in_epoch or 0)
-        due = (self._steps_done + new) // self.every > self._steps_done // self.every
+        self._due |= (self._steps_done + new) // self.every > self._steps_done // self.every
+        due = self._due and getattr(self.model, "logs_are_new", True)
+        self._due &= not due
         self._steps_in_epoch = batch + 1
         self._steps_done += new
         return new, due
@@ -109,7 +115,7 @@ class LossMonitor(_StepCallback):
 
     Args:
         every: number of steps, at least 1. Under `steps_per_execution` the line comes after the
-            call that passed it.
+            call that passed it; where a `Trainer` reads its logs less often, once it does.
 
     Example:
 
@@ -141,7 +147,8 @@ class MetricsFile(_StepCallback):
 
     Args:
         path: the file; missing folders are made.
-        every: number of steps between two step lines, at least 1. Epochs always get a line.
+        every: number of steps between two step lines, at least 1; where a `Trainer` reads its logs
+            less often, a line comes once it does. Epochs always get a line.
 
     Raises:
         InputError: during training, a line cannot be written.
@@ -295,6 +302,27 @@ class SacreBleu(keras.callbacks.Callback):
         if logs is not None:
             logs["val_bleu"] = self.score
         _print(f"epoch: {epoch + 1}, BLEU = {self.score:.2f} ({self.signature})")
+
+
+# What Keras' own logs do not have; it is in the History, in callbacks' logs and with verbose=2.
+_ASIDE = {
+    *("gflops_per_second", "gradient_norm", "input_wait", "learning_rate"),
+    *("share_of_peak", "step_loss", "tokens_per_second"),
+}
+
+
+class ProgressBar(keras.callbacks.ProgbarLogger):
+    """Keras' progress bar with losses and metrics alone; see `fit(verbose=1)`."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, _shown(logs))
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, _shown(logs))
+
+
+def _shown(logs):
+    return {name: value for name, value in (logs or {}).items() if name not in _ASIDE}
 
 
 def _print(line):

@@ -19,14 +19,12 @@ _KERAS_BATCH_SIZE = 32
 class DataPosition(keras.callbacks.Callback):
     """Tells the data which epoch comes next, and counts batches, for checkpoints.
 
-    It also starts the measurement of throughput anew in every epoch.
+    It also begins the logs of every epoch anew.
 
     Args:
         data: as `fit` takes them.
         first_batch: the batch that the first epoch begins with.
     """
-
-    async_safe = True
 
     def __init__(self, data, first_batch=0):
         super().__init__()
@@ -41,8 +39,7 @@ class DataPosition(keras.callbacks.Callback):
         return {"epoch": self._epoch, "batch": self._batch}
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.model._throughput.reset()
-        self.model._program.expert_loads.forget()
+        self.model._begin_epoch()
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
         self._begun_at, self._begins_at = self._begins_at, 0

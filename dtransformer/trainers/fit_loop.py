@@ -1,18 +1,12 @@
 """The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
-import contextlib
-import time
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.garbage import garbage_waits
 from dtransformer.parallel import job
 from dtransformer.parallel.seeds import derived_seed
-from dtransformer.reports.throughput import Throughput, measured_peak
-from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.callback_states import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
@@ -29,9 +23,10 @@ from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
+from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
 
-class FitLoop(keras.Model):
+class FitLoop(StepFunctions):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
 
     A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(first)` and
@@ -39,110 +34,8 @@ class FitLoop(keras.Model):
     compute with.
     """
 
-    _engine = _program = None
-    _throughput = None
-    _beginning = None  # of the fit that is running
-    _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
-
-    def make_train_function(self, force=False):
-        if self.train_function is not None and not force:
-            return self.train_function
-        super().make_train_function(force=True)
-        steps = self.steps_per_execution
-        step = self._one_step(self.train_step) or self.train_function
-        peak = tf.constant(measured_peak(self.network.compute_dtype), "float32")
-        peak = grads.reduce_sum({"peak": peak}, "peak")["peak"]
-        self._throughput = Throughput(float(peak))
-        compiled = False
-
-        def timed_step(iterator):
-            nonlocal compiled
-            if self._beginning is not None:
-                self._beginning.count_step()
-            start, called = time.perf_counter(), time.time()
-            number = int(self.optimizer.iterations) + 1
-            is_first = not compiled and steps == 1  # with more, others are in the same call
-            searching = garbage_waits() if is_first else contextlib.nullcontext()
-            with job.doing("step" if compiled else "compiling", number), searching:
-                logs = step(iterator)
-            ready = float(logs.pop("ready"))  # of the last step of a call
-            waited = max(ready - called, 0.0) if steps == 1 else 0.0
-            own = float(logs.pop("own"))
-            tokens, flops = float(logs.pop("tokens")), float(logs.pop("flops", 0.0))
-            if compiled:
-                seconds = time.perf_counter() - start
-                self._throughput.add(seconds, tokens * steps, flops * steps, waited)
-                job.computed_for(own)
-            compiled = True
-            return {**logs, **self._throughput.logs()}
-
-        self.train_function = timed_step
-        return self.train_function
-
-    def make_test_function(self, force=False):
-        if self.test_function is None or force:
-            super().make_test_function(force=True)
-            self.test_function = self._one_step(self.test_step) or self.test_function
-        return self.test_function
-
-    def make_predict_function(self, force=False):
-        if not self._engine.compiles_itself:
-            return super().make_predict_function(force)
-
-        def predict(batches):
-            outputs = [self.predict_step(batch) for batch in batches]
-            return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
-
-        self.predict_function = predict
-        return self.predict_function
-
-    def _one_step(self, step):
-        """Return a function of an iterator that runs a step, or None where Keras' own does it.
-
-        Keras' has a function of a batch inside of that of an iterator: to trace, copy and inline
-        the whole step once more takes an eighth of the time until the first step is done; and at
-        the end of data of which the number is not known it counts a batch that is not there.
-        """
-        if self._engine.compiles_itself:
-            return self._each_step(step)
-        if self.run_eagerly or self.steps_per_execution > 1:
-            return None
-
-        def step_on_batch(batch):
-            return step(tf.nest.map_structure(_none_if_optional, batch))
-
-        compiled = tf.function(step_on_batch, reduce_retracing=True, autograph=False)
-        traced = []
-
-        def run(batches):
-            told = getattr(batches, "element_spec", None)  # dimensions that vary are open
-            if told is not None and told not in traced:
-                compiled.get_concrete_function(told)
-                traced.append(told)
-            return compiled(next(iter(batches)))
-
-        return run
-
-    def _each_step(self, step):
-        """Return a function of an iterator that runs a step with each batch.
-
-        What the engine compiles and what follows it are joined in Python.
-        """
-
-        def run(iterator):
-            logs = None
-            for _ in range(self.steps_per_execution):
-                try:
-                    logs = step(next(iterator))
-                except StopIteration:
-                    if logs is None:
-                        raise
-                    break
-            return logs
-
-        return run
 
     def fit(
         self,
@@ -219,6 +112,7 @@ class FitLoop(keras.Model):
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
+        self.num_steps = int(self.optimizer.iterations)
         verbose = verbose if job.is_chief() else 0
         of_user = callbacks
         callbacks = [self._data_position, LossWarning()]
@@ -278,7 +172,8 @@ class FitLoop(keras.Model):
         else:
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
-        with job.doing("validating"), told_in_one_line():
+        logs = self._logging(StepLogs(self._log_every))
+        with job.doing("validating"), told_in_one_line(), logs:
             results = super().evaluate(
                 data,
                 y,
@@ -333,14 +228,16 @@ class FitLoop(keras.Model):
         self._take_batch(x, shard)
         self._prepare((x,))
         self._data_position = self._restored_position = None  # not known any more
-        with job.doing("compiling", int(self.optimizer.iterations) + 1), told_in_one_line():
+        self.num_steps = int(self.optimizer.iterations)
+        logs = self._logging(StepLogs(throughput=self._throughput))
+        with job.doing("compiling", self.num_steps + 1), told_in_one_line(), logs:
             return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._take_batch(x, shard)
         self._prepare((x,))
-        with job.doing("validating"), told_in_one_line():
+        with job.doing("validating"), told_in_one_line(), self._logging(StepLogs()):
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
@@ -384,8 +281,3 @@ class FitLoop(keras.Model):
         """Return the outputs of all rows of a batch, from those of this data shard's."""
         outputs = all_rows(outputs) if self._shards_rows else outputs
         return without_padding(outputs, self.network)
-
-
-def _none_if_optional(value):
-    """Return an input; None for one that Keras packed as there was none."""
-    return None if isinstance(value, tf.experimental.Optional) else value

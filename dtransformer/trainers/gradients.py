@@ -1,4 +1,4 @@
-"""Gradients between the ranks: their sums, their norms, and clipping.
+"""Gradients between the ranks: their buckets, their sums, their norms, and clipping.
 
 Gradients come in as sums over this rank's share of the batch, already divided by what the
 whole batch counts, so that their sum over the data-parallel group is the gradient of the
@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from dtransformer import _compat
+from dtransformer.layers.block import TransformerBlock
 from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.impure import never_constant
 from dtransformer.parallel.collectives.packing import by_dtype
-from dtransformer.trainers.square_norms import own_square_norms
+from dtransformer.parallel.config import get_parallel_config
 
 Gradient = tf.Tensor | tf.IndexedSlices
 
@@ -155,6 +157,23 @@ def _reduce_rows(group, rows, division, name):
     return tf.cond(all_gather_is_less, all_gather, reduce_table)
 
 
+def own_square_norms(gradients: list, devices: Sequence[str] | None = None) -> tf.Tensor:
+    """Return the square of the Euclidean norm of each of what this rank has.
+
+    Args:
+        gradients: list of tensors.
+        devices: for each of them the name of the device that has it; None where there is one.
+
+    Returns:
+        A float32 tensor [number of gradients].
+    """
+    squares = []
+    for gradient, device in zip(gradients, devices or [None] * len(gradients)):
+        with tf.device(device):
+            squares.append(2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")))
+    return tf.stack(squares) if squares else tf.zeros([0])
+
+
 def square_norms(
     gradients: list,
     is_sharded: Sequence[bool] = (),
@@ -229,3 +248,53 @@ def clip_shards(
         gradient * tf.cast(factors[number], gradient.dtype)
         for gradient, number in zip(gradients, owners)
     ]
+
+
+def bucket_ids(network, weights):
+    """Return for each weight the bucket that its gradient is reduced in, or None.
+
+    Args:
+        network: a `keras.Model`; its blocks ask for buckets by `set_comm_fusion`.
+        weights: list of Keras variables of it.
+    """
+    blocks = [
+        layer for layer in _compat.flat_layers(network) if isinstance(layer, TransformerBlock)
+    ]
+    ids = [block.comm_fusion for block in blocks]
+    if get_parallel_config().optimizer_shard >= 2:
+        # Each block for itself: as soon as its gradients are there, they are sharded.
+        ids = [f"block {i}" if one is None else one for i, one in enumerate(ids)]
+    bucket_of = {
+        id(weight): one for block, one in zip(blocks, ids) for weight in block.trainable_variables
+    }
+    return [bucket_of.get(id(weight)) for weight in weights]
+
+
+def buckets(ids, num_buckets):
+    """Divide gradients into buckets.
+
+    Args:
+        ids: for each gradient the bucket that its block asks for, or None.
+        num_buckets: number of buckets for the gradients that no block speaks for.
+
+    Returns:
+        A list of lists of positions, each in rising order. Gradients with the same id share a
+        bucket; the others are spread evenly over `num_buckets` if no block speaks at all, and
+        share one otherwise.
+
+    Example:
+
+    >>> buckets([None, 1, 1, 2, None], num_buckets=4)
+    [[0, 4], [1, 2], [3]]
+    >>> buckets([None] * 5, num_buckets=2)
+    [[0, 1, 2], [3, 4]]
+    """
+    if all(one is None for one in ids):
+        size = max(-(-len(ids) // num_buckets), 1)
+        return [
+            list(range(start, min(start + size, len(ids)))) for start in range(0, len(ids), size)
+        ]
+    found = {}
+    for position, one in enumerate(ids):
+        found.setdefault(one, []).append(position)
+    return list(found.values())

@@ -10,7 +10,6 @@ from dtransformer import _compat
 from dtransformer.parallel import job
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 from dtransformer.trainers.alike_calls import alike_calls_on, traced_apart
-from dtransformer.trainers.optimizer_states import optimizer_states
 
 # Elements of the weights that a function updates, but for the last weight's: it has the old and
 # the new values of all of them in memory.
@@ -66,6 +65,30 @@ class OptimizerUpdate:
         else:  # all weights of a stage are frozen: Keras would not count the step
             self._optimizer.iterations.assign_add(1)
         return [unit.release() for unit in held]
+
+
+def optimizer_states(
+    optimizer: keras.optimizers.Optimizer, num_units: int
+) -> list[tuple[str, int | None, keras.Variable]]:
+    """Return (name, number of the unit or None, variable) of all that an optimizer keeps.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        num_units: how many variables it updates.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    found = [] if inner is None else optimizer_states(inner, num_units)
+    prefix = "" if inner is None else "loss_scale/"
+    for name, value in _compat.optimizer_states(optimizer).items():
+        if isinstance(value, keras.Variable):
+            found.append((prefix + name, None, value))
+        elif len(value) == num_units:
+            found += [
+                (prefix + name, number, variable)
+                for number, variable in enumerate(value)
+                if isinstance(variable, keras.Variable)
+            ]
+    return found
 
 
 def states_of_units(optimizer, num_units):

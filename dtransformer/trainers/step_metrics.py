@@ -1,4 +1,4 @@
-"""What the logs of a step show: means since the epoch began, and what the step itself was."""
+"""Metrics of a step: means since the epoch began, and what the step itself was."""
 
 import keras
 import tensorflow as tf

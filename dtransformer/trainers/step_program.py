@@ -128,8 +128,7 @@ class StepProgram:
             logs["loss_scale"] = begun["scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
         logs |= self._states.results() | self.expert_loads.update(totals)
-        logs.update(step_loss=loss, gradient_norm=norm, learning_rate=begun["rate"])
-        return {**logs, **{name: totals[name] for name in ("tokens", "flops") if name in totals}}
+        return {**logs, "step_loss": loss, "gradient_norm": norm, "learning_rate": begun["rate"]}
 
     def _finish_test(self, sums, counts, *seen):
         """Return the logs of an evaluated batch."""

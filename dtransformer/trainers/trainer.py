@@ -19,9 +19,9 @@ from dtransformer.parallel.devices import device_type
 from dtransformer.parallel.first_values import broadcast_first_values
 from dtransformer.parallel.pipeline.own_stage import copied_weights
 from dtransformer.parallel.variables import named_alike
-from dtransformer.reports.throughput import after, moment_of, seconds_until
+from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import serving
-from dtransformer.trainers.buckets import bucket_ids
+from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import (
@@ -38,6 +38,7 @@ from dtransformer.trainers.data import specs_of
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
+from dtransformer.trainers.gradients import bucket_ids
 from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import Objective
@@ -60,9 +61,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     over all tokens that count in the global batch, whatever the number of ranks.
 
     Args:
-        network: the `keras.Model` to train. Where it has the methods
-            `num_tokens(inputs)` and `flops_per_step(inputs)`, the logs have tokens
-            and FLOP per second.
+        network: the `keras.Model` to train. Where it has the method `flops_per_step(inputs)`,
+            of which nothing but shapes counts, the logs have FLOP per second.
 
     Example:
 
@@ -126,6 +126,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         steps_per_execution: int = 1,
         jit_compile: bool | str = "auto",
         auto_scale_loss: bool = True,
+        log_every: int | None = None,
     ) -> None:
         """Choose how to train.
 
@@ -152,6 +153,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 gradients overflow on any rank, which all of them skip. The logs have
                 `loss_scale` and the number of `skipped_steps`. For other numbers give a
                 `keras.optimizers.LossScaleOptimizer`.
+            log_every: number of steps between two reads of the logs, for which the host waits;
+                meanwhile callbacks get those that were read last. Those of an epoch's first
+                and last step are read, too. None is 1 on CPUs and 10 on GPUs.
 
         Raises:
             ValueError: the layout cannot do what is asked for.
@@ -183,7 +187,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if auto_scale_loss and self.network.dtype_policy.name == "mixed_float16":
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
-        self._jit = jit_compile
+        self._jit, self._work = jit_compile, {}  # shapes of a batch -> its tokens and FLOP
+        if log_every is None:
+            log_every = 10 if device_type() == "GPU" else 1
+        self._log_every = check_positive("log_every", log_every)
+        self._throughput = Throughput()
         check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
         self._engine = self.optimizer_step = self._program = self._weights = None
 
@@ -191,21 +199,16 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     # compiles itself.
 
     def train_step(self, data: tuple) -> dict:
-        ready = moment_of(data)
         inputs, labels, sample_weight = self._batch(data)
         numbers = self._program.numbers(inputs, labels, sample_weight)
-        begin = moment_of(numbers.counts)  # all ranks have their batches
-        inputs = after(begin, inputs) if job.data_parallel_group().size > 1 else inputs
         gradients, outputs, sums = self._program.forward_backward(
             inputs, labels, sample_weight, numbers
         )
         self._build_metrics(labels, outputs)
         seen = self._program.seen(labels, outputs, sample_weight)
-        logs = self._program.finish(gradients, sums, numbers.counts, *seen)
-        return {**logs, "ready": ready, "own": seconds_until(gradients, begin)}
+        return self._program.finish(gradients, sums, numbers.counts, *seen)
 
     def test_step(self, data: tuple) -> dict:
-        moment_of(data)  # nothing is sent before there is a batch: there may be none
         inputs, labels, sample_weight = self._batch(data)
         counts = self._program.counts(inputs, labels, sample_weight)
         outputs, sums = self._program.evaluate(inputs, labels, sample_weight, counts)
@@ -214,7 +217,6 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return self._program.finish_test(sums, counts, *seen)
 
     def predict_step(self, data: tuple) -> Any:
-        moment_of(data)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
         return self._all(self._engine.predict(inputs))
 

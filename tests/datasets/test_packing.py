@@ -142,7 +142,6 @@ def test_documents_of_a_row_do_not_see_each_other():
     for number in (1, 2, 3):
         alone = model(tokens[segments == number][None])
         np.testing.assert_allclose(logits[segments == number], alone[0], atol=2e-5)
-    assert int(model.num_tokens({"tokens": tokens, "segments": segments})) == 11
 
 
 def test_one_side_alone_cannot_be_packed():

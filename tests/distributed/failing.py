@@ -2,9 +2,9 @@
 
 horovodrun -np 2 python -m tests.distributed.failing HOW model|data|stage FOLDER
 
-HOW is slow (all steps; none fails), straggle (the last rank takes longer), kill, raise, midst or save;
-freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it does not come back from a
-callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
+HOW is slow (all steps; none fails), straggle (the last rank waits longer for its data), kill, raise,
+midst or save; freeze (SIGSTOP), unequal (the rank goes on to something else), loop (it does not come
+back from a callback), or preempt (SIGUSR1, where checkpoints are saved in FOLDER).
 """
 
 import os
@@ -15,14 +15,12 @@ import time
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.parallel import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import writer
-from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model
 
@@ -66,7 +64,9 @@ class Fail(keras.callbacks.Callback):
             PipelineStep._backward = fail
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Save, while the last rank is killed."""
+        """Wait for a batch; save, while the last rank is killed."""
+        if self.how == "straggle":
+            time.sleep(0.4 if job.rank() == job.size() - 1 else 0.2)
         if self.how == "save" and batch == FAIL_IN_STEP:
             if job.rank() == job.size() - 1:
                 writer.write_shards = lambda save: os.kill(os.getpid(), signal.SIGKILL)
@@ -79,30 +79,12 @@ def fail(step, instruction):
     raise RuntimeError("this rank has had enough")
 
 
-def slowly(compute, seconds):
-    """Return a method that computes gradients, and takes some seconds at least."""
-
-    def wait():
-        time.sleep(seconds)
-        return np.float32(0)
-
-    def computed(step, *batch):
-        gradients, outputs, sums = compute(step, *batch)
-        with tf.control_dependencies([tf.numpy_function(wait, [], tf.float32)]):
-            return [tf.identity(one) for one in gradients], outputs, sums
-
-    return computed
-
-
 def main(how, axis, folder):
     dtransformer.init(dtransformer.TransformerOpParallelConfig(**AXES[axis]))
     model = translation_model()
     model.build()
     trainer = Trainer(model)
     trainer.compile(keras.optimizers.SGD(0.1), CrossEntropyLoss(ignore_id=0))
-    if how == "straggle":
-        seconds = 0.4 if job.rank() == job.size() - 1 else 0.2
-        ForwardStep.loss_and_gradients = slowly(ForwardStep.loss_and_gradients, seconds)
     ids = np.full((16 * 50, 8), 5, "int32")
     callbacks = [Fail(how), *[ModelCheckpoint(folder)] * (how == "preempt")]
     inputs = {"source": ids, "target": ids}

@@ -199,7 +199,6 @@ def test_another_id_of_the_padding():
     assert_all_close(
         {"": model(other)[is_token]}, {"": expected(ids)[is_token].numpy()}, BLOCKS["float32"]
     )
-    assert int(model.num_tokens(other)) == int(expected.num_tokens(ids))
 
 
 def test_any_batch_size_and_length_without_rebuilding():
@@ -235,13 +234,6 @@ def test_a_padded_vocabulary_does_not_change_the_logits():
 
 
 # Counts
-
-
-def test_num_tokens_leaves_padding_out():
-    ids = np.array([[2, 5, 6, 3, 0], [2, 7, 0, 0, 0]], "int32")
-    model = small_model()
-    assert int(model.num_tokens(ids)) == 4 + 2
-    assert int(tf.function(model.num_tokens)(ids)) == 6
 
 
 @pytest.mark.parametrize("tied", [False, True])

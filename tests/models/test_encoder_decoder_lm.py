@@ -109,11 +109,6 @@ def test_greedy_search_follows_the_largest_logits(variant):
         assert (own[length:] == model.pad_id).all()
 
 
-def test_num_tokens_counts_a_start_that_is_the_padding():
-    model = small_model("marian")
-    assert int(model.num_tokens(random_pairs(model))) == (7 + 6 + 8) + (5 + 4 + 6)
-
-
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_head_bias_that_is_not_trained(is_trained):
     model = small_model(head_bias=True, trains_head_bias=is_trained)

@@ -79,8 +79,6 @@ def test_a_mask_hides_what_it_says(name):
     np.testing.assert_allclose(outputs[0][is_token], outputs[1][is_token], rtol=0, atol=1e-6)
     unmasked = np.asarray(network({**first, "attention_mask": None}))
     assert np.abs(unmasked - outputs[0])[is_token].max() > 1e-3
-    if name in ("causal", "masked"):
-        assert network.num_tokens(first) == MASK.sum()
 
 
 def trained(name):

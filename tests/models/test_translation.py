@@ -244,17 +244,6 @@ def test_other_special_ids():
         {"logits": expected(inputs).numpy()[is_token]},
         BLOCKS["float32"],
     )
-    assert int(model.num_tokens(other)) == int(expected.num_tokens(inputs))
-
-
-def test_num_tokens_leaves_padding_out():
-    inputs = {
-        "source": np.array([[5, 6, 3, 0, 0], [7, 3, 0, 0, 0]], "int32"),
-        "target": np.array([[2, 8, 9], [2, 0, 0]], "int32"),
-    }
-    model = small_model()
-    assert int(model.num_tokens(inputs)) == (3 + 2) + (3 + 1)
-    assert int(tf.function(model.num_tokens)(inputs)) == 9
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.buckets import buckets
+from dtransformer.trainers.gradients import buckets
 from dtransformer.trainers.loss_terms import hits
 from tests.tolerances import TRAINING
 

@@ -6,14 +6,16 @@ from dtransformer.reports.throughput import Throughput
 
 
 def test_a_share_of_the_peak():
-    found = Throughput(peak=100.0)
+    found = Throughput()
+    found.start(peak=100.0)
     found.add(seconds=2.0, tokens=10, flops=50.0)
     logs = found.logs()
     assert logs["tokens_per_second"] == 5 and logs["share_of_peak"] == pytest.approx(0.25)
 
 
 def test_a_peak_that_was_measured_while_others_used_the_machine_is_what_steps_do():
-    found = Throughput(peak=100.0)
+    found = Throughput()
+    found.start(peak=100.0)
     found.add(seconds=1.0, tokens=10, flops=200.0)
     assert found.logs()["share_of_peak"] == 1
     found.reset()

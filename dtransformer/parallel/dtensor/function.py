@@ -148,16 +148,16 @@ def wait(results):
     """Wait until every local device has computed nested DTensors.
 
     DTensor runs asynchronously; an update of the weights before it is done would change
-    what it still reads. All results of a function come at once. `unpack` waits, too, but lets no
-    other thread of Python run meanwhile, the watchdog's among them; to read a scalar does.
+    what it still reads. All results of a function come at once, so that a number of the smallest
+    tells. `unpack` waits, too, but lets no other thread of Python run meanwhile, the watchdog's
+    among them; to read a scalar does.
     """
     some = [result for result in tf.nest.flatten(results) if result is not None]
-    scalar = next((result for result in reversed(some) if not result.shape.rank), None)
-    if scalar is not None:
-        scalar.numpy()
-    first = some[0]
-    for on_device in dtensor.unpack(first):
-        on_device.numpy()
+    smallest = min(some, key=lambda result: result.shape.num_elements())
+    if not smallest.shape.rank:
+        smallest.numpy()
+    for on_device in dtensor.unpack(smallest):
+        tf.reshape(on_device, [-1])[:1].numpy()
 
 
 _seen = set()

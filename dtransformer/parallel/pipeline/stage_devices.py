@@ -26,7 +26,6 @@ from dtransformer.parallel.dtensor.function import MeshFunction, wait
 from dtransformer.parallel.dtensor.layouts import laid_out, replicate
 from dtransformer.parallel.dtensor.variable import LocalShards, packed, specs_of, unpacked
 from dtransformer.parallel.pipeline.dataflow import CrossStageTensor, Dataflow
-from dtransformer.parallel.same_batch import check_mesh_batch
 from dtransformer.parallel.sharded_variable import trained_value
 
 
@@ -58,9 +57,6 @@ class OneDevice:
     def cache_key(self, dataflow: Dataflow):
         """Return what of a `Dataflow` a function is compiled for: names, as shapes may vary."""
         return tuple((x.name, x.first_chunk, x.last_chunk) for x in dataflow.tensors)
-
-    def check(self, batch):
-        """Check nested tensors of a batch that is about to be computed."""
 
     def put_batch(self, inputs, labels, sample_weight):
         """Return a batch as compiled functions take it."""
@@ -177,9 +173,6 @@ class Mesh(OneDevice):
 
     def cache_key(self, dataflow):
         return dataflow.tensors, repr(dataflow.outputs)
-
-    def check(self, batch):
-        check_mesh_batch(batch)
 
     def put_batch(self, inputs, labels, sample_weight):
         return put_batch(inputs, labels, sample_weight)

@@ -40,7 +40,7 @@ class Activity:
         seconds: for how long it has done that.
         idle_seconds: for how long the process has hardly computed.
         longest: seconds of the longest step so far that was not compiled.
-        own_seconds: what a step took of late until it needed the other ranks' gradients.
+        own_seconds: what this rank took of late between two steps, for data and callbacks.
         waits_in: the collective that it waits in meanwhile, and for whom; "" where it does not.
         waited: for how long it has waited there.
         is_guess: whether it may be something else: a function of TensorFlow that computes nothing.

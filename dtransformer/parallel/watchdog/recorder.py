@@ -17,7 +17,7 @@ _COMPUTES, _COMPUTES_TO_ASK = 0.03, 0.1e-3
 _SECONDS_TO_GUESS = 5.0
 _WITHOUT_GUESS = ("saving", "step")  # a disk takes no cores, and a step has a time of its own
 _OF_THE_PROGRAM = ("outside", "callbacks")
-_STEPS = 7  # of which the middle one tells how long a rank computes
+_STEPS = 7  # of which the middle one tells how long a rank takes between two of them
 
 
 class Recorder:
@@ -90,7 +90,7 @@ class Recorder:
             self._has_own_functions |= self._kind in _OF_THE_PROGRAM
 
     def computed_for(self, seconds: float) -> None:
-        """Say how long a step has taken until it needed the other ranks' gradients."""
+        """Say how long this rank has taken from a step's end to the next one's batch."""
         self._own_seconds.append(seconds)
 
     def activity(self) -> Activity:

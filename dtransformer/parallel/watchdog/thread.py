@@ -122,8 +122,8 @@ class Watchdog:
         if slow is not None:
             rank, own, others = slow
             print(
-                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: its share of a "
-                f"step takes {own:.3f} s, and that of the others {others:.3f} s",
+                f"dtransformer: all wait for rank {rank} on host {self.hosts[rank]}: between two "
+                f"steps, for data and callbacks, it takes {own:.3f} s, and the others {others:.3f} s",
                 file=sys.stderr,
             )
 

@@ -176,13 +176,13 @@ def say(verdict: Verdict, hosts: Sequence[str]) -> str:
     return f"{say_ranks(verdict.ranks)} on host{'s' * (len(names) > 1)} {places}: {verdict.cause}"
 
 
-_TIMES = 1.5  # as long as the others for its own share of a step
+_TIMES = 1.5  # as long as the others
 _LEAST = 0.01  # seconds more
 _LOOKS = 3  # one after the other, before it is told
 
 
 class Stragglers:
-    """Looks at how long each rank computes before it needs the others."""
+    """Looks at how long each rank takes between two steps, for its data and callbacks."""
 
     def __init__(self):
         self._looks = {}
@@ -191,7 +191,7 @@ class Stragglers:
         """Look once more; return a rank that is slow, its seconds and the others', the first time.
 
         Args:
-            own_seconds: seconds of a step by rank; 0 where they are not known.
+            own_seconds: seconds between two steps by rank; 0 where they are not known.
 
         Example:
 

@@ -76,7 +76,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             raise InputError(f"mode must be 'auto', 'min' or 'max', received {mode!r}")
         self.folder = pathlib.Path(folder)
         self.every_steps, self.every_epochs = every_steps, every_epochs
-        self._timer = None if every_minutes is None else _SharedTimer(60 * every_minutes)
+        self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
         self.keep, self.monitor = keep, monitor
         is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
         self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
@@ -107,7 +107,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
     # step it then has the logs of the validation, and resuming from it begins the next epoch.
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        before, self._last_step, self._batch = self._last_step, self._step(), batch + 1
+        before, self._last_step = self._last_step, self.model.num_steps
+        self._batch = batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
         if self._timer is not None:
@@ -176,7 +177,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         return int(self.model.optimizer.iterations)
 
 
-class _SharedTimer:
+class SharedTimer:
     """Tells all ranks at the same step that a time is over, by rank 0's clock.
 
     Ranks ask rarely: each time after half of the steps that are left.

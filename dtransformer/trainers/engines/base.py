@@ -120,23 +120,14 @@ class ForwardStep:
     def sums(self, inputs, outputs, labels, sample_weight, counts, losses=(), training=False):
         """Return this rank's sums, a dict of float32 scalars: what the logs are made of.
 
-        Those of `Objective.sums`; `"added"`, see `added`; `"tokens"`, and `"flops"` where the
-        network tells them.
+        Those of `Objective.sums`, and `"added"`, see `added`.
         """
         own_is_all = job.data_shard()[1] == 1
         own_is_all &= not training or get_parallel_config().micro_batch_num == 1
         sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
-        if not self.objective.losses:
-            rows = number_of_rows(tf.nest.flatten(inputs)[0])
-            sums["counted"] = tf.cast(rows, "float32")
         if "divided" in sums:
             self._check_divided(losses)
         sums["added"] = self.added(losses, inputs, counts, sums.get("divided"))
-        sums["tokens"] = sums["counted"]
-        if hasattr(self.network, "num_tokens"):
-            sums["tokens"] = tf.cast(self.network.num_tokens(inputs), "float32")
-        if hasattr(self.network, "flops_per_step"):
-            sums["flops"] = self.network.flops_per_step(inputs)
         return sums
 
     def added(self, losses, inputs, counts, divided=None):

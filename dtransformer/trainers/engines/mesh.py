@@ -23,7 +23,7 @@ from dtransformer.parallel.dtensor.batch import (
 from dtransformer.parallel.dtensor.function import MeshFunction
 from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
 from dtransformer.parallel.pipeline.alike_chunks import number_of_blocks
-from dtransformer.parallel.same_batch import check_mesh_batch
+from dtransformer.parallel.same_batch import SameBatch
 from dtransformer.parallel.validators import settings_without_chunks
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
@@ -46,7 +46,7 @@ class MeshEngine:
 
     def __init__(self, step):
         self._step = step
-        self.input_shapes = None
+        self.input_shapes, self._same_batch = None, SameBatch()
         self._train = self._test = self._predict = None
 
     def build(self, first):
@@ -64,7 +64,7 @@ class MeshEngine:
         return times * audit.mesh_collectives(self._train.compiled, self._train.calls)
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        check_mesh_batch((inputs, labels, sample_weight))
+        self._same_batch.check((inputs, labels, sample_weight), "train")
         if self.input_shapes is None:
             _tell_of_chunks(self._step.network)
         batch = put_batch(inputs, labels, sample_weight)
@@ -80,14 +80,14 @@ class MeshEngine:
         return shards, _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        check_mesh_batch((inputs, labels, sample_weight))
+        self._same_batch.check((inputs, labels, sample_weight), "test")
         batch = put_batch(inputs, labels, sample_weight)
         outputs, sums = self._test(*batch, put_numbers(counts))
         self._check_added_rows(inputs, self._test)
         return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
-        check_mesh_batch(inputs)
+        self._same_batch.check(inputs, "predict")
         return _own_rows(self._predict(put_sharded(inputs)), inputs)
 
     def _check_added_rows(self, inputs, function, training=False):

@@ -33,7 +33,7 @@ from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline.simulator import ideal_of
 from dtransformer.parallel.pipeline.stage_devices import stage_devices
 from dtransformer.parallel.pipeline.timeline import most_alive, write
-from dtransformer.parallel.same_batch import check_same_batch
+from dtransformer.parallel.same_batch import SameBatch
 from dtransformer.parallel.shapes import open_specs, specs_of
 from dtransformer.parallel.told import listening
 from dtransformer.reports import audit
@@ -85,7 +85,7 @@ class PipelineEngine:
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
-        self.input_shapes = None
+        self.input_shapes, self._same_batch = None, SameBatch()
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
@@ -113,7 +113,7 @@ class PipelineEngine:
         """As `Engine.forward_backward`; gradients are those of this stage's weights."""
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch, number = (inputs, labels, sample_weight), self._num_micro_batches
-        self._check(batch)
+        self._same_batch.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
         batches = [rows_of(batch, k, number, rows) for k in range(number)]
@@ -198,10 +198,6 @@ class PipelineEngine:
         chunk = current_chunk() if chunk is None else chunk
         return layers_of(self.network, chunk, self.placement)
 
-    def _check(self, batch):
-        self.devices.check(batch)
-        check_same_batch(batch, job.pipeline_group(), "a pipeline")
-
     def _sums_everywhere(self, sums, kind):
         """Return on every stage the sums over all stages; of layers' states, those of its own."""
         states = {name: value for name, value in sums.items() if name.startswith("states/")}
@@ -231,7 +227,7 @@ class PipelineEngine:
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         """As `Engine.evaluate`; outputs where metrics want them, on the stage that has them."""
-        self._check((inputs, labels, sample_weight))
+        self._same_batch.check((inputs, labels, sample_weight), "test")
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
         (outputs, sums), of_chunks = self._evaluate((*batch, self.devices.put_numbers(counts)))
@@ -253,7 +249,7 @@ class PipelineEngine:
     def predict(self, inputs):
         """As `Engine.predict`."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-        self._check(inputs)
+        self._same_batch.check(inputs, "predict")
         rows = num_rows(inputs)
         outputs, _ = self._predict(self.devices.put_sharded(inputs))
         return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))

@@ -10,9 +10,8 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.held_parameter import HeldParameter
 from dtransformer.parallel.zero.partition import Parameter, Partition
-from dtransformer.trainers.loss_scale import LossScale
 from dtransformer.trainers.optimizer_checks import check_elementwise, check_shards
-from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
+from dtransformer.trainers.sharded_optimizer import LossScale, ShardedOptimizer
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),

@@ -1,0 +1,44 @@
+"""Counts what the host reads of tensors, and waits for other ranks, in each step of a `fit`."""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.parallel import job
+
+
+class HostReads(keras.callbacks.Callback):
+    """Keeps of every step the bytes of each read, and the collectives that the host waits in.
+
+    Attributes:
+        bytes: for each step the list of the sizes of what was read.
+        collectives: for each step the list of their names.
+    """
+
+    _KIND = type(tf.constant(0))
+
+    def on_train_begin(self, logs=None):
+        self.bytes, self.collectives, self._now = [], [], ([], [])
+        self._real = read, wait = self._KIND._numpy_internal, job.waiting
+
+        def counted(tensor):
+            array = read(tensor)
+            self._now[0].append(array.nbytes)
+            return array
+
+        def waiting(collective, ranks):
+            if tf.executing_eagerly():
+                self._now[1].append(collective)
+            return wait(collective, ranks)
+
+        self._KIND._numpy_internal, job.waiting = counted, waiting
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._now = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        sizes, names = self._now
+        self.bytes.append([*sizes])
+        self.collectives.append([*names])
+
+    def on_train_end(self, logs=None):
+        self._KIND._numpy_internal, job.waiting = self._real

@@ -1,0 +1,110 @@
+"""Promise: a step waits for no device, but where its logs are read, every `log_every` steps."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from dtransformer.errors import InputError
+from dtransformer.parallel import same_batch
+from dtransformer.reports.throughput import tokens_and_flops
+from dtransformer.trainers.callbacks import LossMonitor, MetricsFile
+from harness.host_reads import HostReads
+from tests.trainers.small import (
+    Record,
+    dataset,
+    dense_network,
+    dense_trainer,
+    points,
+    small_model,
+    translation_trainer,
+)
+
+
+def test_steps_between_two_reads_read_nothing():
+    """The second step reads how many FLOP batches of its shape have."""
+    trainer, reads = translation_trainer(log_every=4), HostReads()
+    trainer.fit(dataset().repeat(3), verbose=0, callbacks=[reads])
+    assert [len(of_step) for of_step in reads.bytes][2:] == [0, 1, 0, 0, 0, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def read_each_step():
+    trainer, record = dense_trainer(), Record()
+    return record, trainer.fit(*points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record])
+
+
+def test_callbacks_get_what_was_read_last_and_epochs_their_last_step(read_each_step, tmp_path):
+    every_step, expected = read_each_step
+    trainer, record = dense_trainer(log_every=3, metrics=[]), Record()
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    history = trainer.fit(
+        *points(), 2, epochs=2, verbose=0, shuffle=False, callbacks=[record, file]
+    )
+    read = [0, 0, 2, 2, 2, 5, 5, 5]
+    for epoch in (0, 8):
+        found = record["step_loss"][epoch : epoch + 8]
+        assert found == pytest.approx([every_step["step_loss"][epoch + i] for i in read])
+    for name in ("loss", "step_loss"):
+        assert history.history[name] == pytest.approx(expected.history[name])
+    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+    steps = [(one["step"], one["step_loss"]) for one in lines if one["kind"] == "step"]
+    assert [step for step, _ in steps] == [1, 3, 6, 9, 11, 14]
+    assert [loss for _, loss in steps] == pytest.approx(
+        [every_step["step_loss"][step - 1] for step, _ in steps]
+    )
+
+
+def test_a_line_that_is_due_waits_for_its_logs(capsys):
+    dense_trainer(log_every=4).fit(*points(), 2, verbose=0, callbacks=[LossMonitor(every=3)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch: 1 step: 4", "epoch: 1 step: 8"]
+
+
+def test_an_evaluation_within_an_epoch_leaves_its_logs():
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(*points(4), verbose=0)
+
+    record = Record()
+    dense_trainer(log_every=5).fit(*points(), 2, verbose=0, callbacks=[Evaluates(), record])
+    assert all("step_loss" in logs for logs in record.logs)
+
+
+def test_logs_that_are_no_numbers_are_arrays():
+    trainer = dense_trainer(network=dense_network(2), metrics=[keras.metrics.F1Score(name="f1")])
+    x, _ = points()
+    logs = trainer.train_on_batch(x, np.eye(2)[np.arange(16) % 2], return_dict=True)
+    assert logs["f1"].shape == (2,) and isinstance(logs["loss"], float)
+
+
+@pytest.mark.parametrize("every", [0, 2.5])
+def test_a_number_that_is_none(every):
+    with pytest.raises(
+        InputError, match=f"log_every must be an integer, at least 1, received {every}"
+    ):
+        dense_trainer(log_every=every)
+
+
+def test_tokens_are_counted_by_shapes():
+    model = small_model()
+    inputs = {"source": np.zeros((4, 6), "int32"), "target": np.zeros((4, 5), "int32")}
+    tokens, flops = tokens_and_flops(model, inputs, inputs["target"])
+    assert tokens == 4 * (6 + 5) and flops == float(model.flops_per_step(inputs))
+    x, y = points(8, 4)
+    assert tokens_and_flops(keras.Sequential([]), x, y) == (8, 0)
+    assert tokens_and_flops(keras.Sequential([]), x, None) == (8, 0)
+
+
+def test_batches_of_ranks_are_compared_at_the_first_step_and_every_hundredth(monkeypatch):
+    compared = []
+    monkeypatch.setattr(
+        same_batch, "check_same_batch", lambda batch, group, name: compared.append((batch, name))
+    )
+    batches = same_batch.SameBatch()
+    for step in range(1, 202):
+        batches.check(step, "train")
+    batches.check("dev", "test")
+    both = [(step, name) for step in (1, 101, 201, "dev") for name in ("a mesh", "a pipeline")]
+    assert compared == both
