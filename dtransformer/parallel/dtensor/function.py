@@ -74,6 +74,8 @@ class MeshFunction:
         """
         if id(tensor) in self._constants:
             return self._constants[id(tensor)][1]
+        if _compat.in_symbolic_scope():  # shapes alone are asked for
+            return tensor
         if tensor.dtype == "resource":
             raise RuntimeError(  # of a ValueError TensorFlow would make another one
                 "a layer reads a tf.Variable, a tf.random.Generator or a table, and devices of a mesh "
