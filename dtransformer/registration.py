@@ -14,7 +14,7 @@ CLASSES = """
     MoE MultiHeadAttention PaddedInitializer PositionEmbedding RMSNorm RelativePositionTable Router
     SentenceHead StackedInitializer TokenTypeEmbedding Trainer Transformer TransformerDecoder
     TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer
-    VocabEmbedding VocabHead
+    VocabEmbedding VocabHead WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
 """.split()
 
 
@@ -25,7 +25,7 @@ class _Later:
         self._name = name
 
     def from_config(self, config):
-        for room in ("layers", "models", "trainers"):
+        for room in ("layers", "models", "trainers", "trainers.lr_schedules"):
             importlib.import_module(f"dtransformer.{room}")  # which registers the class itself
         known = sys.modules["keras"].saving.get_custom_objects()
         return known[self._name].from_config(config)

@@ -125,6 +125,9 @@ def files_of(page):
 
         with gzip.open("news.jsonl.gz", "wt") as file:
             file.write(json.dumps({"text": "Some news."}))
+    elif page == "planner.md":
+        options = ["--devices", "1", "--device", "h100", "--global-batch", "8"]
+        assert cli.main(["plan", "--model", "bert-base", *options, "--yaml", "plan.yaml"]) == 0
     elif page in ("fine-tuning.md", "models.md"):
         llama("models/llama-3.2-1b")
         line = json.dumps({"prompt": "A question", "answer": " and an answer."}) + "\n"

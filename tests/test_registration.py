@@ -9,6 +9,7 @@ import numpy as np
 import dtransformer.layers
 import dtransformer.models
 import dtransformer.trainers
+import dtransformer.trainers.lr_schedules
 from dtransformer.registration import CLASSES
 
 LOAD = """
