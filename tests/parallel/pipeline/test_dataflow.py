@@ -163,16 +163,21 @@ def test_layers_that_change_the_shape(make, sizes, policy):
     tf.debugging.assert_equal(computed_in_chunks(network, x, dataflow), expected)
 
 
-class Unchecked(Linear):
+class Shifts(Layer):
     """Takes inputs of any size."""
 
     def build(self, input_shape):
-        super().build(input_shape)
-        self.input_spec = None
+        self.shift = self.add_weight((1,), axes=(None,), name="shift", initializer="zeros")
+
+    def call(self, x):
+        return x + tf.cast(self.shift, x.dtype)
+
+    def compute_output_shape(self, shape):
+        return shape
 
 
 def test_a_wrong_shape_rule_is_an_error():
-    network, x = Stack(WrongRule(), Unchecked(4)), tf.ones([3, 5, 8])
+    network, x = Stack(WrongRule(), Shifts()), tf.ones([3, 5, 8])
     network(x)
     dataflow = Dataflow.of_network(network, x, Placement.looped(2))
     rule = r"wrong_rule is float32 \(3, 5, 4\).*rule float32 \(3, 5, 8"
