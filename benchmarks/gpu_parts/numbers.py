@@ -55,11 +55,11 @@ def compare(smoke, **_):
             }
 
 
-def run_tasks(tasks, folder, environment, num_ranks=1, layout=ALONE):
+def run_tasks(tasks, folder, environment):
     """Run tasks by harness/rank.py; what fails is in the folder."""
     folder.mkdir(parents=True)
-    names = [Run(task, layout).name for task in tasks]
-    done = launch(num_ranks, ["-m", "harness.rank", folder, *names], 280, environment)
+    names = [Run(task, ALONE).name for task in tasks]
+    done = launch(1, ["-m", "harness.rank", folder, *names], 280, environment)
     (folder / "log").write_text(tail(done.stdout, done.stderr, 20000))
 
 
@@ -118,10 +118,7 @@ def _attention():
     arrays = [tf.constant(draw(size=[2, 4, 256, 64]), "float32") for _ in range(4)]
     results = {}
     for name in ("reference", "blockwise"):
-        for case, options in {
-            "causal": {"causal": True},
-            "window": {"causal": True, "window": 64},
-        }.items():
+        for case, options in _CASES.items():
             with tf.GradientTape() as tape:
                 tape.watch(arrays)
                 q, k, v, _ = arrays

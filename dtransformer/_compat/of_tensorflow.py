@@ -7,7 +7,7 @@ import gc
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -186,43 +186,42 @@ def _first_of(number, specs):
         return function.get_concrete_function(*(tf.TensorSpec(*spec) for spec in specs))
 
 
-@contextlib.contextmanager
-def constants_are_copied() -> Iterator[None]:
-    """Functions of gradients that are traced in the `with` block have constants of their own.
+def constants_are_copied() -> contextlib.AbstractContextManager:
+    """Inside the `with` block functions of gradients that are traced have constants of their own.
 
     TensorFlow hands the forward pass' constants to them, such as the order of the dimensions
     of a transpose, and DTensor has to know them when it compiles. Unnecessary if DTensor knew
     the constants that a function is given.
     """
-    capture = FuncGraph.capture
 
-    def copied(graph, tensor, name=None, shape=None):
+    def copied(capture, graph, tensor, name=None, shape=None):
         if tf.is_symbolic_tensor(tensor) and tensor.graph is not graph:
             if tensor.op.type == "Const":
                 with graph.as_default(), tf.control_dependencies(None):
                     return tf.constant(tf.get_static_value(tensor), tensor.dtype)
         return capture(graph, tensor, name, shape)
 
-    FuncGraph.capture = copied
-    try:
-        yield
-    finally:
-        FuncGraph.capture = capture
+    return _captures_by(copied)
 
 
-@contextlib.contextmanager
-def captures_replaced(replace: Callable):
-    """What functions that are traced in the `with` block read of eager tensors is replace(tensor).
+def captures_replaced(replace: Callable) -> contextlib.AbstractContextManager:
+    """Inside the `with` block what traced functions read of eager tensors is replace(tensor).
 
     DTensor wants all of them on the mesh, but for scalars. Unnecessary if it put them there.
     """
-    capture = FuncGraph.capture
 
-    def replaced(graph, tensor, name=None, shape=None):
+    def replaced(capture, graph, tensor, name=None, shape=None):
         tensor = tensor if tf.is_symbolic_tensor(tensor) else replace(tensor)
         return capture(graph, tensor, name, shape)
 
-    FuncGraph.capture = replaced
+    return _captures_by(replaced)
+
+
+@contextlib.contextmanager
+def _captures_by(function):
+    """Inside the `with` block functions capture by another function, of their own way and arguments."""
+    capture = FuncGraph.capture
+    FuncGraph.capture = lambda *args, **kwargs: function(capture, *args, **kwargs)
     try:
         yield
     finally:

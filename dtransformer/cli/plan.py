@@ -12,9 +12,8 @@ from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.tables import columns
 
 _MOST = 10**6
-_LONGEST = (
-    8192  # of sequences, where nothing is said: published positions go far beyond what is trained
-)
+# Sequences where nothing is said: published positions go far beyond what is trained.
+_LONGEST = 8192
 
 
 def add_plan(commands) -> None:

@@ -162,11 +162,11 @@ def compare_ranks(
         [own, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
     )
     everyone, addresses, cards = zip(*answers)
-    for rank, (host, own) in enumerate(cards):
-        if own is not None and [host, own] in cards[:rank]:
+    for rank, (host, visible) in enumerate(cards):
+        if visible is not None and (first := cards.index([host, visible])) < rank:
             raise ValueError(
-                f"ranks {cards.index([host, own])} and {rank} see the same GPUs of {host} and no "
-                f"others (CUDA_VISIBLE_DEVICES={own}): start at most one rank a GPU"
+                f"ranks {first} and {rank} see the same GPUs of {host} and no others "
+                f"(CUDA_VISIBLE_DEVICES={visible}): start at most one rank a GPU"
             )
     for field, expected in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
