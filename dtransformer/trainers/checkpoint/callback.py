@@ -180,7 +180,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
 class SharedTimer:
     """Tells all ranks at the same step that a time is over, by rank 0's clock.
 
-    Ranks ask rarely: each time after half of the steps that are left.
+    Ranks ask rarely: each time after half of the steps that are left, by what steps took since
+    they last asked (the first one is compiled, and says nothing about the others).
 
     Args:
         seconds: the time.
@@ -191,14 +192,16 @@ class SharedTimer:
 
     def start(self, step):
         """Begin to count at a step."""
-        self._started, self._first_step, self._ask_at = time.monotonic(), step, step + 1
+        self._started, self._passed = time.monotonic(), 0.0
+        self._asked_at, self._ask_at = step, step + 1
 
     def is_over(self, step):
         """Return whether the time is over; all ranks have to call at the same steps."""
         if step < self._ask_at:
             return False
         passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
-        step_seconds = passed / (step - self._first_step)
+        step_seconds = max(passed - self._passed, 1e-9) / (step - self._asked_at)
+        self._passed, self._asked_at = passed, step
         self._ask_at = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
         return passed >= self._seconds
 
