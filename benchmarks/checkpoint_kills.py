@@ -21,7 +21,7 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from harness.launch import command_of
 
 

@@ -19,7 +19,7 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import own_shards
 from harness.measure import passing_bytes, peak_bytes, translation_trainer
 from harness.printed import report_of
 

@@ -16,7 +16,7 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from harness.measure import translation_trainer
 from harness.printed import printed_json
 

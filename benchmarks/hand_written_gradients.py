@@ -37,10 +37,15 @@ def take_away(name):
 
     from dtransformer.layers import activations, attention_core, dropout, elementwise, encoder, norm
     from dtransformer.layers import feed_forward as ffn
-    from dtransformer.parallel import features
+    from dtransformer.parallel.ops import feature_reductions
     from dtransformer.parallel.tensor_parallel import cross_entropy
 
-    modules = {"dropout": dropout, "norms": norm, "biases": features, "loss": cross_entropy}
+    modules = {
+        "dropout": dropout,
+        "norms": norm,
+        "biases": feature_reductions,
+        "loss": cross_entropy,
+    }
     if name in modules:
         modules[name].custom_gradient = lambda function: lambda *args: function(*args)[0]
     elif name == "residual sums":

@@ -154,8 +154,8 @@ def load(arguments):
 
     import dtransformer
     from dtransformer.models import add_lora, from_pretrained
-    from dtransformer.parallel.object_collectives import all_gather_json
-    from dtransformer.parallel.sharded_variable import own_shards
+    from dtransformer.parallel.collectives.objects import all_gather_json
+    from dtransformer.parallel.weights.sharded_variable import own_shards
 
     dtransformer.init(dtransformer.TransformerOpParallelConfig(model_parallel=2))
     keras.Variable(np.ones([256, 256], "float32")).assign(np.ones([256, 256]))  # what starts once

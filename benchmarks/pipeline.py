@@ -19,9 +19,9 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel.pipeline import schedules
-from dtransformer.parallel.pipeline.instruction import COMPUTATIONS
-from dtransformer.parallel.pipeline.simulator import ideal_of, simulate
+from dtransformer.parallel.schedules import schedules
+from dtransformer.parallel.schedules.instruction import COMPUTATIONS
+from dtransformer.parallel.schedules.simulator import ideal_of, simulate
 from harness.measure import passing_bytes
 from harness.printed import report_of
 

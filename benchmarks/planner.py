@@ -19,7 +19,7 @@ import time
 
 import paths  # noqa: F401
 
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from harness.printed import printed_json
 
 LAYOUTS = {
@@ -108,7 +108,7 @@ def train(args):
 
     import dtransformer
     from dtransformer.layers import CrossEntropyLoss
-    from dtransformer.parallel.object_collectives import all_gather_json
+    from dtransformer.parallel.collectives.objects import all_gather_json
 
     dtransformer.init(config_of(args.worker))
     trainer = dtransformer.Trainer(network(args))

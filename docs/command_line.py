@@ -14,7 +14,7 @@ import typing
 
 from dtransformer import cli
 from dtransformer.cli import config
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
 HEAD = """# The command line

@@ -1,7 +1,7 @@
 """dtransformer: Keras models of Transformers, trained on many devices.
 
 What needs TensorFlow is imported when it is first asked for, so that plans, which need none, start
-at once: `dtransformer.planner`, `dtransformer.parallel.config`.
+at once: `dtransformer.planner`, `dtransformer.parallel.config.config`.
 """
 
 import importlib
@@ -24,7 +24,7 @@ if hasattr(_keras, "backend") and _keras.backend.backend() != "tensorflow":
 register_with_keras()
 
 if TYPE_CHECKING:
-    from dtransformer.parallel.config import (
+    from dtransformer.parallel.config.config import (
         EmbeddingOpParallelConfig,
         MoEConfig,
         MoEParallelConfig,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         parallel_config,
         set_parallel_config,
     )
-    from dtransformer.parallel.job import (
+    from dtransformer.parallel.runtime.job import (
         compiles_shapes,
         data_shard,
         init,
@@ -73,7 +73,7 @@ __all__ = [
     "size",
 ]
 
-_HOMES = ("parallel.config", "parallel.job", "trainers")  # of the names above
+_HOMES = ("parallel.config.config", "parallel.runtime.job", "trainers")  # of the names above
 _ROOMS = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
 
 
@@ -83,7 +83,7 @@ def __getattr__(name):
         return importlib.import_module(f"dtransformer.{name}")
     if name in __all__:
         for home in _HOMES:
-            if home != "parallel.config":
+            if home != _HOMES[0]:
                 importlib.import_module("dtransformer.start")
             module = importlib.import_module(f"dtransformer.{home}")
             if hasattr(module, name):

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 
 # Rows, source and target positions of batches: what the axes of every layout divide, what they do
 # not, and what can be divided into micro-batches all the same.

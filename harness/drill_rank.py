@@ -17,7 +17,7 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.layouts import layout_of
 

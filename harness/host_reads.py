@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 
 
 class HostReads(keras.callbacks.Callback):

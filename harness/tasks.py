@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from harness.measure import elements_sent
 from harness.networks import VOCAB_SIZE, translation_model

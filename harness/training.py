@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.models import CausalLM, MaskedLM
-from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
 from harness.layouts import ALONE

@@ -147,9 +147,9 @@ LEFT = [
         "test_on_a_mesh_nothing_is_sent_for_what_is_frozen",
     ),
     Left(
-        "parallel/pipeline/test_alike_chunks.py::test_alike_chunks_are_compiled_once",
+        "parallel/pipeline_parallel/test_shared_chunks.py::test_shared_chunks_are_compiled_once",
         "",
-        "parallel/test_alike_blocks.py::test_one_block_is_traced_whatever_the_depth",
+        "parallel/test_shared_blocks.py::test_one_block_is_traced_whatever_the_depth",
     ),
     Left(
         "parallel/context_parallel/test_communication.py::test_what_is_sent",
@@ -244,12 +244,12 @@ LEFT = [
         OTHER_CASES,
     ),
     Left(
-        "parallel/test_alike_blocks.py::test_a_block_that_was_changed_is_no_more_like_the_others",
+        "parallel/test_shared_blocks.py::test_a_block_that_was_changed_is_no_more_like_the_others",
         "one_frozen|another_rate",
         OTHER_CASES,
     ),
     Left(
-        "parallel/test_alike_blocks.py::test_results_are_those_of_each_block_by_itself",
+        "parallel/test_shared_blocks.py::test_results_are_those_of_each_block_by_itself",
         "True-TransformerEncoder|False-TransformerDecoder",
         OTHER_CASES,
     ),

@@ -24,8 +24,8 @@ from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
 from dtransformer._compat import of_tensorflow
-from dtransformer.parallel.variables import named_alike
-from dtransformer.parallel.zero.held_parameter import HeldParameter
+from dtransformer.parallel.variable_factory import named_alike
+from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
 
 COMPAT = pathlib.Path(_compat.__file__).parent
 PACKAGE = COMPAT.parent
@@ -217,7 +217,7 @@ def test_autocast():
 def test_an_optimizer_knows_a_flat_shard_by_its_key():
     owners = [keras.Variable(np.ones(4, "float32"), name=name) for name in ("a", "b")]
     assert len({_compat.variable_key(owner.value) for owner in owners}) == 2
-    flat = [HeldParameter(owner, (2,)) for owner in owners]
+    flat = [ParameterProxy(owner, (2,)) for owner in owners]
     optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
     optimizer.build(flat)
     flat[1].hold(tf.ones([2]))

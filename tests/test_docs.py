@@ -99,7 +99,7 @@ def test_the_reference_has_every_name_that_is_shown():
 
 @pytest.mark.tensorflow
 def test_glossary_has_the_logical_axes():
-    from dtransformer.parallel.axis_rules import LOGICAL_AXES
+    from dtransformer.parallel.mesh.axis_rules import LOGICAL_AXES
 
     text = (ROOT / "docs/glossary.md").read_text("utf-8")
     rows = re.findall(r"\| `(\w+)` \| (.*?) \| .*? \|", text)

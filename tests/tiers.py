@@ -27,7 +27,7 @@ CHECK = (
     "inputs/test_yaml.py",
     "layers/test_reference.py",
     "parallel/context_parallel/test_plan.py",
-    "parallel/pipeline/test_schedules.py",
+    "parallel/pipeline_parallel/test_schedules.py",
     "parallel/test_config.py",
     "parallel/test_shard_bounds.py",
     "parallel/test_topology.py",

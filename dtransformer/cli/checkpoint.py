@@ -7,7 +7,7 @@ import time
 
 import dtransformer.models  # noqa: F401 (Keras finds by their names what is imported)
 from dtransformer.errors import InputError, one_line
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
-from dtransformer.parallel.config import (
+from dtransformer.parallel.config.config import (
     MoEConfig,
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,

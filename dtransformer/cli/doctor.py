@@ -107,7 +107,7 @@ _CUDA_LIBRARIES = {
 
 def _no_gpu():
     """Return the check of a machine on which TensorFlow sees no GPU."""
-    from dtransformer.parallel.devices import unused_driver
+    from dtransformer.parallel.runtime.devices import unused_driver
 
     driver, mend = unused_driver(), "pip install 'dtransformer[gpu]', on a machine with a driver"
     if driver is None:

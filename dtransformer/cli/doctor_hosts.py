@@ -109,8 +109,8 @@ def _way_to(host, port):
         mend = "ranks listen at free ports: let the job's hosts reach each other at all of them"
         return check(f"{host}: network", False, f"port {port} is not reached ({error})", mend)
     latency = 1e3 * statistics.median(times)
-    told = f"{latency:.2f} ms there and back, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
-    return check(f"{host}: network", True, told)
+    message = f"{latency:.2f} ms there and back, {rate:.1f} Gbit/s, from {own} ({_interface(own)})"
+    return check(f"{host}: network", True, message)
 
 
 def _interface(address):

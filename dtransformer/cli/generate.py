@@ -16,9 +16,9 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models import from_pretrained, load_lora
-from dtransformer.models.text_generator import TextGenerator
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.models.generation.text_generator import TextGenerator
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
 
 # What of a config counts here: how the work is divided, and the type to compute in.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
@@ -174,8 +174,8 @@ def _write(destination, prompts, texts, as_json):
         return
     each = len(texts) // len(prompts)
     for number, text in enumerate(texts):
-        told = {"prompt": prompts[number // each], "text": text}
-        print(json.dumps(told, ensure_ascii=False) if as_json else text, file=destination)
+        record = {"prompt": prompts[number // each], "text": text}
+        print(json.dumps(record, ensure_ascii=False) if as_json else text, file=destination)
 
 
 def _nothing(number, text):

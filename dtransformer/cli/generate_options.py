@@ -50,10 +50,10 @@ def add_generate(commands) -> None:
         "--max-new-tokens", type=number(1, _MOST), default=64, metavar="N",
         help="most tokens that come after a text",
     )  # fmt: skip
-    for name, told in _FLOATS.items():
-        parser.add_argument(_option(name), type=float, metavar="X", help=told)
-    for name, (told, least) in _INTS.items():
-        parser.add_argument(_option(name), type=number(least, _MOST), metavar="N", help=told)
+    for name, message in _FLOATS.items():
+        parser.add_argument(_option(name), type=float, metavar="X", help=message)
+    for name, (message, least) in _INTS.items():
+        parser.add_argument(_option(name), type=number(least, _MOST), metavar="N", help=message)
     parser.add_argument("--seed", type=number(0, 2**31 - 1), metavar="N", help="for drawing")
     parser.add_argument(
         "--stop", type=Text, action="append", default=[], metavar="TEXT",

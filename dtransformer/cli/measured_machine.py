@@ -13,15 +13,15 @@ import yaml
 
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.layers import TransformerEncoderLayer
-from dtransformer.parallel import job
+from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.collectives.transport import all_reduce_together
-from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.devices import device_type
-from dtransformer.parallel.dtensor.batch import put_replicated
-from dtransformer.parallel.dtensor.function import MeshFunction
-from dtransformer.parallel.dtensor.layouts import relayout
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.pipeline.p2p import PeerToPeer
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.mesh.batch import put_replicated
+from dtransformer.parallel.mesh.function import MeshFunction
+from dtransformer.parallel.mesh.layouts import relayout
+from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.clusters import Constants, Device, Link
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import this_device

@@ -10,8 +10,8 @@ import keras
 from dtransformer.cli.run_folder import RunFolder
 from dtransformer.errors import InputError
 from dtransformer.files import partial_path
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief, together
+from dtransformer.parallel.collectives.objects import from_chief, together
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint.callback import SharedTimer
 from dtransformer.trainers.checkpoint.export import check_finite, network_values
 from dtransformer.trainers.checkpoint.seal import seal

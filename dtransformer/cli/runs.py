@@ -14,7 +14,7 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import lr_schedules
 
 
@@ -78,17 +78,19 @@ def load_run(
 
 def _other_run(folder):
     """Return what is told of a folder that `dtransformer train` has not written."""
-    told = (
+    message = (
         f"{folder}: is no run of dtransformer train, whose translation models alone are taken here"
     )
     for inner in (folder, folder / "model"):
         if (inner / "config.json").is_file():
-            return f"{told}: it has a published model: dtransformer generate --model {inner}"
+            return f"{message}: it has a published model: dtransformer generate --model {inner}"
     old = replaced_run(folder)
     if old.is_dir():
-        return f"{told}; the run that it was to replace is in {old}"
+        return f"{message}; the run that it was to replace is in {old}"
     found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
-    return f"{told}: it has {found}; a script's run is evaluated by Trainer.evaluate in the script"
+    return (
+        f"{message}: it has {found}; a script's run is evaluated by Trainer.evaluate in the script"
+    )
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:

@@ -33,9 +33,9 @@ from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.translator import Translator
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief
-from dtransformer.planner.automatic import told
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
+from dtransformer.planner.automatic import summary
 from dtransformer.planner.report import text_of
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, SacreBleu, StepTimer
@@ -103,7 +103,7 @@ def train(
         return folder.check(config_path, overwrite, resume)
 
     if found is not None and job.is_chief():
-        print(told(found))
+        print(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
     # Everything is made, so that what is wrong is told, before the folder is touched.
     prepared = _prepare(config, folder.path if resumes else None)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.epochs import Epochs, check_shard
-from dtransformer.datasets.left_out import tell
+from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.packing import (
     END_OF_ROW,
     PackedPlan,
@@ -156,10 +156,12 @@ class TranslationBatches(Epochs):
     def _tell_left_out(self, lengths, max_length, training):
         total = len(lengths[0])
         what = f"pairs are empty or longer than max_length={max_length}, and left out"
-        tell(self, self.num_left_out, total, what)
+        warn_left_out(self, self.num_left_out, total, what)
         if not training:
             cut = np.maximum(*lengths)[self._pairs] > max_length
-            tell(self, int(cut.sum()), total, f"pairs are cut off at max_length={max_length}")
+            warn_left_out(
+                self, int(cut.sum()), total, f"pairs are cut off at max_length={max_length}"
+            )
 
     def plan(self) -> list[np.ndarray]:
         """Return the epoch's remaining batches: the numbers of this rank's sentences in each.

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.datasets.epochs import Epochs, check_shard
-from dtransformer.datasets.left_out import tell
+from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.permutation import permuted
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
@@ -78,7 +78,9 @@ class IndexedBatches(Epochs, abc.ABC):
         same = {"length": length, "batch_size": batch_size, "data": shards.fingerprint}
         super().__init__(num_batches, seed, **same)
         alone = num_rows % batch_size if training else 0
-        tell(self, alone, num_rows, f"rows fill no batch of {batch_size}, and are left out")
+        warn_left_out(
+            self, alone, num_rows, f"rows fill no batch of {batch_size}, and are left out"
+        )
         self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
         self.ignore_id, self.pad_id = ignore_id, shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle

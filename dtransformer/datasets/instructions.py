@@ -6,7 +6,7 @@ import threading
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
-from dtransformer.datasets.left_out import tell
+from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.packed_documents import TOKENS_AT_END, check_length, first_id
 from dtransformer.datasets.packing import PackedPlan
 from dtransformer.datasets.token_shards import TokenShards
@@ -95,11 +95,11 @@ class InstructionBatches(IndexedBatches):
         # The plan has shuffled.
         super().__init__(shards, plan.num_batches, what, length=length, shuffle=False, **options)
         long = "documents are longer than a row"
-        told = f"{long}, and left out: give more than length={length}"
-        tell(self, self.num_left_out, len(sizes), told)
+        message = f"{long}, and left out: give more than length={length}"
+        warn_left_out(self, self.num_left_out, len(sizes), message)
         if not training:
-            told = f"{long} of length={length}, and cut off"
-            tell(self, int((sizes > length).sum()), len(sizes), told)
+            message = f"{long} of length={length}, and cut off"
+            warn_left_out(self, int((sizes > length).sum()), len(sizes), message)
 
     def row(self, epoch: int, number: int) -> Example:
         """Return the inputs of a row, a dict of int32 [s], and its labels, int32 [s]."""

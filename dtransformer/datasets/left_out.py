@@ -6,7 +6,7 @@ import warnings
 _MANY = 0.1  # of all, from which on it is a warning
 
 
-def tell(owner: object, number: int, total: int, what: str) -> None:
+def warn_left_out(owner: object, number: int, total: int, what: str) -> None:
     """Print on rank 0 how many records are left out; or warn, where they are more than a tenth.
 
     Args:
@@ -17,14 +17,14 @@ def tell(owner: object, number: int, total: int, what: str) -> None:
 
     Example:
 
-    >>> tell("Batches", 3, 1000, "documents are longer than length=8, and left out")
+    >>> report("Batches", 3, 1000, "documents are longer than length=8, and left out")
     Batches: 3 of 1,000 documents are longer than length=8, and left out
     """
     name = owner if isinstance(owner, str) else type(owner).__name__
     if not number or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
-    told = f"{name}: {number:,} of {total:,} {what}"
+    message = f"{name}: {number:,} of {total:,} {what}"
     if number > _MANY * total:
-        warnings.warn(told, stacklevel=3)
+        warnings.warn(message, stacklevel=3)
     else:
-        print(told, flush=True)
+        print(message, flush=True)

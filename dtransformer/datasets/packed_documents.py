@@ -3,7 +3,7 @@
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IndexedBatches
-from dtransformer.datasets.left_out import tell
+from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.token_stream import TokenStream
 from dtransformer.errors import InputError
@@ -57,10 +57,10 @@ class PackedDocuments(IndexedBatches):
         some = np.unique(np.linspace(0, len(shards) - 1, _LOOKED_AT).astype(np.int64))
         number = sum(bool((shards[int(one)][place] == found).any()) for one in some)
         is_added = 2 * number <= len(some)
-        told = "and get it once more" if is_added else "and none gets it"
+        message = "and get it once more" if is_added else "and none gets it"
         where = "begin" if place.start is None else "end"
-        what = f"documents that were looked at {where} with the token {found} already, {told}"
-        tell(self, number, len(some), what)
+        what = f"documents that were looked at {where} with the token {found} already, {message}"
+        warn_left_out(self, number, len(some), what)
         return found if is_added else None
 
     def _empty_inputs(self):

@@ -20,7 +20,7 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.router import Router
 from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.layers.transformer import Transformer
-from dtransformer.parallel.dropout_seed import dropout_seed
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 
 __all__ = [
     "AttentionMask",

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers.base import register
-from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 @register

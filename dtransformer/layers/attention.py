@@ -25,12 +25,12 @@ from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
 from dtransformer.layers.rotary import rotary_frequencies, rotate
-from dtransformer.parallel import cache as kv_cache
-from dtransformer.parallel.features import add_bias
-from dtransformer.parallel.recompute import recomputed
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.decoding import cache as kv_cache
+from dtransformer.parallel.ops.feature_reductions import add_bias
+from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register

@@ -9,9 +9,9 @@ from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import add_to_each, scale, select
 from dtransformer.layers.position_bias import PositionBias
-from dtransformer.parallel.axis_rules import constrain_both
 from dtransformer.parallel.context_parallel.exchange import context_exchange
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import constrain_both
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 IMPLEMENTATIONS = "auto", "reference", "blockwise"
 # From so many scores of a head on, "auto" takes blocks.

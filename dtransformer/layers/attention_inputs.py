@@ -8,9 +8,9 @@ import tensorflow as tf
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_divisible
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import check_heads
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 def check_layout(hidden_size: int, num_heads: int, num_kv_heads: int, implementation: str) -> None:

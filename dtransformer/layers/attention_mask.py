@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_size, register
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Segments(typing.NamedTuple):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from dtransformer.parallel.axis_rules import constrain_both
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import constrain_both
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:

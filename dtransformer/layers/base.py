@@ -11,12 +11,12 @@ from dtransformer.layers.arguments import checked
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
 from dtransformer.layers.settings import KeepsSettings, settings_of
-from dtransformer.parallel import validators
-from dtransformer.parallel.axis_rules import check_axes, override_rules
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.pipeline.call_views import called_at_its_place
-from dtransformer.parallel.pipeline.stage_weights import built_at_its_place
-from dtransformer.parallel.variables import make_variable
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh.axis_rules import check_axes, override_rules
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
+from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
+from dtransformer.parallel.variable_factory import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -25,7 +25,7 @@ class Layer(KeepsSettings, TakesLowRank):
     """A Keras layer whose weights name their dimensions.
 
     `add_weight` takes the logical name of every dimension, from which the rules of
-    `dtransformer.parallel.axis_rules` derive how it is sharded; `shard` replaces rows of
+    `dtransformer.parallel.mesh.axis_rules` derive how it is sharded; `shard` replaces rows of
     them for this layer alone. A random initializer without a seed of its own gets one that
     depends on the job's seed and on the weight's path only.
     """
@@ -41,7 +41,7 @@ class Layer(KeepsSettings, TakesLowRank):
     # Other model chunks that need these weights, which `share_weights` finds out.
     copied_to = frozenset()
 
-    build = built_at_its_place(keras.layers.Layer.build)
+    build = built_on_its_stage(keras.layers.Layer.build)
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -53,9 +53,9 @@ class Layer(KeepsSettings, TakesLowRank):
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
-            cls.build = built_at_its_place(built_with_factors(cls.build))
+            cls.build = built_on_its_stage(built_with_factors(cls.build))
         if "call" in vars(cls):
-            cls.call = _compat.told_as_it_is(called_at_its_place(cls.call))
+            cls.call = _compat.told_as_it_is(dispatched(cls.call))
 
     def takes(self, num_features: int) -> None:
         """Let inputs with another last dimension be refused, by Keras, before they are used."""

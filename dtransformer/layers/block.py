@@ -14,17 +14,17 @@ from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
-from dtransformer.parallel.alike_blocks import AlikeBlocks
-from dtransformer.parallel.config import (
+from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
     get_parallel_config,
 )
-from dtransformer.parallel.recompute import (
+from dtransformer.parallel.recompute.recompute import (
     as_recompute_config,
     recomputed,
     sum_gradients_first,
 )
+from dtransformer.parallel.tracing.shared_blocks import SharedBlocks
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What `TransformerRecomputeConfig.select` can name.
@@ -41,7 +41,7 @@ class TransformerBlock(Layer):
     Attributes:
         comm_fusion: the bucket that the block's gradients are reduced in, or None.
         recompute_config: what the backward pass computes again, from `recompute`.
-        alike: the `AlikeBlocks` of its stack; None where it is in none.
+        alike: the `SharedBlocks` of its stack; None where it is in none.
     """
 
     def __init__(self, **kwargs):
@@ -181,7 +181,7 @@ class BlockStack(Layer):
             )
             for number in range(num_layers)
         ]
-        alike = AlikeBlocks(num_layers)
+        alike = SharedBlocks(num_layers)
         for number, block in enumerate(self.blocks, 1):
             block.alike = alike
             block.recompute(get_parallel_config().recompute)

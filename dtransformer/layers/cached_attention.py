@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import expand_mask, is_near
 from dtransformer.layers.position_bias import PositionBias
-from dtransformer.parallel import cache as kv_cache
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.decoding import cache as kv_cache
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 def with_new_positions(

@@ -26,10 +26,10 @@ from dtransformer.layers.online_softmax import (
     within,
 )
 from dtransformer.layers.position_bias import PositionBias
-from dtransformer.parallel.axis_rules import constrain
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
-from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 # Queries and keys of a block: where a device has some of the heads, and where it has all.
 _SOME_HEADS, _ALL_HEADS = (512, 2048), (256, 1024)

@@ -7,7 +7,7 @@ from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.encoder import TransformerEncoderLayer
-from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 
@@ -115,7 +115,7 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         Where another stage of a pipeline has the block, it is empty.
         """
         arguments = (encoder_output, max_length, num_hypotheses)
-        return call_at_its_place(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
+        return dispatch(self, self._init_cache, arguments, {}, placeholder=lambda *_: {})
 
     def _init_cache(self, encoder_output, max_length, num_hypotheses):
         batch_size = encoder_output.shape[0] or tf.shape(encoder_output)[0]

@@ -6,10 +6,14 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dropout_seed import current_dropout_seed, kept_elements, layer_number
-from dtransformer.parallel.recompute import seed_after
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.recompute.recompute import seed_after
+from dtransformer.parallel.tracing.dropout_seed import (
+    current_dropout_seed,
+    kept_elements,
+    layer_number,
+)
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register

@@ -7,7 +7,7 @@ all that. Where shapes are not known to be as is said here, the operations are T
 
 import tensorflow as tf
 
-from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 def add(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

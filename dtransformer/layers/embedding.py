@@ -9,7 +9,7 @@ import tensorflow as tf
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.initializers import WrappedInitializer
-from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tensor_parallel.vocabulary import (

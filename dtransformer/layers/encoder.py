@@ -16,8 +16,8 @@ from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_config, as_moe_config
-from dtransformer.parallel.config import MoEConfig
-from dtransformer.parallel.pipeline.call_views import call_at_its_place
+from dtransformer.parallel.config.config import MoEConfig
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What blocks hand on to attention: to all of it, and to that of a sequence to itself.
@@ -262,9 +262,7 @@ class TransformerEncoderLayer(TransformerBlock):
         Where another stage of a pipeline has the block, it is an empty dict.
         """
         arguments = (batch_size, max_length, num_hypotheses)
-        return call_at_its_place(
-            self, self.attention.init_cache, arguments, {}, placeholder=lambda *_: {}
-        )
+        return dispatch(self, self.attention.init_cache, arguments, {}, placeholder=lambda *_: {})
 
     def compute_output_spec(
         self, inputs: tf.Tensor, *args, cache: dict | None = None, **kwargs

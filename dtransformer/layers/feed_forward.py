@@ -16,8 +16,8 @@ from dtransformer.layers.base import (
 )
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.settings import as_config
-from dtransformer.parallel.features import add_bias
-from dtransformer.parallel.recompute import recomputed
+from dtransformer.parallel.ops.feature_reductions import add_bias
+from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 

@@ -8,8 +8,8 @@ from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_ker
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
 from dtransformer.layers.elementwise import select
 from dtransformer.layers.sparse_pattern import NUM_LOCAL_BLOCKS, FixedSparsePattern
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Queries whose scores are computed together, where windows are smaller.
 _QUERIES = 512

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import seeds
+from dtransformer.parallel.runtime import seeds
 
 
 class WrappedInitializer(keras.initializers.Initializer):

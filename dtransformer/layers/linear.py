@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
-from dtransformer.parallel.features import add_bias
+from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 _KINDS = ("column", "row", None)

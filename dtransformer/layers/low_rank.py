@@ -8,7 +8,7 @@ import keras
 
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
-from dtransformer.parallel.low_rank import LowRank, low_rank_of
+from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
 
 
 class TakesLowRank(keras.layers.Layer):

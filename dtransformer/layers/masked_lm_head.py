@@ -10,7 +10,7 @@ from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.norm import LayerNorm
 from dtransformer.layers.settings import as_config
-from dtransformer.parallel.axis_rules import constrain
+from dtransformer.parallel.mesh.axis_rules import constrain
 
 
 @register

@@ -12,16 +12,16 @@ from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
 from dtransformer.layers.settings import as_moe_config, moe_as_dict
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
+from dtransformer.parallel.expert_parallel.capacity_slots import capacity, places
 from dtransformer.parallel.expert_parallel.checks import check_layout, sends_counts
 from dtransformer.parallel.expert_parallel.dispatch import apply_experts
-from dtransformer.parallel.expert_parallel.places import capacity, places
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
-from dtransformer.parallel.recompute import recomputed
-from dtransformer.parallel.shapes import static_or_dynamic_shape
-from dtransformer.parallel.told import tell
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.recompute.recompute import recomputed
+from dtransformer.parallel.tracing.auxiliary_metrics import report
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
@@ -192,7 +192,9 @@ class MoE(BaseFeedForward):
             self.add_loss(self._cost(routing, groups, is_token, totals))
         most = capacity(totals.positions, self.config) if drops else None
         taken = places(chosen, most, totals.before)
-        tell(self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities))
+        report(
+            self.path, lambda: self._load(taken, chosen, is_token, groups, routing.probabilities)
+        )
         y = apply_experts(self._feed_forward, groups.split(x), taken, choices, gates, groups, most)
         return groups.join(y)
 

@@ -3,9 +3,9 @@
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, register
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.features import mean_of_features, sum_to_features
-from dtransformer.parallel.recompute import recomputed
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.feature_reductions import mean_of_features, sum_to_features
+from dtransformer.parallel.recompute.recompute import recomputed
 
 
 class _Norm(Layer):

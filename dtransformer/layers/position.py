@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 POSITION_KINDS = "learned", "sinusoidal", "sinusoidal_paper"
 

@@ -7,11 +7,15 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.settings import as_moe_config, moe_as_dict
-from dtransformer.parallel.config import MoEConfig
-from dtransformer.parallel.dropout_seed import current_dropout_seed, layer_number, random_floats
+from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
-from dtransformer.parallel.shapes import static_or_dynamic_shape
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
+from dtransformer.parallel.tracing.dropout_seed import (
+    current_dropout_seed,
+    layer_number,
+    random_floats,
+)
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Routing(typing.NamedTuple):

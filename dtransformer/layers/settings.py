@@ -8,8 +8,12 @@ import dataclasses
 import keras
 
 from dtransformer import _compat
-from dtransformer.parallel.config import MoEConfig, TransformerRecomputeConfig, get_parallel_config
-from dtransformer.parallel.recompute import as_recompute_config
+from dtransformer.parallel.config.config import (
+    MoEConfig,
+    TransformerRecomputeConfig,
+    get_parallel_config,
+)
+from dtransformer.parallel.recompute.recompute import as_recompute_config
 
 KEY = "settings"
 

@@ -10,7 +10,7 @@ from dtransformer.layers.block import check_stages
 from dtransformer.layers.decoder import TransformerDecoder
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.settings import as_config
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.config.config import get_parallel_config
 
 
 @register

@@ -4,7 +4,8 @@ import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.freezing import freeze, unfreeze
-from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.models.interleaved import MicroBatchInterleaved
 from dtransformer.models.lora import add_lora, merge_lora
 from dtransformer.models.lora_folder import load_lora, save_lora
@@ -12,7 +13,6 @@ from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained import from_pretrained, save_pretrained
 from dtransformer.models.targets import check_target
-from dtransformer.models.text_generator import TextGenerator
 from dtransformer.models.translation import TranslationTransformer
 
 __all__ = [

@@ -12,8 +12,8 @@ from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.models.experts import active_share
 from dtransformer.models.input_keys import InputKeys
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.pipeline.stage_weights import share_weights
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 
 # Of the blocks' arguments those that networks take by the same names.
 _BLOCK_ARGUMENTS = (

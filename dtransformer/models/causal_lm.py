@@ -12,12 +12,12 @@ from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
-from dtransformer.models.continuation import Continuation, as_prompts
-from dtransformer.models.generation_rules import options_of
-from dtransformer.models.generator import Generator, OnTokens
+from dtransformer.models.generation.continuation import Continuation, as_prompts
+from dtransformer.models.generation.generator import Generator, OnTokens
+from dtransformer.models.generation.rules import options_of
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 
 _POSITIONS = "learned", "sinusoidal", "rotary", "alibi"
 

@@ -14,13 +14,13 @@ from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids
 from dtransformer.models.experts import feed_forward_products, with_experts
-from dtransformer.models.generation import Generation
-from dtransformer.models.generation_options import check_int
-from dtransformer.models.generation_rules import options_of
-from dtransformer.models.generator import Generator, OnTokens
+from dtransformer.models.generation.generation import Generation
+from dtransformer.models.generation.generator import Generator, OnTokens
+from dtransformer.models.generation.options import check_int
+from dtransformer.models.generation.rules import options_of
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
-from dtransformer.parallel.axis_rules import constrain
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 SIDES = "source", "target"
 _RELATIVE = "relative"

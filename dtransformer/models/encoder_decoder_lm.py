@@ -6,7 +6,7 @@ from dtransformer.layers.base import register
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 
 
 @register

@@ -4,7 +4,7 @@ All are functions of a network's arguments, and of which of its blocks have expe
 """
 
 from dtransformer.layers.settings import as_moe_config
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -14,11 +14,11 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.base import check_size
 from dtransformer.layers.low_rank import TakesLowRank
-from dtransformer.models.generator import Generator
+from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
-from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.object_collectives import together
-from dtransformer.parallel.sharded_tensor import tensors_of
+from dtransformer.parallel.collectives.objects import together
+from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 
 def add_lora(

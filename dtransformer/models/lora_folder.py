@@ -21,8 +21,8 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted, give_adapters
 from dtransformer.models.pretrained import peft
 from dtransformer.models.pretrained.save import saved_by_chief
-from dtransformer.parallel.object_collectives import from_all_stages, together
-from dtransformer.parallel.sharded_tensor import tensors_of
+from dtransformer.parallel.collectives.objects import from_all_stages, together
+from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OWN = "dtransformer"
@@ -97,10 +97,10 @@ def save_lora(
 
     landed = saved_by_chief(folder, write, overwrite)
     if why is not None:
-        told = f"{why}; they are in {landed} by this library's names, which peft does not load"
+        message = f"{why}; they are in {landed} by this library's names, which peft does not load"
         if family is not None:
-            raise InputError(told)
-        warnings.warn(told, stacklevel=2)
+            raise InputError(message)
+        warnings.warn(message, stacklevel=2)
     return landed
 
 
@@ -130,13 +130,13 @@ def load_lora(
     new = {path: asked for path, asked in kernels.items() if path not in present}
 
     def check():
-        told = [
+        message = [
             f"{path} has rank {own['rank']} and alpha {own['alpha']} in the network"
             for path, own in present.items()
             if {**own, "alpha": float(own["alpha"])} != kernels.get(path)
         ]
-        if told:
-            raise InputError(f"{folder} has not the network's adapters: {told[0]}")
+        if message:
+            raise InputError(f"{folder} has not the network's adapters: {message[0]}")
 
     together(check, "lora/same")
     give_adapters(network, {p: (x["rank"], x["alpha"]) for p, x in new.items()}, freeze_others)

@@ -16,8 +16,8 @@ from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
-from dtransformer.parallel.config import MoEConfig
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.config.config import MoEConfig
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 _LAST = 2**30  # a place after all others
 

@@ -4,7 +4,7 @@ import os
 import pathlib
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.parallel.collectives.objects import from_chief
 
 _SAVED = ("adapter_*", "config.json", "model*.safetensors*")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import keras
 
-from dtransformer.parallel.object_collectives import all_gather_json
+from dtransformer.parallel.collectives.objects import all_gather_json
 
 
 def path_in(network: keras.Model, part: keras.Variable | keras.layers.Layer) -> str:

@@ -13,7 +13,7 @@ Example: four nodes of eight H100, and a Llama of 13 B.
 (False, True, True)
 """
 
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.job import Job

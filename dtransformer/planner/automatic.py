@@ -53,7 +53,7 @@ def automatic_plan(
     return found
 
 
-def told(found: Plan) -> str:
+def summary(found: Plan) -> str:
     """Return what is chosen and why, in one line.
 
     Example:

@@ -238,17 +238,17 @@ def lines_of(found: list[Table], form: Callable) -> list[str]:
         cells = [("what", f"published, {table.unit}", f"planner, {table.unit}", last)]
         for row in table.rows:
             number = lambda value: f"{value:,.{2 if row.digits is None else row.digits}f}"
-            told = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
-            cells.append((row.what, number(row.published), number(row.ours), told))
+            message = ("yes" if row.is_same else "no") if is_exact else f"{row.error:+.1%}"
+            cells.append((row.what, number(row.published), number(row.ours), message))
         lines += ["", f"## {table.title}", "", *form(cells), ""]
         if is_exact:
             same = sum(row.is_same for row in table.rows)
             lines.append(f"{same} of {len(table.rows)} are the same to the printed digit.")
         else:
-            told = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
+            message = f"Mean error {table.mean_error:.1%}, largest {table.worst_error:.1%}."
             if table.regret is not None:
-                told += f" What it would choose is {table.regret:.1%} slower than the best."
-            lines.append(f"{told} {table.note}".strip())
+                message += f" What it would choose is {table.regret:.1%} slower than the best."
+            lines.append(f"{message} {table.note}".strip())
     return lines
 
 

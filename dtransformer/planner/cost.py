@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner import memory as memories
 from dtransformer.planner import time as times
 from dtransformer.planner.clusters import Cluster

@@ -8,9 +8,9 @@ import re
 import numpy as np
 
 from dtransformer.errors import InputError, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.pipeline.schedules import SCHEDULES
-from dtransformer.parallel.validators import check_supported
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.validators import check_supported
+from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts, recompute_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dtransformer.errors import InputError, shown
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")

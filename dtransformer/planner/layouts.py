@@ -6,8 +6,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig, TransformerRecomputeConfig
-from dtransformer.parallel.pipeline.schedules import SCHEDULES
+from dtransformer.parallel.config.config import (
+    TransformerOpParallelConfig,
+    TransformerRecomputeConfig,
+)
+from dtransformer.parallel.schedules.schedules import SCHEDULES
 
 RECOMPUTES = ("none", "attention", "full")
 SCHEDULE_NAMES = tuple(SCHEDULES)

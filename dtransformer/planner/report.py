@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
@@ -79,11 +79,11 @@ def fit_line(cost: Cost) -> str:
     needed, there = cost.memory_bytes / 1e9, cost.available_bytes / 1e9
     if cost.fits:
         return f"It fits: {needed:,.4g} GB of {there:,.4g} GB a device."
-    told = (
+    message = (
         f"It does not fit: {needed:,.4g} GB a device, {cost.missing_bytes:,} bytes more than the "
         f"{there:,.4g} GB that there are."
     )
-    return f"{told} The cheapest change: {cost.change}." if cost.change else told
+    return f"{message} The cheapest change: {cost.change}." if cost.change else message
 
 
 def _spent(cost):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.cost import Cost, cost_of, evaluate
 from dtransformer.planner.grid import grid_of

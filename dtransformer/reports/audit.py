@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
-from dtransformer.parallel.custom_gradient import GRADIENT_SCOPE
+from dtransformer.parallel.ops.custom_gradient import GRADIENT_SCOPE
+from dtransformer.parallel.runtime import job
 from dtransformer.planner.formulas import ring_elements
 
 # TensorFlow's and Horovod's operations -> what they do.

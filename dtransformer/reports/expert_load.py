@@ -38,9 +38,9 @@ class LayerLoad:
     entropy: float
 
     @classmethod
-    def of(cls, layer: str, told: np.ndarray) -> "LayerLoad":
+    def of(cls, layer: str, loads: np.ndarray) -> "LayerLoad":
         """Return that of what a `MoE` tells: [E + 3]."""
-        taken, others = told[: -len(NUMBERS)], told[-len(NUMBERS) :]
+        taken, others = loads[: -len(NUMBERS)], loads[-len(NUMBERS) :]
         return cls(layer, tuple(map(float, taken)), *map(float, others))
 
     @property

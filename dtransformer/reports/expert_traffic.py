@@ -8,11 +8,11 @@ import math
 import tensorflow as tf
 
 from dtransformer.layers.moe import MoE
-from dtransformer.parallel import job
-from dtransformer.parallel.axis_rules import mesh_axis
-from dtransformer.parallel.dtensor.layouts import axis_size
-from dtransformer.parallel.expert_parallel.places import capacity
+from dtransformer.parallel.expert_parallel.capacity_slots import capacity
 from dtransformer.parallel.expert_parallel.token_groups import axis_of_groups
+from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.runtime import job
 
 
 def buffer_elements(layer: MoE, stream_shape: tuple[int, int, int]) -> int:

@@ -15,12 +15,12 @@ from dtransformer.layers.attention_core import chosen_implementation
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.layers.moe import MoE
-from dtransformer.parallel.axis_rules import mesh_axis
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.devices import device_type
-from dtransformer.parallel.dtensor.layouts import axis_size
-from dtransformer.parallel.pipeline.own_stage import is_here
-from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.pipeline_parallel.local_stage import is_here
+from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
     FullyShardedVariable,

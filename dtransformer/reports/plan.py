@@ -5,9 +5,9 @@ import math
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.dtensor.layouts import axis_size
-from dtransformer.parallel.dtensor.variable import specs_of
+from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.variable import specs_of
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.zero.variables import FullyShardedVariable
 from dtransformer.tables import columns
 

@@ -18,7 +18,7 @@ import keras
 from sacrebleu.metrics import BLEU
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 
 
 class _StepCallback(keras.callbacks.Callback):

@@ -11,15 +11,15 @@ import keras
 from dtransformer.errors import InputError
 from dtransformer.files import free_path, warn_of_taken
 from dtransformer.inputs.weights_file import load_weights
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief
-from dtransformer.parallel.pipeline.stage_weights import (
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.pipeline_parallel.stage_weights import (
     count_params,
     full_network,
     get_weights,
     set_weights,
 )
-from dtransformer.parallel.sharded_variable import ShardedVariable, unsharded_on_chief
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable, unsharded_on_chief
 from dtransformer.trainers.checkpoint.export import (
     is_safetensors,
     load_safetensors,

@@ -8,9 +8,9 @@ import warnings
 import keras
 
 from dtransformer import _compat
-from dtransformer.parallel import job
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.trainers.optimizer_checks import check_elementwise
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.trainers.optimizer.checks import check_elementwise
 
 
 def check_compile_options(objective, optimizer, run_eagerly, jit_compile):

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.inputs.autotuning import without_autotuning
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.shapes import number_of_rows
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 
 _KERAS_BATCH_SIZE = 32
 

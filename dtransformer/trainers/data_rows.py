@@ -3,11 +3,11 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.same_batch import arrays_of, checksums
-from dtransformer.parallel.shapes import number_of_rows
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.collectives.replica_consistency import arrays_of, checksums
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 
 
 def shards_rows(data: object, shard: bool | None) -> bool:

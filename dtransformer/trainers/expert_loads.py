@@ -8,9 +8,9 @@ from dtransformer.reports.expert_load import NUMBERS, ExpertLoad, LayerLoad
 PREFIX = "experts/"  # before a layer's path, in the sums of a step
 
 
-def named(told: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+def named(metrics: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     """Return what layers told by the names that it has in the sums of a step."""
-    return {f"{PREFIX}{layer}": value for layer, value in told.items()}
+    return {f"{PREFIX}{layer}": value for layer, value in metrics.items()}
 
 
 class ExpertLoads:
@@ -30,15 +30,15 @@ class ExpertLoads:
             `"router_entropy"` in nats, and `"busiest_expert"`, its load over the mean; {} where
             there are no experts.
         """
-        told = {k.removeprefix(PREFIX): x for k, x in totals.items() if k.startswith(PREFIX)}
-        if not told:
+        metrics = {k.removeprefix(PREFIX): x for k, x in totals.items() if k.startswith(PREFIX)}
+        if not metrics:
             return {}
-        for layer, value in told.items():
+        for layer, value in metrics.items():
             if layer not in self._sums:
                 with tf.init_scope():
                     self._sums[layer] = tf.Variable(tf.zeros(value.shape), trainable=False)
             self._sums[layer].assign_add(value)
-        dropped, busiest, entropy = zip(*map(_numbers, told.values()))
+        dropped, busiest, entropy = zip(*map(_numbers, metrics.values()))
         means = {"dropped_share": dropped, "busiest_expert": busiest, "router_entropy": entropy}
         return {name: tf.add_n(list(values)) / len(values) for name, values in means.items()}
 
@@ -53,9 +53,9 @@ class ExpertLoads:
         return ExpertLoad(tuple(found))
 
 
-def _numbers(told):
+def _numbers(metrics):
     """Return the share of choices that is dropped, the busiest expert's load, and the entropy."""
-    taken, others = told[: -len(NUMBERS)], told[-len(NUMBERS) :]
+    taken, others = metrics[: -len(NUMBERS)], metrics[-len(NUMBERS) :]
     choices, tokens, entropy = tf.unstack(others)
     total = tf.reduce_sum(taken)
     mean = total / tf.cast(tf.size(taken), "float32")

@@ -5,8 +5,8 @@ from typing import Any
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
-from dtransformer.parallel.seeds import derived_seed
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.callback_states import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
@@ -22,7 +22,7 @@ from dtransformer.trainers.host_changes import with_host_changes
 from dtransformer.trainers.padded_logits import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
-from dtransformer.trainers.step_errors import LossWarning, told_in_one_line
+from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
 
@@ -119,7 +119,7 @@ class FitLoop(StepFunctions):
         restored = beginning.restored and beginning.restored.path
         self._callback_states = CallbackStates(of_user, restored)
         try:
-            with job.doing("callbacks"), told_in_one_line(), signals_stop(of_user) as stopping:
+            with job.doing("callbacks"), errors_in_one_line(), signals_stop(of_user) as stopping:
                 return super().fit(
                     beginning.data,
                     y,
@@ -173,7 +173,7 @@ class FitLoop(StepFunctions):
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
         logs = self._logging(StepLogs(self._log_every))
-        with job.doing("validating"), told_in_one_line(), logs:
+        with job.doing("validating"), errors_in_one_line(), logs:
             results = super().evaluate(
                 data,
                 y,
@@ -206,7 +206,7 @@ class FitLoop(StepFunctions):
         first, data = self._take_data(x, shard, batch_size, trains=False)
         self._start_engine(first)
         verbose = verbose if job.is_chief() else 0
-        with job.doing("validating"), told_in_one_line():
+        with job.doing("validating"), errors_in_one_line():
             return super().predict(
                 data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
             )
@@ -230,21 +230,21 @@ class FitLoop(StepFunctions):
         self._data_position = self._restored_position = None  # not known any more
         self.num_steps = int(self.optimizer.iterations)
         logs = self._logging(StepLogs(throughput=self._throughput))
-        with job.doing("compiling", self.num_steps + 1), told_in_one_line(), logs:
+        with job.doing("compiling", self.num_steps + 1), errors_in_one_line(), logs:
             return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
         self._take_batch(x, shard)
         self._prepare((x,))
-        with job.doing("validating"), told_in_one_line(), self._logging(StepLogs()):
+        with job.doing("validating"), errors_in_one_line(), self._logging(StepLogs()):
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
         self._set_sharding(shards_rows(x, shard))
         self._start_engine((x,))
-        with job.doing("validating"), told_in_one_line():
+        with job.doing("validating"), errors_in_one_line():
             return super().predict_on_batch(x)
 
     # Which rows a rank computes.

@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job, stopping
-from dtransformer.parallel.first_values import broadcast_first_values, shared_shards
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.sharded_variable import ShardedVariable
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.initial_broadcast import initial_broadcast, shared_shards
+from dtransformer.parallel.runtime import job, stopping
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 
 _TOLERANCE = 1e-4  # of a norm: what ranks round differently is far less
@@ -120,7 +120,7 @@ class HostChanges(AgreedStop):
         if _RATE in fields:
             self.model.optimizer.learning_rate = fields[_RATE][0][0]
         if _WEIGHTS in fields:
-            broadcast_first_values(self.model.network.variables, [])
+            initial_broadcast(self.model.network.variables, [])
 
 
 def check_trained_alike(trainer) -> None:

@@ -13,9 +13,10 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job, trace
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.sharded_variable import own_shards, shard_bounds_of
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.weights.sharded_variable import own_shards, shard_bounds_of
 from dtransformer.trainers.step_metrics import reductions
 from dtransformer.trainers.tried_parts import MEAN, SUM, own_states, tell_of_parts, try_parts
 

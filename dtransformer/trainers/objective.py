@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.loss import class_numbers
-from dtransformer.parallel import trace
+from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
 from dtransformer.trainers.step_errors import check_range
 

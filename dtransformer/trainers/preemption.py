@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from dtransformer.parallel import job, stopping
+from dtransformer.parallel.runtime import job, stopping
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 
 EXIT_CODE = 75  # a temporary failure, says <sysexits.h>: start again

@@ -3,14 +3,15 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import axis_rules, job
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.pipeline.placed_layers import layers_of_stages
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh import axis_rules
+from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of_stages
+from dtransformer.parallel.runtime import job
 from dtransformer.reports.communication import communication_report
 from dtransformer.reports.memory import memory_report
 from dtransformer.reports.plan import WeightPlan
-from dtransformer.trainers.updated_shards import partition_of
+from dtransformer.trainers.optimizer.shard_plan import partition_of
 
 
 class Reporting(keras.Model):
@@ -152,7 +153,7 @@ class Reporting(keras.Model):
                 Perfetto shows, or a .png picture of the measured and of the ideal step.
 
         Returns:
-            A `dtransformer.parallel.pipeline.timeline.Timeline`; its `bubble` is the share
+            A `dtransformer.parallel.schedules.timeline.Timeline`; its `bubble` is the share
             of the step in which the stages do not compute.
 
         Raises:

@@ -14,8 +14,8 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.errors import InputError
 from dtransformer.inputs.autotuning import without_autotuning
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.callbacks import ProgressBar
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint

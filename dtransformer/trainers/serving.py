@@ -6,10 +6,10 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
-from dtransformer.parallel.config import TransformerOpParallelConfig, parallel_config
-from dtransformer.parallel.object_collectives import from_chief
-from dtransformer.parallel.sharded_variable import ShardedVariable
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable
 from dtransformer.trainers.data import input_symbols
 
 

@@ -1,4 +1,4 @@
-"""What a step's operations refuse, told in one line."""
+"""What a step's operations refuse, in one line."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel.launch import ANOTHER_FAILED, OF_A_RANK_THAT_LEFT
+from dtransformer.parallel.runtime.launch import ANOTHER_FAILED, OF_A_RANK_THAT_LEFT
 
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
@@ -31,7 +31,7 @@ def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
         size: number of entries; None where it is not known.
 
     Returns:
-        An operation, which fails with what `told_in_one_line` makes one line of.
+        An operation, which fails with what `errors_in_one_line` makes one line of.
     """
     lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
     is_inside = (lowest >= 0) | (tf.size(ids) == 0)
@@ -39,12 +39,12 @@ def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
     if size is not None:
         is_inside &= (highest < size) | (tf.size(ids) == 0)
         expected = f"0 to {size - 1}"
-    told = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
-    return tf.debugging.Assert(is_inside, [told, lowest, highest])
+    line = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
+    return tf.debugging.Assert(is_inside, [line, lowest, highest])
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Inside the `with` block errors of TensorFlow's operations that are known are ValueErrors.
 
     After an error of an operation on a mesh TensorFlow computes nothing more on it in this process.
@@ -59,20 +59,20 @@ def told_in_one_line() -> Iterator[None]:
     except tf.errors.OpError as error:
         if refused := _REFUSED.search(error.message):  # by what reads the data
             raise InputError(refused[1]) from None
-        told = _told(error.message)
-        if told is None and isinstance(error, tf.errors.CancelledError):
-            told = "another device of the mesh failed: an id that is in no table, most often"
-        if told is None and OF_A_RANK_THAT_LEFT in error.message:
+        line = _line(error.message)
+        if line is None and isinstance(error, tf.errors.CancelledError):
+            line = "another device of the mesh failed: an id that is in no table, most often"
+        if line is None and OF_A_RANK_THAT_LEFT in error.message:
             raise RuntimeError(f"{ANOTHER_FAILED}: what it says tells why") from None
-        if told is None:
+        if line is None:
             raise
-        raise ValueError(told + _NOT_COUNTED * (" -100" in told)) from None
+        raise ValueError(line + _NOT_COUNTED * (" -100" in line)) from None
 
 
-def _told(message):
+def _line(message):
     if found := _CHECKED.search(message):
-        told, lowest, highest = found.groups()
-        return f"{told} {lowest} and {highest}"
+        line, lowest, highest = found.groups()
+        return f"{line} {lowest} and {highest}"
     if found := _LOOKED_UP.search(message):
         number, size = map(int, found.groups())
         return f"an id or label of the batch is {number}, expected 0 to {size - 1}"

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.garbage import garbage_waits
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
-from dtransformer.trainers import gradients as grads
+from dtransformer.trainers.optimizer import reduce as grads
 
 
 class StepLogs:

@@ -4,11 +4,11 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.packing import by_dtype
-from dtransformer.parallel.pipeline.forward_pass import from_last
-from dtransformer.trainers import gradients as grads
+from dtransformer.parallel.pipeline_parallel.forward_pass import from_last
+from dtransformer.parallel.runtime import job
+from dtransformer.trainers.optimizer import reduce as grads
 
 
 class StepMetrics:

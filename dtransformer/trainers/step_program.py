@@ -4,13 +4,13 @@ import functools
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.seeds import derived_seed
-from dtransformer.trainers import gradients as grads
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
 from dtransformer.trainers.expert_loads import ExpertLoads
+from dtransformer.trainers.optimizer import reduce as grads
 
 
 class StepProgram:

@@ -13,12 +13,13 @@ from dtransformer import _compat
 from dtransformer.garbage import garbage_waits
 from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.parallel import job, validators
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.devices import device_type
-from dtransformer.parallel.first_values import broadcast_first_values
-from dtransformer.parallel.pipeline.own_stage import copied_weights
-from dtransformer.parallel.variables import named_alike
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.initial_broadcast import initial_broadcast
+from dtransformer.parallel.pipeline_parallel.local_stage import copied_weights
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import serving
 from dtransformer.trainers.callbacks import check_positive
@@ -38,13 +39,13 @@ from dtransformer.trainers.data import specs_of
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
-from dtransformer.trainers.gradients import bucket_ids
 from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
 from dtransformer.trainers.objective import Objective
+from dtransformer.trainers.optimizer.reduce import bucket_ids
+from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.padded_logits import of_classes, without_padding
 from dtransformer.trainers.reporting import Reporting, check_rules
-from dtransformer.trainers.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.step_metrics import StepMetrics
 from dtransformer.trainers.step_program import StepProgram
 
@@ -275,13 +276,13 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self.built = True
         check_network(self.network)  # with the layers that came when it was built
         check_trained_alike(self)
-        broadcast_first_values(self.network.variables, [])
+        initial_broadcast(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
         metrics = StepMetrics(
             self._loss_tracker, self._accuracy_tracker, self._compile_metrics, self.objective
         )
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
-        broadcast_first_values([], states)
+        initial_broadcast([], states)
         self._program = StepProgram(
             step, self._engine, self.optimizer, self.optimizer_step, metrics
         )

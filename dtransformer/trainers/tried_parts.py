@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.pipeline.own_stage import is_elsewhere
-from dtransformer.parallel.pipeline.placed_layers import placed_layers
-from dtransformer.parallel.recompute import StateScope
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere
+from dtransformer.parallel.pipeline_parallel.stage_assignment import placed_layers
+from dtransformer.parallel.recompute.recompute import StateScope
+from dtransformer.parallel.runtime import job
 
 # What a state's change over a batch is of the changes over its parts.
 MEAN, SUM = "mean", "sum"

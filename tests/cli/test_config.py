@@ -8,7 +8,7 @@ from dtransformer.cli import needs
 from dtransformer.cli.automatic import shape_of_run
 from dtransformer.cli.config import load_config, save_config
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import MoEConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
 
 
 def write(tmp_path, text):

@@ -20,7 +20,7 @@ from dtransformer.models import (
     save_lora,
     save_pretrained,
 )
-from dtransformer.models.text_generator import TextGenerator
+from dtransformer.models.generation.text_generator import TextGenerator
 
 LLAMA = {
     "hidden_size": 16,

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import all_reduce_sum
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.networks import translation_model

@@ -18,7 +18,7 @@ import numpy as np
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.checkpoint import writer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep

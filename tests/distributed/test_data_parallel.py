@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import TranslationBatches
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.data_rows import shards_rows
 from dtransformer.trainers.host_changes import with_host_changes
 from harness.tasks import TASKS

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer import parallel_config
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from tests.shared_runs import on_ranks
 

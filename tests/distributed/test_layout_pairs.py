@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.parallel.validators import check_supported
+from dtransformer.parallel.config.validators import check_supported
 from harness.runs import Run
 from tests.distributed.parity_runs import QUICK
 

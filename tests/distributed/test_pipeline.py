@@ -7,7 +7,7 @@ import pytest
 
 from dtransformer import parallel_config
 from dtransformer.layers.block import BlockStack
-from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.schedules import schedules
 from harness.compare import weights
 from harness.networks import make
 from harness.runs import Run

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner import Cluster, Job, cost, from_network
 from dtransformer.planner.formulas import ring_elements, sums_over_model
 from dtransformer.planner.machine import cpu_device

@@ -11,7 +11,7 @@ from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position_bias import alibi, relative_bias
 from dtransformer.models import CausalLM
-from dtransformer.parallel.dropout_seed import dropout_seed
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import _compat, layers
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.trainers import Trainer
 
 IDS = np.array([[3, 1, 2, 0], [5, 4, 0, 0]])

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers import FeedForward, TransformerEncoder, TransformerEncoderLayer
 from dtransformer.models import CausalLM
-from dtransformer.parallel.config import TransformerRecomputeConfig
+from dtransformer.parallel.config.config import TransformerRecomputeConfig
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 16}
 

@@ -9,9 +9,9 @@ import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel.pipeline.call_views import ChunkView, view
-from dtransformer.parallel.pipeline.dataflow import Dataflow
-from dtransformer.parallel.pipeline.placement import Placement
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
+from dtransformer.parallel.schedules.placement import Placement
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
 from tests.tolerances import BLOCKS, assert_all_close

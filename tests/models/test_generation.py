@@ -7,12 +7,12 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.models import TranslationTransformer
-from dtransformer.models.beam_search import BeamSearch
-from dtransformer.models.generation import Generation
-from dtransformer.models.generation_options import GenerationOptions
+from dtransformer.models.generation.beam_search import BeamSearch
+from dtransformer.models.generation.generation import Generation
+from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.special_ids import SpecialIds
 from dtransformer.models.translator import Translator
-from dtransformer.parallel.decoding import decode
+from dtransformer.parallel.decoding.loops import decode
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import BLOCKS
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.models import logits_rules
-from dtransformer.models.generation_options import GenerationOptions
-from dtransformer.models.logits_rules import NEVER, NO_TOKEN
+from dtransformer.models.generation import logits_rules
+from dtransformer.models.generation.logits_rules import NEVER, NO_TOKEN
+from dtransformer.models.generation.options import GenerationOptions
 
 VOCAB = 11
 

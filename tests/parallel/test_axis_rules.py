@@ -6,7 +6,7 @@ import tensorflow as tf
 from dtransformer import TransformerOpParallelConfig, parallel_config
 from dtransformer.layers import Layer, Linear, RMSNorm
 from dtransformer.models import TranslationTransformer
-from dtransformer.parallel.axis_rules import LOGICAL_AXES, check_axes, constrain, rules
+from dtransformer.parallel.mesh.axis_rules import LOGICAL_AXES, check_axes, constrain, rules
 
 
 @pytest.mark.parametrize(

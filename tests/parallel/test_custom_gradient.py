@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoderLayer
-from dtransformer.parallel.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 X = tf.constant([3.0, 5.0])
 

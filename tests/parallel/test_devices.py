@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli.doctor import doctor
-from dtransformer.parallel import devices
-from dtransformer.parallel import launch as launch_module
+from dtransformer.parallel.runtime import devices
+from dtransformer.parallel.runtime import launch as launch_module
 from harness.launch import launch, tail
 
 TWICE = """

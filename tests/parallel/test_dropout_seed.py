@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.parallel.dropout_seed import kept_elements
+from dtransformer.parallel.tracing.dropout_seed import kept_elements
 
 
 def kept(shape, rate, seed=0, function=kept_elements):

@@ -6,8 +6,9 @@ import pytest
 
 import dtransformer
 from dtransformer import TransformerOpParallelConfig, TransformerRecomputeConfig
-from dtransformer.parallel import job, seeds, validators
-from dtransformer.parallel.topology import Topology
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.config.topology import Topology
+from dtransformer.parallel.runtime import job, seeds
 
 
 @pytest.fixture(autouse=True)

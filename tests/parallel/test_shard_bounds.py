@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dtransformer.parallel.shard_bounds import (
+from dtransformer.parallel.weights.shard_bounds import (
     bounds_of_flat_range,
     local_shards,
     num_elements,

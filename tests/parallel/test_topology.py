@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.parallel.topology import AXES, Topology
+from dtransformer.parallel.config.topology import AXES, Topology
 
 # stage, data, context, model
 SHAPES = [

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dtransformer.parallel import trace
+from dtransformer.parallel.tracing import trace
 
 
 def test_a_scope_ends_with_its_block_even_after_an_error():

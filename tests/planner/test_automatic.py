@@ -9,7 +9,7 @@ from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli.automatic import plan_of_run
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
-from dtransformer.parallel.validators import check_supported
+from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.machine import cpu_device, device_of_gpu, this_cluster
 

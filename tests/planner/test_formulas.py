@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dtransformer.parallel.pipeline.instruction import BACKWARD, FORWARD
-from dtransformer.parallel.pipeline.schedules import SCHEDULES, instructions
-from dtransformer.parallel.pipeline.simulator import simulate
+from dtransformer.parallel.schedules.instruction import BACKWARD, FORWARD
+from dtransformer.parallel.schedules.schedules import SCHEDULES, instructions
+from dtransformer.parallel.schedules.simulator import simulate
 from dtransformer.planner import from_network, named
 from dtransformer.planner.formulas import bubble_passes, kept_bytes, micro_batches_alive
 from dtransformer.planner.memory import BLOCKWISE_SCORES

@@ -13,8 +13,8 @@ from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.validators import check_supported
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner import (
     Cluster,
     Job,

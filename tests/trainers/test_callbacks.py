@@ -11,7 +11,7 @@ import pytest
 import sacrebleu
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.callbacks import (
     LossMonitor,
     MetricsFile,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.trainers import gradients as grads
-from dtransformer.trainers.gradients import buckets
 from dtransformer.trainers.loss_terms import hits
+from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.reduce import buckets
 from tests.tolerances import TRAINING
 
 

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from dtransformer._compat import uses_weight_decay
 from dtransformer.models import CausalLM
-from dtransformer.trainers import Trainer, optimizer_update
-from dtransformer.trainers.alike_calls import alike_calls
+from dtransformer.trainers import Trainer
+from dtransformer.trainers.optimizer import apply
+from dtransformer.trainers.optimizer.call_grouping import grouped_calls
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = X[:, :2] - X[:, 2:4]
@@ -127,7 +128,7 @@ def weights_of_keras(name):
     ],
 )
 def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
-    monkeypatch.setattr(optimizer_update, "_ELEMENTS_AT_ONCE", 80)
+    monkeypatch.setattr(apply, "_ELEMENTS_AT_ONCE", 80)
     _, found = trained(OPTIMIZERS[name](), wrap=True, jit_compile=jit_compile)
     for own, other in zip(found, weights_of_keras(name), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
@@ -146,7 +147,7 @@ def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
     ],
 )
 def test_calls(keys, most, expected):
-    calls = alike_calls(keys, [1] * len(keys), most)
+    calls = grouped_calls(keys, [1] * len(keys), most)
     assert calls == expected
     assert sorted(i for call in calls for i in call) == list(range(len(keys)))
 

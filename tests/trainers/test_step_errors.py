@@ -9,7 +9,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss, PositionEmbedding
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.step_errors import told_in_one_line
+from dtransformer.trainers.step_errors import errors_in_one_line
 from tests.on_mesh import on_mesh, raises, start
 
 IDS = np.random.default_rng(0).integers(1, 12, (8, 6)).astype("int32")
@@ -135,7 +135,7 @@ def test_the_failure_of_another_rank_is_one_line():
     """Of Horovod's error, which has a line for each function in between."""
     told = "Graph execution error:\n\nHorovod has been shut down. This was caused by"
     with pytest.raises(RuntimeError, match="^another rank has failed, or left: ") as caught:
-        with told_in_one_line():
+        with errors_in_one_line():
             raise tf.errors.UnknownError(None, None, told)
     assert "\n" not in str(caught.value)
 

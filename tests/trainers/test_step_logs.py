@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import same_batch
+from dtransformer.parallel.collectives import replica_consistency
 from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers.callbacks import LossMonitor, MetricsFile
 from harness.host_reads import HostReads
@@ -100,9 +100,11 @@ def test_tokens_are_counted_by_shapes():
 def test_batches_of_ranks_are_compared_at_the_first_step_and_every_hundredth(monkeypatch):
     compared = []
     monkeypatch.setattr(
-        same_batch, "check_same_batch", lambda batch, group, name: compared.append((batch, name))
+        replica_consistency,
+        "check_replica_consistency",
+        lambda batch, group, name: compared.append((batch, name)),
     )
-    batches = same_batch.SameBatch()
+    batches = replica_consistency.ReplicaConsistency()
     for step in range(1, 202):
         batches.check(step, "train")
     batches.check("dev", "test")

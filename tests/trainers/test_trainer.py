@@ -8,11 +8,11 @@ import tensorflow as tf
 import dtransformer
 from dtransformer import parallel_config
 from dtransformer.layers import Dropout
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer, fit_loop
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
-from dtransformer.trainers.optimizer_checks import check_constraints
+from dtransformer.trainers.optimizer.checks import check_constraints
 from tests.tolerances import TRAINING
 from tests.trainers.small import (
     Record,

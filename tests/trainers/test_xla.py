@@ -9,7 +9,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import dtransformer
 from dtransformer import MoEConfig, parallel_config
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import trainer as trainer_module
 from harness.batches import batches
 from harness.tolerances import PARITY_LOSS

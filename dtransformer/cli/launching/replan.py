@@ -28,7 +28,7 @@ def replanned(command: Sequence[str], ranks: Mapping[str, int]) -> Plan | None:
     """Return the plan for as many ranks as there are.
 
     None where the command's own layout fits them, or its model is not known, or nothing fits;
-    then `dtransformer.parallel.refit` has the rule.
+    then `dtransformer.parallel.config.elastic_config` has the rule.
 
     Args:
         command: the command of each rank.
@@ -56,7 +56,7 @@ def replanned(command: Sequence[str], ranks: Mapping[str, int]) -> Plan | None:
 
 
 def fields_of_layout(plan: Plan) -> str:
-    """Return what a plan says of the layout, as `dtransformer.parallel.launch.fitting` reads it."""
+    """Return what a plan says of the layout, as `launch.fitting` reads it."""
     fields = dataclasses.asdict(plan.best.config)
     return json.dumps({name: fields[name] for name in _FREE})
 

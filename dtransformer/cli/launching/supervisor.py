@@ -20,8 +20,8 @@ from dtransformer.cli.launching.replan import fields_of_layout, replanned
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
-from dtransformer.parallel.launch import FITS_LAYOUT
-from dtransformer.planner.automatic import told
+from dtransformer.parallel.runtime.launch import FITS_LAYOUT
+from dtransformer.planner.automatic import summary
 
 _SECONDS_TO_SAVE = 120.0  # after a signal; what is left of the job is ended then
 _MAX_FILE = 2**20  # bytes
@@ -167,7 +167,7 @@ class Supervisor:
         found = replanned(self._options.command, ranks)
         if found is not None:
             layout = fields_of_layout(found)
-            _say(told(found))
+            _say(summary(found))
         self._running = subprocess.Popen(
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),

@@ -4,7 +4,7 @@ import os
 import warnings
 
 from dtransformer.errors import InputError, shown
-from dtransformer.models import generation_rules
+from dtransformer.models.generation import rules as generation_rules
 
 # Fields that say nothing of what a network computes, or in which order alone.
 SILENT = {
@@ -82,8 +82,10 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
     if training := sorted(left.keys() & _TRAINING):
-        told = ", ".join(f"{name}={shown(left[name])}" for name in training)
-        warnings.warn(f"{path}: {told}: not applied where the network is trained", stacklevel=3)
+        message = ", ".join(f"{name}={shown(left[name])}" for name in training)
+        warnings.warn(f"{path}: {message}: not applied where the network is trained", stacklevel=3)
     if others := sorted(left.keys() - KNOWN):
-        told = ", ".join(f"{name}={shown(left[name])}" for name in others)
-        warnings.warn(f"{path}: fields that are not known here, and ignored: {told}", stacklevel=3)
+        message = ", ".join(f"{name}={shown(left[name])}" for name in others)
+        warnings.warn(
+            f"{path}: fields that are not known here, and ignored: {message}", stacklevel=3
+        )

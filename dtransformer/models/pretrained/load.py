@@ -7,7 +7,7 @@ from dtransformer.architectures import Architecture
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
-from dtransformer.models.generation_rules import NAMED, TAKEN, rules_of
+from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.config_fields import ReadFields, check_others
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
@@ -18,8 +18,8 @@ from dtransformer.models.pretrained.folder import (
     read_object,
 )
 from dtransformer.models.pretrained.stored_weights import StoredWeights
-from dtransformer.parallel.object_collectives import together
-from dtransformer.parallel.variables import values_from
+from dtransformer.parallel.collectives.objects import together
+from dtransformer.parallel.variable_factory import values_from
 
 
 def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:

@@ -177,9 +177,9 @@ def _places(network, modules, folder):
             inputs = _num_inputs(network, family)
             return {module: (found[module], inputs[found[module]]) for module in modules}
         lacking = min(lacking, modules - found.keys(), key=len)
-    told = ", ".join(sorted(lacking)[:3]) or "none at all"
+    message = ", ".join(sorted(lacking)[:3]) or "none at all"
     raise InputError(
-        f"{folder}: has adapters of kernels that the network has not: {told}; are they of another "
+        f"{folder}: has adapters of kernels that the network has not: {message}; are they of another "
         "network, or of a head that is tied?"
     )
 

@@ -17,14 +17,14 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
 from dtransformer.models.pretrained.stored_weights import own_path
-from dtransformer.parallel import job
-from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.object_collectives import (
+from dtransformer.parallel.collectives.objects import (
     all_gather_json,
     broadcast_arrays,
     from_chief,
     together,
 )
+from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.runtime import job
 
 _HIDE = ("model*.safetensors", "model*.safetensors.index.json")  # what is read in place of WEIGHTS
 # What belongs to a network besides its weights: `transformers` reads all of it.

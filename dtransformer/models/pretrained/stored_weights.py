@@ -9,7 +9,7 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
 from dtransformer.models.pretrained.folder import PretrainedFolder
-from dtransformer.parallel.sharded_variable import Bounds
+from dtransformer.parallel.weights.sharded_variable import Bounds
 
 _MAX_TOLD = 5
 
@@ -37,13 +37,13 @@ class StoredWeights:
         tensors = family.tensors(network.arguments)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
-        told = [f"it lacks {x.name}" for x in tensors if x.name not in names]
-        told += [f"it also has {name}" for name in sorted(unused)]
+        message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
+        message += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
         others = network.weight_shapes().keys() - held
-        told += [f"the network also has {weight}" for weight in sorted(others)]
-        if told:
-            raise InputError(_told(content.path, told))
+        message += [f"the network also has {weight}" for weight in sorted(others)]
+        if message:
+            raise InputError(_message(content.path, message))
         self._places = {  # and the expert, or None
             (weight, tensor.expert): (tensor, number, names[tensor.name])
             for tensor in tensors
@@ -53,14 +53,14 @@ class StoredWeights:
         self._check_shapes(tensors, names)
 
     def _check_shapes(self, tensors, names):
-        told = []
+        message = []
         for tensor in tensors:
             expected = tensor.shape([self._shapes[weight] for weight in tensor.weights])
             found = self._content.shapes[names[tensor.name]]
             if found != expected:
-                told.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
-        if told:
-            raise InputError(_told(self._content.path, told))
+                message.append(f"{tensor.name} is {list(found)}, not {list(expected)}")
+        if message:
+            raise InputError(_message(self._content.path, message))
 
     def read(self, path: str, bounds: Bounds, dtype: str) -> np.ndarray:
         """Return a rectangle of a weight.
@@ -92,7 +92,7 @@ class StoredWeights:
         return np.pad(value, padding) if np.any(padding) else value
 
 
-def _told(path, told):
-    more = len(told) - _MAX_TOLD
+def _message(path, message):
+    more = len(message) - _MAX_TOLD
     ending = f" and {more} more" if more > 0 else ""
-    return f"{path} does not fit its config: {'; '.join(told[:_MAX_TOLD])}{ending}"
+    return f"{path} does not fit its config: {'; '.join(message[:_MAX_TOLD])}{ending}"

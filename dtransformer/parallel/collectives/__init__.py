@@ -54,8 +54,8 @@ from dtransformer.parallel.collectives.differentiable import (
     scatter,
 )
 from dtransformer.parallel.collectives.point_to_point import recv, send
-from dtransformer.parallel.job import new_group
-from dtransformer.parallel.process_groups import Group
+from dtransformer.parallel.runtime.job import new_group
+from dtransformer.parallel.runtime.process_groups import Group
 
 __all__ = [
     "Group",

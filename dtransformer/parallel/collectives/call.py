@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.impure import never_constant, tied
-from dtransformer.parallel.process_groups import Group
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.process_groups import Group
+from dtransformer.parallel.tracing import trace
 
 _TOP = "dtransformer"  # of the names of collectives that belong to no gradient
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.call import Call
-from dtransformer.parallel.process_groups import Group
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.runtime.process_groups import Group
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # AutoGraph would translate these functions for every `tf.function`, to no purpose.
 as_it_is = tf.autograph.experimental.do_not_convert

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.division import Division
-from dtransformer.parallel.process_groups import Group
+from dtransformer.parallel.runtime.process_groups import Group
 
 
 def to_shards(x: tf.Tensor, num_shards: int) -> tf.Tensor:

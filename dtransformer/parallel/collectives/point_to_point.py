@@ -5,7 +5,6 @@ Horovod has neither: it is a broadcast in the group of the two.
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.call import (
     Call,
@@ -15,7 +14,8 @@ from dtransformer.parallel.collectives.call import (
 )
 from dtransformer.parallel.collectives.differentiable import as_it_is
 from dtransformer.parallel.collectives.impure import tied
-from dtransformer.parallel.process_groups import Group
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.process_groups import Group
 
 
 @as_it_is

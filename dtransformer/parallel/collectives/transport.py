@@ -12,11 +12,12 @@ import contextlib
 
 import tensorflow as tf
 
-from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives.impure import never_constant, tied
 from dtransformer.parallel.collectives.packing import by_dtype
-from dtransformer.parallel.devices import logical_gpus
-from dtransformer.parallel.process_groups import Group
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.devices import logical_gpus
+from dtransformer.parallel.runtime.process_groups import Group
+from dtransformer.parallel.tracing import trace
 
 # Types that Horovod does not have -> types of as many bits.
 _MOVED_AS = {"bfloat16": "uint16"}

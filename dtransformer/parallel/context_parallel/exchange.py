@@ -10,11 +10,11 @@ all others a c-th of its keys and values: as many bytes in all, and as little me
 
 import tensorflow as tf
 
-from dtransformer.parallel import trace
-from dtransformer.parallel.axis_rules import constrain, mesh_axis
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import ContextPlan, Range, make_plan
-from dtransformer.parallel.dtensor.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import constrain, mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.tracing import trace
 
 _SHARDS = "length_shards", "batch", "heads"
 

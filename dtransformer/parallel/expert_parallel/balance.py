@@ -7,8 +7,8 @@ that many times this part's summands.
 
 import tensorflow as tf
 
-from dtransformer.parallel.custom_gradient import custom_gradient
 from dtransformer.parallel.expert_parallel.token_groups import Totals
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 def load_balancing(probabilities: tf.Tensor, totals: Totals) -> tf.Tensor:

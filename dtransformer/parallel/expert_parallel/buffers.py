@@ -11,12 +11,12 @@ for tokens of a group; f features inside of experts. g may be two dimensions: se
 
 import tensorflow as tf
 
-from dtransformer.parallel.axis_rules import mesh_axis
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.expert_parallel.places import Places
+from dtransformer.parallel.expert_parallel.capacity_slots import Places
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups, laid_out
-from dtransformer.parallel.recompute import keep_for_recompute
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.recompute.recompute import keep_for_recompute
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class Buffers:

@@ -1,7 +1,7 @@
 """What a mixture of experts asks of the layout, said before anything is built."""
 
-from dtransformer.parallel import job
-from dtransformer.parallel.config import MoEConfig, get_parallel_config
+from dtransformer.parallel.config.config import MoEConfig, get_parallel_config
+from dtransformer.parallel.runtime import job
 
 
 def check_moe_config(config: MoEConfig) -> None:

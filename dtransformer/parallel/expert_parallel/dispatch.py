@@ -5,11 +5,11 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import trace
 from dtransformer.parallel.expert_parallel.buffers import Buffers
-from dtransformer.parallel.expert_parallel.places import Places
+from dtransformer.parallel.expert_parallel.capacity_slots import Places
 from dtransformer.parallel.expert_parallel.sorted_tokens import SortedTokens
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
+from dtransformer.parallel.tracing import trace
 
 
 def apply_experts(

@@ -6,8 +6,8 @@ expert i takes mᵢ; E experts.
 
 import tensorflow as tf
 
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.expert_parallel.places import Places
+from dtransformer.parallel.expert_parallel.capacity_slots import Places
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 
 class SortedTokens:

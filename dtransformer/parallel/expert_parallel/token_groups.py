@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from dtransformer.parallel import job, trace
-from dtransformer.parallel.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.impure import never_constant
-from dtransformer.parallel.config import MoEConfig
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import needs_the_batch
-from dtransformer.parallel.shapes import static_or_dynamic_shape
+from dtransformer.parallel.mesh.axis_rules import activation_specs, mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @dataclasses.dataclass(frozen=True)

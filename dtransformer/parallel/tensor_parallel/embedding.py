@@ -7,10 +7,9 @@ al., 2019, arXiv 1909.08053, §3). The gradient stays on the device that holds t
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import trace
-from dtransformer.parallel.axis_rules import activation_specs, constrain, mesh_axis
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.dtensor.layouts import axis_size, relayout
+from dtransformer.parallel.mesh.axis_rules import activation_specs, constrain, mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
@@ -18,6 +17,7 @@ from dtransformer.parallel.tensor_parallel.sequence import (
     sum_partial,
 )
 from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
+from dtransformer.parallel.tracing import trace
 
 
 def look_up(

@@ -3,12 +3,12 @@
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import trace
-from dtransformer.parallel.deferred_gradients import is_deferred
-from dtransformer.parallel.features import add_bias
-from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.ops.feature_reductions import add_bias
+from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.split_backward import is_split
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 
 Weight = tf.Tensor | keras.Variable
 
@@ -30,10 +30,10 @@ def project_to_heads(
         A list of tensors [b, n, s, d].
     """
     one_by_one = (
-        is_unsharded_for_use(kernel) or is_deferred(kernel) or low_rank_of(kernel) is not None
+        is_unsharded_for_use(kernel) or is_split(kernel) or low_rank_of(kernel) is not None
         for kernel in kernels
     )
-    decodes = trace.current().around_loop
+    decodes = trace.current().in_loop
     if trace.is_on_mesh() or decodes or any(one_by_one):
         products = column_parallel(x, kernels, ("heads", "head_dim"))
         return [

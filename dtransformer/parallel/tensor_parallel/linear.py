@@ -17,26 +17,26 @@ import math
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel import trace
-from dtransformer.parallel.axis_rules import (
+from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
     check_axes,
     constrain,
     mesh_axis,
 )
-from dtransformer.parallel.custom_gradient import custom_gradient
-from dtransformer.parallel.deferred_gradients import is_deferred, product
-from dtransformer.parallel.dtensor.layouts import axis_size, relayout
-from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.recompute import keep_for_recompute
-from dtransformer.parallel.shapes import static_or_dynamic_shape
-from dtransformer.parallel.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.split_backward import is_split, product
+from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
     inner_length_axis_of,
     length_axis_of,
     sum_partial,
 )
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.parallel.zero.gather import apply_unsharded
 
 Weight = tf.Tensor | keras.Variable
@@ -57,7 +57,7 @@ def matmul(
     Returns:
         A tensor [..., *outputs].
     """
-    if is_deferred(kernel) and not transpose_kernel and not is_unsharded_for_use(kernel):
+    if is_split(kernel) and not transpose_kernel and not is_unsharded_for_use(kernel):
         batch = static_or_dynamic_shape(x)[: len(x.shape) - num_inputs]
         rows = tf.reshape(x, [-1, math.prod(kernel.shape[:num_inputs])])
         return tf.reshape(product(rows, kernel, num_inputs), [*batch, *kernel.shape[num_inputs:]])

@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from dtransformer.parallel.axis_rules import Specs
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.dtensor.layouts import relayout
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh.axis_rules import Specs
+from dtransformer.parallel.mesh.layouts import relayout
 
 
 def padded_vocab_size(vocab_size: int) -> int:

@@ -17,7 +17,7 @@ _SECONDS_TO_WRITE = 3.0  # after which a standard error that nobody reads is giv
 _AT_ONCE = 0.01
 
 
-def write_stacks(rank: int, told: str) -> str:
+def write_stacks(rank: int, message: str) -> str:
     """Write where all threads are to a new file that only this user can read.
 
     Args:
@@ -30,7 +30,7 @@ def write_stacks(rank: int, told: str) -> str:
     try:
         handle, path = tempfile.mkstemp(f"-rank-{rank}.stacks", "dtransformer-")
         with os.fdopen(handle, "w") as file:
-            print(told, file=file, flush=True)
+            print(message, file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError as error:
         return f"not written ({error.strerror})"
@@ -49,7 +49,7 @@ def place_of_main_thread(stacks: str) -> str:
     return ""
 
 
-def last_words(told: str, rank: int, host: str, own: Activity, stacks: str) -> str:
+def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
     """Return the line that a rank ends with.
 
     Args:
@@ -60,7 +60,7 @@ def last_words(told: str, rank: int, host: str, own: Activity, stacks: str) -> s
     """
     place = place_of_main_thread(stacks)
     text = f"rank {rank} on host {host} was in {own}{f' ({place})' * bool(place)}"
-    return one_line(f"dtransformer: the job ends: {told}; {text}; all threads: {stacks}", 1000)
+    return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
 
 
 def leave(words: str, seconds: float) -> None:

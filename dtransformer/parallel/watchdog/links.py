@@ -7,7 +7,7 @@ import selectors
 import socket
 import time
 
-from dtransformer.parallel.watchdog.sealed import MAX_LINE, Seals, key_of, new_token
+from dtransformer.parallel.watchdog.message_authentication import MAX_LINE, Seals, key_of, new_token
 
 _MAX_UNSENT = 2**20  # bytes, to a rank that takes none
 _SECONDS_TO_SAY_HELLO = 10

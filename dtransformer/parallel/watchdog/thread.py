@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from dtransformer.parallel.watchdog import ending
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.gates import Agreement, GatesByPurpose
+from dtransformer.parallel.watchdog.activity_tracker import Recorder
 from dtransformer.parallel.watchdog.links import Hub, Member
-from dtransformer.parallel.watchdog.recorder import Recorder
+from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
 
 _BEAT = 1.0  # seconds
@@ -41,7 +41,7 @@ class Watchdog:
         link: Hub | Member,
         stall_seconds: float,
         recorder: Recorder,
-        gates: GatesByPurpose,
+        gates: StopBarriers,
         end: Callable[[str, float], None] = ending.leave,
     ):
         self.rank, self.hosts, self.stall_seconds = rank, hosts, stall_seconds
@@ -200,9 +200,9 @@ class Watchdog:
             if self._wishes:
                 self._is_leaving = True
                 return
-        told, own = say(verdict, self.hosts), self._recorder.activity()
-        stacks = ending.write_stacks(self.rank, told)
-        words = ending.last_words(told, self.rank, self.hosts[self.rank], own, stacks)
+        message, own = say(verdict, self.hosts), self._recorder.activity()
+        stacks = ending.write_stacks(self.rank, message)
+        words = ending.last_words(message, self.rank, self.hosts[self.rank], own, stacks)
         self._has_ended = True
         self._end(words, _FOR_OTHERS)
         self._is_leaving = True  # where a test's `end` returns

@@ -18,10 +18,11 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 
 
 def all_gather(variable: keras.Variable, shard: tf.Tensor, name: str) -> tf.Tensor:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dtransformer.parallel.collectives.division import Division
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 
 LEVELS = ("nothing", "optimizer states", "states and gradients", "states, gradients and weights")

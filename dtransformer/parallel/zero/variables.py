@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.division import Division
-from dtransformer.parallel.sharded_variable import (
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_variable import (
     ShardBounds,
     ShardedVariable,
     full_bounds,

@@ -11,8 +11,8 @@ from typing import Literal
 import keras
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.retention import remove_old

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.shard_bounds import CheckpointShard, slice_spec
-from dtransformer.parallel.sharded_tensor import ShardedTensor
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.shard_bounds import CheckpointShard, slice_spec
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.manifest import describe_file
 from dtransformer.trainers.checkpoint.save_plan import DataFile, ShardKey

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.sharded_tensor import ShardedTensor
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from dtransformer.errors import InputError
 from dtransformer.files import replacing
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
-from dtransformer.parallel.object_collectives import together
+from dtransformer.parallel.collectives.objects import together
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from dtransformer.trainers.checkpoint.training_state import NETWORK, OPTIMIZER, 
 
 _KERAS = ".weights.h5"
 _SAFETENSORS = ".safetensors"
-_MAX_DIFFERENCES_TOLD = 5
+_MAX_DIFFERENCES = 5
 _HEAD_BYTES = 2**16  # what a file has besides its tensors, and
 _TENSOR_BYTES = 2**12  # for each of them, at most
 
@@ -198,15 +198,17 @@ def _read(stored, bounds):
 def _check_fits(path, tensors, in_file):
     """Raise an InputError, on every rank, where the tensors of all ranks are not a file's."""
     missing, unexpected, other_shapes = differences(tensors, in_file)
-    told = [f"it lacks {name}" for name in missing]
-    told += [f"it also has {name}" for name in unexpected]
-    told += [f"{name} is {its}, not {ours}" for name, (ours, its) in sorted(other_shapes.items())]
-    if told:
-        told = [text.replace(NETWORK, "") for text in told]
-        more = len(told) - _MAX_DIFFERENCES_TOLD
+    message = [f"it lacks {name}" for name in missing]
+    message += [f"it also has {name}" for name in unexpected]
+    message += [
+        f"{name} is {its}, not {ours}" for name, (ours, its) in sorted(other_shapes.items())
+    ]
+    if message:
+        message = [text.replace(NETWORK, "") for text in message]
+        more = len(message) - _MAX_DIFFERENCES
         ending = f" and {more} more" if more > 0 else ""
         raise InputError(
-            f"{path} does not fit the network: {'; '.join(told[:_MAX_DIFFERENCES_TOLD])}{ending}"
+            f"{path} does not fit the network: {'; '.join(message[:_MAX_DIFFERENCES])}{ending}"
         )
 
 

@@ -15,8 +15,8 @@ from dtransformer.errors import InputError, shown
 from dtransformer.inputs.json_file import read_json, typed
 from dtransformer.inputs.manifest import Manifest
 from dtransformer.inputs.paths import inside
-from dtransformer.parallel import job
-from dtransformer.parallel.config import get_parallel_config
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.version import __version__
 

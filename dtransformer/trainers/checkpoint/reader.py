@@ -7,8 +7,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import all_gather_json, from_chief, together
+from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
@@ -134,16 +134,16 @@ def _newest_intact(path):
     candidates = from_chief(
         lambda: [str(folder) for folder in checkpoints_of(path)], "checkpoint/candidates"
     )
-    told = []
+    message = []
     for number, candidate in enumerate(candidates):
         checkpoint, problems = _verified(candidate)
         if not problems:
-            if told and job.is_chief():
-                lines = "\n  ".join(told)
+            if message and job.is_chief():
+                lines = "\n  ".join(message)
                 print(f"Damaged, and skipped:\n  {lines}\nTaken instead: {candidate}", flush=True)
             return checkpoint, candidates[:number]
-        told += problems
-    raise InputError(f"{path}: no checkpoint is intact: {'; '.join(told)}")
+        message += problems
+    raise InputError(f"{path}: no checkpoint is intact: {'; '.join(message)}")
 
 
 def _verified(path):
@@ -182,10 +182,10 @@ def _check_fits(restored):
         "the trainer lacks": restored.unexpected,
         "shapes differ": shapes,
     }
-    told = [f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names]
-    if told:
+    message = [f"{kind} {len(names)}: {_some(names)}" for kind, names in kinds.items() if names]
+    if message:
         raise InputError(
-            f"{restored.path} does not fit this network and optimizer: {'. '.join(told)}. Restore it "
+            f"{restored.path} does not fit this network and optimizer: {'. '.join(message)}. Restore it "
             "with those that it was saved with, or restore what fits with strict=False"
         )
 

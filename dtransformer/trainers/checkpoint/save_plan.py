@@ -7,7 +7,7 @@ written once and all ranks write about the same number of bytes.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dtransformer.parallel.shard_bounds import Bounds
+from dtransformer.parallel.weights.shard_bounds import Bounds
 
 ShardKey = tuple[str, Bounds]  # a tensor's name, and the shard's bounds in it
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.manifest import DATA, INDEX
 from dtransformer.inputs.paths import inside
-from dtransformer.parallel.shard_bounds import Bounds, slice_spec
-from dtransformer.parallel.sharded_tensor import ShardedTensor
+from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest, sync
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.shard_bounds import Bounds, FlatRange, num_elements
-from dtransformer.parallel.sharded_tensor import ShardedTensor, tensors_of
-from dtransformer.parallel.sharded_variable import full_bounds
+from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_of
+from dtransformer.parallel.weights.sharded_variable import full_bounds
 from dtransformer.trainers.checkpoint.names import names_of
-from dtransformer.trainers.optimizer_update import optimizer_states
+from dtransformer.trainers.optimizer.apply import optimizer_states
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
 

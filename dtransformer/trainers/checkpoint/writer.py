@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dtransformer.errors import InputError
-from dtransformer.parallel import job
-from dtransformer.parallel.object_collectives import all_gather_json, from_chief, together
-from dtransformer.parallel.sharded_tensor import ShardedTensor
+from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.data_files import Save, merge_shards, write_shards
 from dtransformer.trainers.checkpoint.manifest import describe_run

@@ -1,6 +1,6 @@
 """What runs the forward–backward of a batch: on one device, on the mesh, or in a pipeline."""
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers.engines.local import LocalEngine
 from dtransformer.trainers.engines.mesh import MeshEngine
 from dtransformer.trainers.engines.pipeline import PipelineEngine

@@ -6,7 +6,7 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.parallel.shapes import number_of_rows
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 
 
 def in_micro_batches(forward_backward, number, reduce):

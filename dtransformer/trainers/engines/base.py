@@ -12,17 +12,18 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel import job, trace
 from dtransformer.parallel.collectives.impure import never_constant
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.dropout_seed import dropout_seed
-from dtransformer.parallel.shapes import number_of_rows
-from dtransformer.parallel.sharded_variable import trained_value
-from dtransformer.parallel.told import listening
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.auxiliary_metrics import collecting
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
-from dtransformer.trainers import gradients as grads
 from dtransformer.trainers.expert_loads import named
 from dtransformer.trainers.layer_states import LayerStates
+from dtransformer.trainers.optimizer import reduce as grads
 
 
 class Numbers(typing.NamedTuple):
@@ -90,8 +91,8 @@ class ForwardStep:
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
         own_tape = trace.scope(tape_graph=tf.compat.v1.get_default_graph())
-        seed, listens = dropout_seed(numbers.seed), listening()
-        with tape, own_tape, seed, unsharding("train"), listens as told:
+        seed, listens = dropout_seed(numbers.seed), collecting()
+        with tape, own_tape, seed, unsharding("train"), listens as metrics:
             tape.watch(values)
             outputs, found = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
@@ -100,7 +101,7 @@ class ForwardStep:
                 )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(told) | self.states.shares(found, self.share(inputs, numbers.counts))
+            sums |= named(metrics) | self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = grads.with_zeros(weights, gradients, lambda i: _zeros(values[i]))

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.sharded_variable import is_unsharded_for_use
+from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.trainers.data import input_symbols
 
 

@@ -8,11 +8,12 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import job
-from dtransformer.parallel.axis_rules import mesh_axis
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.dtensor import variable as mesh_variable
-from dtransformer.parallel.dtensor.batch import (
+from dtransformer.parallel.collectives.replica_consistency import ReplicaConsistency
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.config.validators import settings_without_chunks
+from dtransformer.parallel.mesh import variable as mesh_variable
+from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.mesh.batch import (
     local_value,
     num_rows,
     put_batch,
@@ -20,11 +21,10 @@ from dtransformer.parallel.dtensor.batch import (
     put_sharded,
     rows_added,
 )
-from dtransformer.parallel.dtensor.function import MeshFunction
-from dtransformer.parallel.dtensor.layouts import axis_size, relayout, replicate
-from dtransformer.parallel.pipeline.alike_chunks import number_of_blocks
-from dtransformer.parallel.same_batch import SameBatch
-from dtransformer.parallel.validators import settings_without_chunks
+from dtransformer.parallel.mesh.function import MeshFunction
+from dtransformer.parallel.mesh.layouts import axis_size, relayout, replicate
+from dtransformer.parallel.pipeline_parallel.shared_chunks import number_of_blocks
+from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
@@ -46,7 +46,7 @@ class MeshEngine:
 
     def __init__(self, step):
         self._step = step
-        self.input_shapes, self._same_batch = None, SameBatch()
+        self.input_shapes, self._same_batch = None, ReplicaConsistency()
         self._train = self._test = self._predict = None
 
     def build(self, first):

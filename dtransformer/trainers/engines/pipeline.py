@@ -6,36 +6,36 @@ import functools
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.config import get_parallel_config
-from dtransformer.parallel.deferred_gradients import deferring, kernel_gradients
-from dtransformer.parallel.dropout_seed import dropout_seed
-from dtransformer.parallel.dtensor.batch import num_rows
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.pipeline import schedules
-from dtransformer.parallel.pipeline.build import build_stage
-from dtransformer.parallel.pipeline.call_views import current_chunk
-from dtransformer.parallel.pipeline.chunk_functions import ChunkFunctions
-from dtransformer.parallel.pipeline.dataflow import Dataflow
-from dtransformer.parallel.pipeline.forward_pass import ForwardPass, from_last, zeros_like
-from dtransformer.parallel.pipeline.instruction import SEND_GRADIENTS, SENDS, without_backward
-from dtransformer.parallel.pipeline.measured_timeline import gather_timeline
-from dtransformer.parallel.pipeline.own_stage import own_chunks
-from dtransformer.parallel.pipeline.p2p import PeerToPeer
-from dtransformer.parallel.pipeline.placed_layers import (
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.collectives.replica_consistency import ReplicaConsistency
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.mesh.batch import num_rows
+from dtransformer.parallel.ops.split_backward import kernel_gradients, splitting_backward
+from dtransformer.parallel.pipeline_parallel.build import build_stage
+from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last, zeros_like
+from dtransformer.parallel.pipeline_parallel.local_stage import own_chunks
+from dtransformer.parallel.pipeline_parallel.measured_timeline import gather_timeline
+from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.shared_gradients import SharedGradients
+from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     has_state,
     layers_of,
     losses_of,
     weights_of,
 )
-from dtransformer.parallel.pipeline.shared_gradients import SharedGradients
-from dtransformer.parallel.pipeline.simulator import ideal_of
-from dtransformer.parallel.pipeline.stage_devices import stage_devices
-from dtransformer.parallel.pipeline.timeline import most_alive, write
-from dtransformer.parallel.same_batch import SameBatch
-from dtransformer.parallel.shapes import open_specs, specs_of
-from dtransformer.parallel.told import listening
+from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import current_chunk
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.schedules import schedules
+from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
+from dtransformer.parallel.schedules.simulator import ideal_of
+from dtransformer.parallel.schedules.timeline import most_alive, write
+from dtransformer.parallel.tracing.auxiliary_metrics import collecting
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
+from dtransformer.parallel.tracing.tensor_specs import open_specs, specs_of
 from dtransformer.reports import audit
 from dtransformer.trainers.data import batch_specs, check_rows, input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import rows_of
@@ -71,7 +71,7 @@ class PipelineEngine:
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
-        self._told = None  # specs of the batches that training is given
+        self._batch_specs = None  # specs of the batches that training is given
         self._traced = set()  # specs of micro-batches, with open dimensions
         self._is_prepared = False
         self.add = tf.function(
@@ -85,11 +85,13 @@ class PipelineEngine:
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
-        self.input_shapes, self._same_batch = None, SameBatch()
+        self.input_shapes, self._same_batch = None, ReplicaConsistency()
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
-        self._told = batch_specs(first) or self._told  # an evaluation may come between
+        self._batch_specs = (
+            batch_specs(first) or self._batch_specs
+        )  # an evaluation may come between
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
@@ -136,7 +138,7 @@ class PipelineEngine:
 
     def _prepare(self, batches, rows, *numbers):
         """Compile this stage's chunks, before it waits for others; for all shapes that may come."""
-        if self.devices.takes_open_shapes and self._told is not None:
+        if self.devices.takes_open_shapes and self._batch_specs is not None:
             self._trace(batches[0], numbers)
         # In the first step alone, which all ranks take together: layers may send.
         is_first, self._is_prepared = not self._is_prepared, True
@@ -150,7 +152,7 @@ class PipelineEngine:
 
     def _trace(self, batch, numbers):
         """Trace this stage's chunks for the open dimensions that are told, once."""
-        specs = open_specs(batch, self._told)
+        specs = open_specs(batch, self._batch_specs)
         key = repr(specs)
         if key in self._traced:
             return
@@ -174,16 +176,16 @@ class PipelineEngine:
         return self._functions.of(chunk, dataflow)
 
     def _forward(self, chunk, inputs, labels, sample_weight, counts, loss_scale, seed):
-        """Return a chunk's share of the loss, its sums, outputs if wanted, and what `deferring` does.
+        """Return a chunk's share of the loss, its sums, outputs if wanted, and its split kernels.
 
         Outputs are the last chunk's.
         """
         devices, step = self.devices, self._step
         job.compiles()
-        defers = deferring() if self._divides_backward else contextlib.nullcontext({})
-        with dropout_seed(devices.numbers(seed, [2])), defers as deferred, listening() as told:
+        defers = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
+        with dropout_seed(devices.numbers(seed, [2])), defers as deferred, collecting() as metrics:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = named(told) | step.states.shares(found, step.share(inputs, counts))
+        sums = named(metrics) | step.states.shares(found, step.share(inputs, counts))
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)

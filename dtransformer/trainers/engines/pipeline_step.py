@@ -5,13 +5,13 @@ import time
 
 import tensorflow as tf
 
-from dtransformer.parallel.dtensor.function import new_functions
-from dtransformer.parallel.pipeline.instruction import COMPUTATIONS, FORWARD, Instruction
-from dtransformer.parallel.pipeline.own_stage import own_chunks
-from dtransformer.parallel.pipeline.timeline import Event
-from dtransformer.parallel.sharded_variable import own_shards
-from dtransformer.trainers import gradients as grads
+from dtransformer.parallel.mesh.function import new_functions
+from dtransformer.parallel.pipeline_parallel.local_stage import own_chunks
+from dtransformer.parallel.schedules.instruction import COMPUTATIONS, FORWARD, Instruction
+from dtransformer.parallel.schedules.timeline import Event
+from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers.engines.accumulation import seed_of
+from dtransformer.trainers.optimizer import reduce as grads
 
 
 class PipelineStep:
@@ -174,9 +174,9 @@ class PipelineStep:
             self._handed[_activations(k, chunk)] = [sent[tensor.name] for tensor in passing]
         if has_backward:
             trained = [sent[tensor.name] for tensor in self.dataflow.gradients_after(chunk)]
-            told = [x for x in tf.nest.flatten((sums, outputs)) if x is not None]
-            told = [x for x in told if x.shape.rank and x.dtype.is_floating]
-            self._tapes[chunk, k] = tape, trained, loss, told, received_trained, deferred
+            unused = [x for x in tf.nest.flatten((sums, outputs)) if x is not None]
+            unused = [x for x in unused if x.shape.rank and x.dtype.is_floating]
+            self._tapes[chunk, k] = tape, trained, loss, unused, received_trained, deferred
         for name, x in sums.items():
             self.sums[name] = devices.local(x) + self.sums.get(name, 0.0)
         if outputs is not None:
@@ -188,11 +188,11 @@ class PipelineStep:
         upstream = []
         if chunk != self._last_chunk:
             upstream = self._take(self.dataflow.gradients_after(chunk), _gradients(k, chunk))
-        tape, sent, loss, told, received, deferred = self._tapes.pop((chunk, k))
+        tape, sent, loss, unused, received, deferred = self._tapes.pop((chunk, k))
         weights = self._weights[chunk]
         # What is told has no gradient, but the tape would make zeros of it that are not on the mesh.
-        upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, told)]
-        found = tape.gradient([*sent, loss, *told], [*weights, *received], upstream)
+        upstream = [*upstream, self._devices.put_one(), *map(tf.zeros_like, unused)]
+        found = tape.gradient([*sent, loss, *unused], [*weights, *received], upstream)
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         function = self._engine.function(chunk, self.dataflow)

@@ -7,10 +7,10 @@ from dtransformer.cli.launching.outcome import Outcome
 from dtransformer.cli.launching.replan import fields_of_layout, replanned
 from dtransformer.cli.launching.supervisor import Options
 from dtransformer.errors import InputError
-from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.parallel.launch import FITS_LAYOUT, fitting
-from dtransformer.parallel.refit import refit
-from dtransformer.parallel.topology import Topology
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.config.topology import Topology
+from dtransformer.parallel.runtime.launch import FITS_LAYOUT, fitting
 
 
 @pytest.mark.parametrize("text", [

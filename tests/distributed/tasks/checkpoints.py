@@ -9,7 +9,7 @@ import tensorflow as tf
 import dtransformer
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.batches import EVEN, batches, replica_share
 from harness.networks import make

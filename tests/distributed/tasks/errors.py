@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint import writer
 from harness.networks import translation_model

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dtransformer.layers import TransformerEncoder, TransformerEncoderLayer, VocabEmbedding
 from dtransformer.models import CausalLM
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from harness import stateful
 

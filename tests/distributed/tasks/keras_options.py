@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from dtransformer.layers import TransformerEncoder
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.data_rows import own_rows
 from tests.distributed.tasks.keras_fit import CLASS, CLASSES, NO_DROPOUT, VALUE, WIDTH, X

@@ -16,7 +16,7 @@ from dtransformer.datasets.embedded import sentence_pairs
 from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM, MaskedLM
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from harness.training import Record
 

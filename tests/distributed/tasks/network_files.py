@@ -7,7 +7,7 @@ import numpy as np
 
 import dtransformer
 from dtransformer.layers import FeedForward
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 
 WIDTH = 16

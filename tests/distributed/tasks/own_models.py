@@ -11,7 +11,7 @@ from dtransformer.layers import (
     TransformerEncoderLayer,
     VocabEmbedding,
 )
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 
 ROWS, WIDTH, HIDDEN, VOCAB_SIZE, CLASSES, STEPS = 8, 6, 16, 24, 4, 10

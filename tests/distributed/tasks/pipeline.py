@@ -11,12 +11,12 @@ import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.base import Layer
 from dtransformer.models import CausalLM
-from dtransformer.parallel import job
-from dtransformer.parallel.pipeline import schedules
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.schedules import schedules
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 from harness.tasks import HitRate
-from tests.parallel.pipeline.v_schedule import V_SCHEDULE
+from tests.parallel.pipeline_parallel.v_schedule import V_SCHEDULE
 
 ROWS, WIDTH, VOCAB_SIZE = 8, 6, 12
 SECONDS = 2e-3  # most that a stage sleeps before an instruction

@@ -7,8 +7,8 @@ import numpy as np
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.parallel import job
-from dtransformer.parallel.config import TransformerOpParallelConfig, get_parallel_config
+from dtransformer.parallel.config.config import TransformerOpParallelConfig, get_parallel_config
+from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from harness.measure import elements_sent
 

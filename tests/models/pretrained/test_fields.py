@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, EncoderDecoderLM, from_pretrained, generation_rules
-from dtransformer.models.generation_rules import options_of
+from dtransformer.models import CausalLM, EncoderDecoderLM, from_pretrained
+from dtransformer.models.generation import rules as generation_rules
+from dtransformer.models.generation.rules import options_of
 from dtransformer.models.pretrained.config_fields import KNOWN, SILENT, ReadFields
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.load import network_arguments

@@ -11,8 +11,8 @@ import pytest
 from dtransformer import parallel_config
 from dtransformer.layers import initializers
 from dtransformer.models import CausalLM, from_pretrained, save_pretrained
-from dtransformer.parallel.object_collectives import all_gather_json
-from dtransformer.parallel.sharded_variable import own_shards
+from dtransformer.parallel.collectives.objects import all_gather_json
+from dtransformer.parallel.weights.sharded_variable import own_shards
 from tests.on_mesh import on_mesh, start
 from tests.shared_runs import on_ranks
 

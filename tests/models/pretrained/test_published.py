@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained, save_pretrained
-from dtransformer.models.logits_rules import (
+from dtransformer.models.generation.logits_rules import (
     NEVER,
     min_p,
     no_repeated_ngrams,

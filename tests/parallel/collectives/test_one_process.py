@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 import dtransformer
-from dtransformer.parallel import collectives, job
+from dtransformer.parallel import collectives
+from dtransformer.parallel.runtime import job
 
 
 def test_the_group_of_one():

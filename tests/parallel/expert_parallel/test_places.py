@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import MoEConfig
-from dtransformer.parallel.expert_parallel.places import capacity, places
+from dtransformer.parallel.expert_parallel.capacity_slots import capacity, places
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import time
 import pytest
 
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.gates import Agreement, GatesByPurpose
 from dtransformer.parallel.watchdog.links import Hub, Member
-from dtransformer.parallel.watchdog.sealed import Seals, key_of, new_token
+from dtransformer.parallel.watchdog.message_authentication import Seals, key_of, new_token
+from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 TOKEN = new_token()
@@ -38,7 +38,7 @@ class Job:
     def __init__(self, stall_seconds):
         listener = socket.create_server(("127.0.0.1", 0))
         self.address, self.ended = listener.getsockname(), queue.Queue()
-        self.doing, self.gates = [Doing() for _ in HOSTS], [GatesByPurpose() for _ in HOSTS]
+        self.doing, self.gates = [Doing() for _ in HOSTS], [StopBarriers() for _ in HOSTS]
         self.watchdogs = [self._start(0, Hub(listener, TOKEN, len(HOSTS)), stall_seconds)]
         self.links = [None]
         for rank in (1, 2):

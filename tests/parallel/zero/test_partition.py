@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.parallel.zero.held_parameter import HeldParameter
+from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
 from dtransformer.parallel.zero.partition import Parameter, Partition
-from dtransformer.trainers.optimizer_checks import check_elementwise, check_shards
-from dtransformer.trainers.sharded_optimizer import LossScale, ShardedOptimizer
+from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
+from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),
@@ -125,7 +125,7 @@ def test_an_optimizer_updates_shards_as_it_does_full_weights(name, compiled):
         optimizer.apply([tf.constant(gradient)], [full])
 
     owners = [keras.Variable(start, name="kernel"), keras.Variable(start, name="bias")]
-    flat = [HeldParameter(owner, (10,)) for owner in owners]
+    flat = [ParameterProxy(owner, (10,)) for owner in owners]
     sharded = OPTIMIZERS[name]()
     sharded.exclude_from_weight_decay(var_names=["bias"])
     sharded.build(flat)
@@ -159,7 +159,7 @@ def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
     rng = np.random.default_rng(0)
     start = rng.standard_normal((5, 4)).astype("float32")
     full = keras.Variable(start, name="kernel")
-    held = HeldParameter(keras.Variable(start, name="kernel"), start.shape)
+    held = ParameterProxy(keras.Variable(start, name="kernel"), start.shape)
     plain, handed, value = WHOLE_WEIGHTS[name](), WHOLE_WEIGHTS[name](), tf.constant(start)
     handed.build([held])
     for gradient in tf.constant(rng.standard_normal((3, 5, 4)), "float32"):
@@ -171,7 +171,7 @@ def test_an_optimizer_updates_what_it_is_handed_as_a_variable(name):
 
 
 def test_an_optimizer_that_begins_with_the_weights_is_refused_where_it_has_shards():
-    held = HeldParameter(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
+    held = ParameterProxy(keras.Variable(np.zeros((5, 3), "float32"), name="kernel"), (4,))
     with pytest.raises(ValueError, match="reads kernel outside of an update.*partition='whole'"):
         keras.optimizers.ScheduleFreeAdamW().build([held])
 
@@ -183,7 +183,7 @@ def test_what_is_not_done_for_parts_of_the_weights_is_refused(fields):
 
 
 def test_states_are_as_large_as_shards():
-    variable = HeldParameter(keras.Variable(np.zeros((5, 3), "float32")), (4,))
+    variable = ParameterProxy(keras.Variable(np.zeros((5, 3), "float32")), (4,))
     optimizer = keras.optimizers.AdamW()
     optimizer.build([variable])
     assert [v.shape for v in optimizer.variables if v.shape.rank] == [(4,), (4,)]

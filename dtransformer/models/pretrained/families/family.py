@@ -194,5 +194,5 @@ def refuse(config: dict, name: str, **usual) -> None:
     for field, value in usual.items():
         given = config.get(field)
         if given is not None and given != value:
-            told = json.dumps(given)
-            raise InputError(f"{field}={told} is not built for {name}'s blocks")
+            message = json.dumps(given)
+            raise InputError(f"{field}={message} is not built for {name}'s blocks")

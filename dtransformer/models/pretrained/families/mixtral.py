@@ -22,7 +22,7 @@ from dtransformer.models.pretrained.families.llama import (
     llama_config,
     llama_tensors,
 )
-from dtransformer.parallel.config import MoEConfig
+from dtransformer.parallel.config.config import MoEConfig
 
 _FIELDS = {"expert_num": "num_local_experts", "num_experts_chosen": "num_experts_per_tok"}
 _USUAL_AUX_LOSS_FACTOR = 0.001

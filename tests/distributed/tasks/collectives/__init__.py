@@ -3,7 +3,7 @@
 import runpy
 import traceback
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 from harness.launch import REPOSITORY
 from tests.distributed.tasks.collectives import errors, functions, own, values
 from tests.distributed.tasks.collectives.checks import CHECKS, failures

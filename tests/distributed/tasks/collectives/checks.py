@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 
 compiled = functools.partial(tf.function, autograph=False)
 

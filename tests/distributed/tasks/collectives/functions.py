@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import collectives, job
+from dtransformer.parallel import collectives
+from dtransformer.parallel.runtime import job
 from tests.distributed.tasks.collectives.checks import (
     check,
     compiled,

@@ -2,7 +2,7 @@
 
 import functools
 
-from dtransformer.parallel import job
+from dtransformer.parallel.runtime import job
 
 
 @functools.cache

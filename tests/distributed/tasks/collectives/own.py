@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from dtransformer.parallel import job
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.collectives.call import Call
+from dtransformer.parallel.runtime import job
 from tests.distributed.tasks.collectives.checks import check, expect_equal
 
 

@@ -9,10 +9,11 @@ import itertools
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel import collectives, job
+from dtransformer.parallel import collectives
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.call import Call
 from dtransformer.parallel.collectives.division import Division
+from dtransformer.parallel.runtime import job
 from tests.distributed.tasks.collectives.checks import (
     CHECKS,
     check,

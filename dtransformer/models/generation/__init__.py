@@ -1,0 +1,1 @@
+"""Generation of text: search, decoding, sampling."""

@@ -1,0 +1,152 @@
+"""The rules of generation that come with published weights: `generation_config.json`, by field."""
+
+import os
+import warnings
+from collections.abc import Mapping
+
+from dtransformer.errors import InputError, shown
+from dtransformer.models.generation.options import GenerationOptions
+
+# Fields that say nothing of which tokens are found.
+SILENT = {
+    *("_from_model_config", "transformers_version", "bos_token_id", "pad_token_id"),
+    *("decoder_start_token_id", "use_cache", "cache_implementation", "cache_config"),
+    *("max_cache_len", "low_memory", "prefill_chunk_size", "compile_config", "disable_compile"),
+    *("continuous_batching_config", "return_dict_in_generate", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states", "remove_invalid_values", "is_assistant"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "assistant_early_exit"),
+    *("assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("speculation_type", "use_mtp"),
+}
+# Lists of ids that are taken: what they are called there, and the option.
+_IDS = {
+    "eos_token_id": "stop_ids",
+    "forced_eos_token_id": "last_ids",
+    "suppress_tokens": "suppressed_ids",
+    "begin_suppress_tokens": "suppressed_first_ids",
+}
+_NUMBERS = {"min_length": "min_length", "min_new_tokens": "min_new_tokens"}
+TAKEN = {*_IDS, *_NUMBERS, "forced_bos_token_id", "bad_words_ids"}
+# How to search: the option of each, and the values by which nothing is asked for. They are named.
+_DRAWING = {
+    "do_sample": ("temperature", (False,)),
+    "temperature": ("temperature", (1.0,)),
+    "top_k": ("top_k", (50, 0)),
+    "top_p": ("top_p", (1.0,)),
+    "min_p": ("min_p", (0.0,)),
+}
+_BEAMS = {
+    "early_stopping": ("early_stopping", (False,)),
+    "length_penalty": ("length_penalty", (1.0,)),
+}
+_OPTIONS = {
+    "num_beams": ("beam_size", (1,)),
+    "num_return_sequences": ("num_return_sequences", (1,)),
+    "repetition_penalty": ("repetition_penalty", (1.0,)),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", (0,)),
+    "max_length": ("the length", (20,)),
+    "max_new_tokens": ("the length", ()),
+    **_DRAWING,
+    **_BEAMS,
+}
+_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0}
+_NEUTRAL |= {"num_beam_groups": 1}
+NAMED = {
+    *_OPTIONS,
+    *_NEUTRAL,
+    *("diversity_penalty", "penalty_alpha", "dola_layers", "top_h", "epsilon_cutoff", "eta_cutoff"),
+    *("encoder_no_repeat_ngram_size", "force_words_ids", "constraints", "sequence_bias"),
+    *("exponential_decay_length_penalty", "watermarking_config", "stop_strings", "max_time"),
+    *("token_healing", "renormalize_logits"),
+}
+
+
+def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
+    """Return what a network's `generate` does by itself, and what its file asks for besides.
+
+    Args:
+        fields: those of `generation_config.json`.
+        path: where they come from, for messages.
+        has_source: whether the network is an encoder–decoder.
+        vocab_size: number of ids.
+
+    Returns:
+        A dict of options of `GenerationOptions`, of `"min_length"`, with what comes before results,
+        and of `"asks"`: a text, and by field what is not taken and the option that does it, or None.
+
+    Raises:
+        InputError: a field that is taken has another type, or an id is outside of the vocabulary.
+    """
+    rules, asks = {}, {}
+
+    def ids(name, value):
+        found = value if isinstance(value, list) else [value]
+        if not all(type(one) is int and 0 <= one < vocab_size for one in found):
+            raise InputError(
+                f"{path}: {name} is {shown(value)}, expected ids of the vocabulary of {vocab_size}"
+            )
+        return found
+
+    for name, value in fields.items():
+        if value is None or name in SILENT:
+            continue
+        if name in _IDS:
+            rules[_IDS[name]] = ids(name, value)
+        elif name in _NUMBERS:
+            if type(value) is not int or value < 0:
+                raise InputError(f"{path}: {name} is {shown(value)}, expected an int of 0 or more")
+            rules[_NUMBERS[name]] = value
+        elif name == "forced_bos_token_id" and has_source:
+            rules["first_ids"] = ids(name, value)
+        elif name == "bad_words_ids" and _are_single(value):
+            end = fields.get("eos_token_id")
+            ends = [] if end is None else ids("eos_token_id", end)
+            own = [one for (one,) in value if [one] != ends]
+            rules["suppressed_ids"] = rules.get("suppressed_ids", []) + ids(name, own)
+        elif _asks(name, value, fields):
+            asks[name] = [value, _OPTIONS.get(name, (None,))[0]]
+    return {**rules, **({"asks": [str(path), asks]} if asks else {})}
+
+
+def _are_single(words):
+    """Return whether words that are not to come are single tokens, as a list of lists has them."""
+    return isinstance(words, list) and all(isinstance(x, list) and len(x) == 1 for x in words)
+
+
+def _asks(name, value, fields):
+    """Return whether a field that is not taken asks for something."""
+    if name in _DRAWING and not fields.get("do_sample"):
+        return False
+    if name in _BEAMS and fields.get("num_beams", 1) in (None, 1):
+        return False
+    neutral = _OPTIONS[name][1] if name in _OPTIONS else (False, _NEUTRAL.get(name, 0))
+    return value not in (*neutral, [], {})
+
+
+def options_of(network, given: Mapping, before: int) -> GenerationOptions:
+    """Return the options of a `generate`: those that are given, and the rules of the network.
+
+    A warning names, once, what the network's file asks for and nobody does.
+
+    Args:
+        network: a network, which may have `generation_rules`.
+        given: options by their names.
+        before: number of tokens before each result.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option is out of range.
+    """
+    rules = dict(network.generation_rules)
+    path, asks = rules.pop("asks", ("", {}))
+    least = max(rules.pop("min_length", 0) - before, rules.get("min_new_tokens", 0), 0)
+    given = {name: x for name, x in given.items() if x is not None or name != "stop_ids"}
+    open_ = {name: (x, own) for name, (x, own) in asks.items() if own not in given}
+    if open_ and not network.has_told_rules:
+        network.has_told_rules = True
+        message = ", ".join(f"{name}={shown(x)}" for name, (x, _) in open_.items())
+        own = [option for _, option in open_.values() if option is not None]
+        hint = f"; {', '.join(dict.fromkeys(own))} can be given to generate" if own else ""
+        warnings.warn(f"{path}: not taken by itself are {message}{hint}", stacklevel=3)
+    return GenerationOptions.of(**{**rules, "min_new_tokens": least, **given})

@@ -1,0 +1,110 @@
+"""Which token comes next: the most likely one, or one that is drawn.
+
+This search and `BeamSearch` are `parallel.decoding.Search`es; their states are dicts of tensors.
+"""
+
+import tensorflow as tf
+
+from dtransformer.models.generation import logits_rules
+from dtransformer.models.generation.logits_rules import is_one_of
+from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.special_ids import SpecialIds
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+
+
+class Sampling:
+    """Choose one token after the other: the most likely one, or at random.
+
+    Args:
+        ids: the special ids.
+        max_length: most tokens of a result, an int or an int scalar.
+        seed: int tensor [2], for drawing.
+        options: the options, of which those of beams do not count.
+    """
+
+    num_beams = num_results = 1
+
+    def __init__(
+        self,
+        ids: SpecialIds,
+        max_length: int | tf.Tensor,
+        seed: tf.Tensor | None,
+        options: GenerationOptions,
+    ):
+        self.max_length = max_length
+        self._ids, self._seed, self._options = ids, seed, options
+
+    def start(self, texts: tf.Tensor) -> dict:
+        """Return the state at first, a dict of tensors.
+
+        Args:
+            texts: int32 tensor [b, s] that results come after, see `Decoding.texts`.
+        """
+        batch_size = static_or_dynamic_shape(texts)[0]
+        return {
+            "position": tf.constant(0),
+            "last": texts[:, -1],
+            "beams": tf.range(batch_size),
+            "ids": tf.fill([batch_size, self.max_length], self._ids.pad_id),
+            "finished": tf.zeros([batch_size], "bool"),
+            **({"texts": texts} if self._options.looks_back else {}),
+        }
+
+    def start_entries(self, batch_size: int | tf.Tensor, capacity: int | tf.Tensor) -> tuple:
+        """Return what tells whose entries of the cache are whose: here there is one of each."""
+        return ()
+
+    def ended(self, state: dict) -> tf.Tensor:
+        """Return which sentences want no other token, bool [b]."""
+        finished = state["finished"]
+        if self._options.temperature == 0:
+            return finished
+        # All draw until the last one ends: what one draws does not depend on who is left.
+        return tf.fill(tf.shape(finished), tf.reduce_all(finished))
+
+    def take(self, state: dict, sources: tf.Tensor) -> dict:
+        """Return the state of some of the sources only, by their numbers, int32 [m]."""
+        taken = {name: tf.gather(x, sources) for name, x in state.items() if name != "position"}
+        return {**taken, "position": state["position"], "beams": tf.range(tf.size(sources))}
+
+    def next_entries(self, entries: tuple, state: dict) -> tuple[tuple, None]:
+        """As `BeamSearch.next_entries`."""
+        return entries, None
+
+    def update(self, state: dict, logits: tf.Tensor) -> dict:
+        """Return the next state, from the logits [b, V] of the tokens after `state["last"]`."""
+        position, finished, found = state["position"], state["finished"], state["ids"]
+        logits = logits_rules.without_ids(logits, self._ids.never)
+        logits = logits_rules.looking_back(
+            logits, self._options, state.get("texts"), found, position
+        )
+        logits = logits_rules.by_position(
+            logits, self._options, self._ids.end_ids, position, self.max_length
+        )
+        tokens = tf.where(finished, self._ids.pad_id, self._choose(logits, position))
+        at = tf.range(self.max_length) == position
+        return {
+            **state,
+            "position": position + 1,
+            "last": tokens,
+            "ids": tf.where(at, tokens[:, None], found),
+            "finished": finished | is_one_of(tokens, self._ids.end_ids),
+        }
+
+    def result(self, state: dict) -> tf.Tensor:
+        """Return an int32 tensor [b, 1, max_length], padded after the end tokens."""
+        return tf.expand_dims(state["ids"], 1)  # DTensor has no new axes of slices
+
+    def _choose(self, logits, position):
+        options = self._options
+        if options.temperature == 0:
+            return tf.argmax(logits, axis=-1, output_type="int32")
+        logits /= options.temperature
+        logits = logits_rules.top_k(logits, options.top_k)
+        logits = logits_rules.top_p(logits, options.top_p)
+        logits = logits_rules.min_p(logits, options.min_p)
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        draw = tf.random.stateless_uniform(
+            tf.shape(logits), tf.bitwise.bitwise_xor(self._seed, [0, position]), minval=1e-20
+        )
+        return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")

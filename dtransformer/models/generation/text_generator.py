@@ -1,0 +1,176 @@
+"""Prompts in, texts out: a language model, its tokenizer and how to search."""
+
+from collections.abc import Callable
+
+import keras
+
+from dtransformer.errors import shown
+from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.text_batches import as_lists, batches_by_length, padded
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what is decoded of a part of a character's bytes
+_NUM_SEEDS = 2**31
+
+
+class TextGenerator:
+    """Continue texts, or give texts for sources.
+
+    Args:
+        model: a `CausalLM`; or an encoder–decoder, whose texts do not go on with the prompts.
+        tokenizer: an object with `encode(texts)`, ids as lists or a ragged tensor, and
+            `decode(ids)`, such as of `load_tokenizer`. Where it has `encode_prompts`, that is taken
+            for prompts; else those of a `CausalLM` begin with its start token, where it has one.
+        max_new_tokens: most tokens of a text.
+        batch_size: number of prompts continued at once.
+        **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
+            has any.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option is out of range.
+
+    Example:
+
+    >>> from dtransformer.datasets import SubwordTokenizer
+    >>> from dtransformer.models import CausalLM
+    >>> tokenizer = SubwordTokenizer.train(["Good morning."], vocab_size=29)
+    >>> model = CausalLM(29, hidden_size=8, num_heads=2, num_layers=1)
+    >>> generate = TextGenerator(model, tokenizer, max_new_tokens=5)
+    >>> len(generate(["Good", "Good morning"]))
+    2
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        tokenizer: object,
+        max_new_tokens: int = 64,
+        batch_size: int = 16,
+        **options,
+    ):
+        if options.get("stop_ids") is None:
+            options["stop_ids"] = getattr(tokenizer, "stop_ids", None) or None
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self._continues = isinstance(model, CausalLM)
+        self._search = GenerationOptions.of(**options)
+        self._options = options
+        ends = self._search.stop_ids
+        if ends is None:
+            ends = getattr(model, "generation_rules", {}).get("stop_ids")
+        self._end_ids = (model.end_id,) if ends is None else ends
+
+    @property
+    def num_results(self) -> int:
+        """The number of texts that come of each prompt."""
+        return self._search.num_return_sequences
+
+    def __call__(
+        self, prompts: list[str], on_text: Callable[[int, str], None] | None = None
+    ) -> list[str]:
+        """Return texts for a list of prompts.
+
+        Args:
+            prompts: list of str.
+            on_text: called as `on_text(number, text)` with each result's next part as soon as it is
+                found; not where there are beams.
+
+        Returns:
+            A list of str: of each prompt, in the same order, n = `num_return_sequences` texts, what
+            comes after it without it.
+
+        Raises:
+            TypeError: the prompts are a text.
+            ValueError: a prompt has no token, or is too long for the model; or there is `on_text`
+                with beams.
+        """
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts must be a list of texts, got the text {shown(prompts)}")
+        rows, n = self._encode(prompts), self.num_results
+        if not all(rows):
+            raise ValueError(f"prompt {rows.index([])} has no token, and the model no start token")
+        texts = [""] * (n * len(rows))
+        for start, batch in enumerate(batches_by_length(rows, self.batch_size)):
+            numbers = [n * number + i for number in batch for i in range(n)]
+            parts = [_Parts(self.tokenizer, self._context(rows[x // n])) for x in numbers]
+
+            def tell(place, ids, parts=parts, numbers=numbers):
+                if new := parts[place].add(ids):
+                    on_text(numbers[place], new)
+
+            found = self.model.generate(
+                self._prompts([rows[number] for number in batch]),
+                self.max_new_tokens,
+                on_tokens=None if on_text is None else tell,
+                **{**self._options, "seed": (self._search.seed + start) % _NUM_SEEDS},
+            )
+            for number, part, ids in zip(numbers, parts, found.numpy().tolist(), strict=True):
+                texts[number] = part.text(self._until_end(ids))
+                if on_text is not None and (rest := part.rest(texts[number])):
+                    on_text(number, rest)
+        return texts
+
+    def _encode(self, prompts):
+        if not prompts:
+            return []
+        if hasattr(self.tokenizer, "encode_prompts"):
+            rows, start = as_lists(self.tokenizer.encode_prompts(list(prompts))), None
+        else:
+            rows, start = as_lists(self.tokenizer.encode(list(prompts))), self.model.start_id
+        if not self._continues:
+            return rows
+        if start is not None:
+            return [row if row[:1] == [start] else [start, *row] for row in rows]
+        first = [] if self.model.start_id is None else [self.model.start_id]
+        return [row or first for row in rows]
+
+    def _prompts(self, rows):
+        """Return prompts as the model's `generate` takes them."""
+        return rows if self._continues else padded(rows, self.model.pad_id)
+
+    def _context(self, prompt):
+        """Return the ids of a prompt after its last end: how a text begins may depend on them."""
+        if not self._continues:
+            return []
+        ends = [place for place, one in enumerate(prompt) if one in self._end_ids]
+        return prompt[ends[-1] + 1 :] if ends else prompt
+
+    def _until_end(self, ids):
+        ends = [place for place, one in enumerate(ids) if one in self._end_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
+
+class _Parts:
+    """The text of a continuation, whose ids come one after the other.
+
+    Args:
+        tokenizer: the tokenizer.
+        context: ids of the text before it: some tokenizers have a space before a word only where
+            another comes first.
+    """
+
+    def __init__(self, tokenizer, context):
+        self._tokenizer, self._context = tokenizer, context
+        (self._before,) = tokenizer.decode([context])
+        self._ids, self._told = [], ""
+
+    def text(self, ids):
+        """Return the text of all ids after the context."""
+        (whole,) = self._tokenizer.decode([self._context + ids])
+        if whole.startswith(self._before):
+            return whole[len(self._before) :]
+        return self._tokenizer.decode([ids])[0]
+
+    def add(self, ids):
+        """Return what other ids add to the text; "" where a character has only begun."""
+        self._ids += ids
+        text = self.text(self._ids)
+        return "" if text.endswith(_UNFINISHED) else self.rest(text)
+
+    def rest(self, text):
+        """Return what of a text was not told yet, and tell it."""
+        if not text.startswith(self._told):
+            return ""
+        new, self._told = text[len(self._told) :], text
+        return new

@@ -1,0 +1,1 @@
+"""The config, its validation, ranks and their coordinates: pure."""

@@ -1,0 +1,394 @@
+"""How a job is divided: the config dataclasses, the global config and its scope.
+
+Every field is checked on construction and on every assignment; a refused value
+leaves the old one in place. A wrong type is a TypeError, a wrong value a
+ValueError, and a bool is not an int. Both name the field, what came and what is
+allowed.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.schedules.schedules import SCHEDULES
+
+
+def _recompute(name, value):
+    if not isinstance(value, (bool, TransformerRecomputeConfig)):
+        raise TypeError(
+            f"{name} must be True, False or a TransformerRecomputeConfig, "
+            f"got {value!r} ({type(value).__name__})"
+        )
+
+
+@dataclasses.dataclass
+class OpParallelConfig(validators.Checked):
+    """Degrees of parallelism of one operation.
+
+    Args:
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of the weights.
+    """
+
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
+
+
+@dataclasses.dataclass
+class EmbeddingOpParallelConfig(validators.Checked):
+    """Degrees of parallelism of an embedding.
+
+    Args:
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of the weights.
+        vocab_emb_dp: whether the table is replicated (True), or its rows are sharded over
+            the model axis (False).
+    """
+
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
+    vocab_emb_dp: bool = validators.field(True, validators.flag)
+
+    @property
+    def dp_mp_config(self) -> OpParallelConfig:
+        """The degrees alone, as an `OpParallelConfig`."""
+        return OpParallelConfig(self.data_parallel, self.model_parallel)
+
+
+@dataclasses.dataclass
+class MoEParallelConfig(validators.Checked):
+    """Degrees of parallelism of a mixture of experts.
+
+    Args:
+        data_parallel: number of shards of the batch.
+        model_parallel: number of shards of each expert's weights.
+        expert_parallel: number of shards of the set of experts.
+    """
+
+    data_parallel: int = validators.field(1, validators.count)
+    model_parallel: int = validators.field(1, validators.count)
+    expert_parallel: int = validators.field(1, validators.count)
+
+
+@dataclasses.dataclass
+class MoEConfig(validators.Checked):
+    """A mixture of experts in place of a feed-forward layer; see `layers.MoE`.
+
+    Args:
+        expert_num: number E of experts; 1 is an ordinary feed-forward layer.
+        capacity_factor: tokens an expert takes, as a multiple of an even share.
+        aux_loss_factor: weight of the load-balancing loss.
+        num_experts_chosen: number k of experts that each token is sent to.
+        expert_group_size: number of tokens that share the places of the experts: at most so many,
+            which follow each other in one sequence; None for all tokens of the global batch.
+        z_loss_factor: weight of the mean square of the router's logsumexp, which keeps logits
+            small (Zoph et al., 2022, arXiv 2202.08906, §3.3).
+        router_jitter: the router's inputs are multiplied with random numbers of 1 ± this in
+            training (Fedus et al., 2021, arXiv 2101.03961, §2.4).
+        router_type: `"softmax"`; or `"sigmoid"`, with a bias for the choice (DeepSeek-V3, arXiv
+            2412.19437, §2.1.2).
+        shared_experts: number of experts that every token is sent to besides.
+        dropless: whether experts take all tokens that are sent to them, whatever their capacity.
+        routing_groups: number of groups of experts, of which a token may choose a few.
+        routing_groups_chosen: how many; those of the highest scores.
+    """
+
+    expert_num: int = validators.field(1, validators.count)
+    capacity_factor: float = validators.field(1.1, validators.positive)
+    aux_loss_factor: float = validators.field(0.05, validators.non_negative)
+    num_experts_chosen: int = validators.field(1, validators.count)
+    expert_group_size: int | None = validators.field(None, validators.optional_count)
+    z_loss_factor: float = validators.field(0.0, validators.non_negative)
+    router_jitter: float = validators.field(0.0, validators.fraction)
+    router_type: str = validators.field("softmax", validators.one_of(*validators.ROUTERS))
+    shared_experts: int = validators.field(0, validators.count_or_zero)
+    dropless: bool = validators.field(False, validators.flag)
+    routing_groups: int = validators.field(1, validators.count)
+    routing_groups_chosen: int = validators.field(1, validators.count)
+
+
+@dataclasses.dataclass
+class TransformerRecomputeConfig(validators.Checked):
+    """What the backward pass computes again instead of keeping it.
+
+    Args:
+        recompute: whether whole blocks are recomputed.
+        mp_comm_recompute: whether outputs of model-parallel collectives are
+            recomputed too (True), or kept (False).
+        parallel_optimizer_comm_recompute: whether weights that `optimizer_shard=3` shards
+            are all-gathered once more for the backward pass (True), or kept (False).
+        recompute_slice_activation: whether a block's kept input is sharded over
+            the model axis.
+        select: parts of a block that are recomputed where the whole block is not:
+            `"attention"`, `"feed_forward"`, `"norm"`.
+    """
+
+    recompute: bool = validators.field(False, validators.flag)
+    mp_comm_recompute: bool = validators.field(True, validators.flag)
+    parallel_optimizer_comm_recompute: bool = validators.field(False, validators.flag)
+    recompute_slice_activation: bool = validators.field(False, validators.flag)
+    select: tuple = validators.field((), validators.recompute_parts)
+
+
+@dataclasses.dataclass
+class TransformerOpParallelConfig(validators.Checked):
+    """How a Transformer's training is divided over the ranks of a job.
+
+    The product of `data_parallel`, `model_parallel`, `context_parallel` and
+    `pipeline_stage` is the number of devices: that of ranks, where each drives one.
+
+    Args:
+        data_parallel: number of shards of the batch; None for as many as the other
+            degrees leave devices for.
+        model_parallel: number of shards of each operation's weights.
+        pipeline_stage: number of stages that the blocks are spread over.
+        pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
+            micro-batches as there are stages; `"gpipe"`, which keeps all;
+            `"interleaved"`: 1F1B with several model chunks on each stage; `"zb_h1"`: 1F1B
+            whose gradients of weights fill the time in which stages would wait; or
+            `"zb_v"`, the same with two chunks a stage, there and back.
+        pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
+            `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
+            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
+            networks start sooner.
+        context_parallel: number of shards of the sequence.
+        context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
+            sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same
+            in as many rounds as there are shards; or `"auto"`, by their shapes.
+        expert_parallel: number of shards of the set of experts, over ranks that share the batch:
+            it divides `data_parallel`.
+        micro_batch_num: number of micro-batches that a batch is split into.
+        optimizer_shard: False or 0, True or 1 (optimizer states are sharded over the
+            data-parallel group), 2 (gradients too), 3 (weights too).
+        optimizer_shard_partition: `"flat"`: each weight is flattened and divided over those
+            ranks; or `"whole"`, at levels 1 and 2: one rank updates all of it, for
+            optimizers that compute with full weights (Lamb, Adafactor, Muon).
+        parallel_optimizer_threshold: weights of fewer KB are replicated.
+        parallel_optimizer_exclude: tuple of regular expressions; weights in whose path
+            one is found are replicated, too.
+        gradient_accumulation_shard: whether the gradients of micro-batches are added up
+            as shards, at levels 2 and 3: they are sent once for every micro-batch.
+        gradient_dtype: `"float32"`, or `"float16"` or `"bfloat16"`, in which gradients
+            are sent between the ranks of the data-parallel group.
+        gradient_aggregation_group: number of buckets that gradients are spread over; those of
+            a bucket are reduced together.
+        recompute: True, False or a `TransformerRecomputeConfig`, or a dict of its fields.
+        vocab_emb_dp: whether the embedding table is replicated (True), or its rows are
+            sharded over the model axis (False).
+        sequence_parallel: whether the residual stream is sharded over the model axis
+            along the sequence.
+        parallel_rules: dict of logical names of dimensions to the mesh axis that shards
+            them, `"data"`, `"context"`, `"model"` or None; rows that replace, or are added to, those
+            of `dtransformer.parallel.mesh.axis_rules.rules`.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that is not allowed.
+
+    Example:
+
+    >>> config = TransformerOpParallelConfig(data_parallel=2, model_parallel=4)
+    >>> config.dp_mp_config
+    OpParallelConfig(data_parallel=2, model_parallel=4)
+    """
+
+    data_parallel: int | None = validators.field(None, validators.optional_count)
+    model_parallel: int = validators.field(1, validators.count)
+    pipeline_stage: int = validators.field(1, validators.count)
+    pipeline_schedule: str = validators.field("1f1b", validators.pipeline_schedule)
+    pipeline_chunks: int = validators.field(1, validators.count)
+    context_parallel: int = validators.field(1, validators.count)
+    context_parallel_mode: str = validators.field(
+        "auto", validators.one_of(*validators.CONTEXT_MODES)
+    )
+    expert_parallel: int = validators.field(1, validators.count)
+    micro_batch_num: int = validators.field(1, validators.count)
+    optimizer_shard: bool | int = validators.field(False, validators.shard_level)
+    optimizer_shard_partition: str = validators.field(
+        "flat", validators.one_of(*validators.PARTITIONS)
+    )
+    parallel_optimizer_threshold: float = validators.field(64, validators.non_negative)
+    parallel_optimizer_exclude: tuple = validators.field((), validators.patterns)
+    gradient_accumulation_shard: bool = validators.field(False, validators.flag)
+    gradient_dtype: str = validators.field(
+        "float32", validators.one_of(*validators.GRADIENT_DTYPES)
+    )
+    gradient_aggregation_group: int = validators.field(4, validators.count)
+    recompute: bool | TransformerRecomputeConfig = validators.field(False, _recompute)
+    vocab_emb_dp: bool = validators.field(True, validators.flag)
+    sequence_parallel: bool = validators.field(False, validators.flag)
+    parallel_rules: dict | None = validators.field(None, validators.axis_rules)
+
+    def __setattr__(self, name, value):
+        if name == "recompute" and value and isinstance(value, dict):  # of YAML, JSON
+            value = TransformerRecomputeConfig(**value)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def auto(cls, model, global_batch: int, **options) -> "TransformerOpParallelConfig":
+        """Return the layout that the planner chooses for this job; rank 0 prints it, and why.
+
+        Every rank gets the same. A network that is given may be one that is not built, made before
+        `dtransformer.init`; give its name or its `planner.ModelShape` where it is made later.
+
+        Args:
+            model: a network, a `planner.ModelShape`, or the name of a published model.
+            global_batch: sequences of a step, of all replicas.
+            **options: as `planner.automatic.automatic_plan` has them: `device`, `precision`,
+                `optimizer`, `local_devices`, and `fixed`, a dict of fields that are given.
+
+        Raises:
+            InputError: nothing fits, or no layout has what is fixed.
+
+        Example:
+
+        >>> config = TransformerOpParallelConfig.auto("gpt2_small", 8, device="a100")
+        Layout: one device · 2 micro-batches of 4, by the planner: ...
+        >>> config.resolve(1).data_parallel
+        1
+        """
+        from dtransformer.planner.automatic import automatic_plan, summary  # it knows the config
+
+        found = automatic_plan(model, global_batch, **options)
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(summary(found))
+        return found.best.config
+
+    def _known_data_parallel(self):
+        if self.data_parallel is None:
+            raise ValueError(
+                "data_parallel is None (what the ranks leave) and the number of ranks is not known "
+                "yet: call dtransformer.init(config) first, or set data_parallel"
+            )
+        return self.data_parallel
+
+    @property
+    def placement(self):
+        """The `Placement` of the network's model chunks on the stages of the pipeline."""
+        schedule = SCHEDULES[self.pipeline_schedule]
+        return schedule.place(self.pipeline_stage, self.pipeline_chunks)
+
+    @property
+    def dp_mp_config(self) -> OpParallelConfig:
+        """The degrees of an ordinary operation, as an `OpParallelConfig`."""
+        return OpParallelConfig(self._known_data_parallel(), self.model_parallel)
+
+    @property
+    def embedding_dp_mp_config(self) -> EmbeddingOpParallelConfig:
+        """The degrees of an embedding, as an `EmbeddingOpParallelConfig`."""
+        return EmbeddingOpParallelConfig(
+            self._known_data_parallel(), self.model_parallel, self.vocab_emb_dp
+        )
+
+    @property
+    def moe_parallel_config(self) -> MoEParallelConfig:
+        """The degrees of a mixture of experts, as a `MoEParallelConfig`."""
+        return MoEParallelConfig(
+            self._known_data_parallel(), self.model_parallel, self.expert_parallel
+        )
+
+    def why_replicated(
+        self, path: str, shape: Sequence[int], item_bytes: int, has_constraint: bool
+    ) -> str:
+        """Return why `optimizer_shard` does not shard a weight; "" where it does.
+
+        Args:
+            path: its path in the network.
+            shape: its shape on this rank.
+            item_bytes: bytes of an element.
+            has_constraint: whether Keras projects it after every update.
+        """
+        if has_constraint and self.optimizer_shard_partition == "flat":
+            return "its constraint needs the whole"
+        if math.prod(shape) * item_bytes < self.parallel_optimizer_threshold * 1024:
+            return f"less than {self.parallel_optimizer_threshold} KB"
+        if any(re.search(pattern, path) for pattern in self.parallel_optimizer_exclude):
+            return "excluded"
+        return ""
+
+    def resolve(self, num_ranks: int, local_devices: int = 1) -> "TransformerOpParallelConfig":
+        """Return a copy whose `data_parallel` is known, for a job's ranks and their devices.
+
+        Raises:
+            ValueError: the degrees do not multiply to the number of devices.
+        """
+        others = self.model_parallel * self.context_parallel * self.pipeline_stage
+        num_devices = num_ranks * local_devices
+        data = self.data_parallel if self.data_parallel is not None else num_devices // others
+        if data * others != num_devices:
+            asked = "what is left" if self.data_parallel is None else self.data_parallel
+            context = f"context_parallel={self.context_parallel} · " * (self.context_parallel > 1)
+            needed = others if self.data_parallel is None else data * others
+            multiple = "a multiple of " if self.data_parallel is None else ""
+            devices = f" of {local_devices} local devices each" * (local_devices > 1)
+            kind = "devices" if local_devices > 1 else "ranks"
+            ranks = -(-needed // local_devices)
+            can_start = ranks == 1 or importlib.util.find_spec("horovod") is not None
+            first = "" if can_start else " (run 'dtransformer doctor --install-horovod' first)"
+            raise ValueError(
+                f"data_parallel={asked} · model_parallel={self.model_parallel} · {context}"
+                f"pipeline_stage={self.pipeline_stage} needs {multiple}{needed} {kind}, but the "
+                f"job has {num_ranks}{f' ranks{devices}' * bool(devices)}: start it with "
+                f"horovodrun -np {ranks}{first}, or change the config"
+            )
+        return dataclasses.replace(self, data_parallel=data)
+
+
+_current = TransformerOpParallelConfig()
+
+
+def get_parallel_config() -> TransformerOpParallelConfig:
+    """Return the parallel config that layers and trainers read.
+
+    Example:
+
+    >>> get_parallel_config().model_parallel
+    1
+    """
+    return _current
+
+
+def set_parallel_config(config: TransformerOpParallelConfig) -> None:
+    """Make `config` the parallel config of this process.
+
+    Args:
+        config: a `TransformerOpParallelConfig`.
+
+    Raises:
+        TypeError: `config` is something else.
+    """
+    global _current
+    if not isinstance(config, TransformerOpParallelConfig):
+        raise TypeError(
+            f"expected a TransformerOpParallelConfig, got {config!r} ({type(config).__name__})"
+        )
+    _current = config
+
+
+@contextlib.contextmanager
+def parallel_config(
+    config: TransformerOpParallelConfig | None = None, **fields
+) -> Iterator[TransformerOpParallelConfig]:
+    """Use another parallel config inside a `with` block.
+
+    Args:
+        config: a `TransformerOpParallelConfig`; the current one by default.
+        **fields: fields that replace the config's.
+
+    Example:
+
+    >>> with parallel_config(model_parallel=4):
+    ...     get_parallel_config().model_parallel
+    4
+    """
+    outer = get_parallel_config()
+    set_parallel_config(dataclasses.replace(outer if config is None else config, **fields))
+    try:
+        yield get_parallel_config()
+    finally:
+        set_parallel_config(outer)

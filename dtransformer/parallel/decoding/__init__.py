@@ -1,0 +1,1 @@
+"""Decoding token by token, and what attention keeps meanwhile."""

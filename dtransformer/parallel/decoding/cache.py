@@ -1,0 +1,97 @@
+"""The keys and values that attention keeps while tokens are decoded one after the other.
+
+A cache has the entries of all positions, and at each position one for each of the k hypotheses
+of a source: entry p·k + c is position p of hypothesis c. Hypotheses that continue others are told
+by a mask which entries are theirs, so that no entry is ever moved. Shapes: b sources, n heads,
+s new positions, e = capacity·k entries, d features of a head.
+"""
+
+import tensorflow as tf
+
+from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+
+_AXES = ("batch", "heads", "memory_length", "head_dim")
+
+
+def empty(shape: list, dtype: str) -> tf.Tensor:
+    """Return a cache [b, n, e, d] of zeros."""
+    return constrain(tf.zeros(shape, dtype), _AXES)
+
+
+def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> list[tf.Tensor]:
+    """Return caches with new positions from position `index` on.
+
+    In a loop of `decoding` they are the old ones, which are no longer as they were: the time does
+    not grow with the capacity.
+
+    Args:
+        tensors: list of caches [b, n, e, d].
+        new: list of tensors [b·k, n, s, d], one for each.
+        index: int scalar.
+    """
+    b, n, e, d = static_or_dynamic_shape(tensors[0])
+    rows, _, s, _ = static_or_dynamic_shape(new[0])
+    k = rows // b
+    if trace.current().in_loop:
+        # The row of each in [b·n·e, d]; dimensions are b, k, n, s.
+        sources, hypotheses, heads, positions = (
+            tf.reshape(tf.range(size), [-1, *[1] * later])
+            for size, later in ((b, 3), (k, 2), (n, 1), (s, 0))
+        )
+        at = (sources * n + heads) * e + (index + positions) * k + hypotheses
+        at = tf.reshape(at, [-1])
+        flat = [tf.reshape(x, [-1, d]) for x in tensors]
+        flat = [
+            tf.raw_ops.InplaceUpdate(x=x, i=at, v=tf.reshape(y, [-1, d]))
+            for x, y in zip(flat, new, strict=True)
+        ]
+        return [tf.reshape(x, [b, n, e, d]) for x in flat]
+    entries, number = tf.range(e), s * k
+    start = index * k
+    is_new = ((entries >= start) & (entries < start + number))[None, None, :, None]
+    new = [side_by_side(x, b) for x in new]
+    if not (isinstance(number, int) and number == 1):
+        # A shift by a gather, as every device and compiler has it.
+        source = tf.clip_by_value(entries - start, 0, number - 1)
+        new = [tf.gather(x, source, axis=2) for x in new]
+    pairs = zip(new, tensors, strict=True)
+    return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
+
+
+def take(cache: dict, sources: tf.Tensor, more: int | tf.Tensor) -> dict:
+    """Return the cache of attention of some of the sources, with room for more entries.
+
+    Args:
+        cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
+        sources: int32 tensor, their numbers.
+        more: number of entries.
+    """
+    taken = {name: tf.gather(x, sources) for name, x in cache.items() if name != "index"}
+    room = {name: grown(cache[name], sources, more) for name in ("key", "value")}
+    return {**taken, **room, "index": cache["index"]}
+
+
+def grown(x: tf.Tensor, sources: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
+    """Return some rows of a tensor, with more places in its third dimension."""
+    paddings = [[0, more if i == 2 else 0] for i in range(x.shape.rank)]
+    return tf.pad(tf.gather(x, sources), paddings)
+
+
+def side_by_side(x: tf.Tensor, num_sources: int | tf.Tensor) -> tf.Tensor:
+    """[b·k, n, s, d] -> [b, n, s·k, d]: positions of all hypotheses of a source"""
+    rows, n, s, d = static_or_dynamic_shape(x)
+    if isinstance(rows, int) and isinstance(num_sources, int) and rows == num_sources:
+        return x
+    x = tf.reshape(x, [num_sources, -1, n, s, d])
+    return tf.reshape(tf.transpose(x, [0, 2, 3, 1, 4]), [num_sources, n, -1, d])
+
+
+def one_by_one(x: tf.Tensor, num_positions: int | tf.Tensor) -> tf.Tensor:
+    """[b, n, s·k, d] -> [b·k, s, n, d]: the opposite, with heads behind positions"""
+    b, n, queries, d = static_or_dynamic_shape(x)
+    if isinstance(queries, int) and isinstance(num_positions, int) and queries == num_positions:
+        return tf.transpose(x, [0, 2, 1, 3])
+    x = tf.reshape(x, [b, n, num_positions, -1, d])
+    return tf.reshape(tf.transpose(x, [0, 3, 2, 1, 4]), [-1, num_positions, n, d])

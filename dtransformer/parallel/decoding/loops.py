@@ -1,0 +1,328 @@
+"""Decoding one token after the other, wherever the network lies.
+
+On one device and on a mesh all of it is compiled into one function. In a pipeline the last
+stage searches, and tells the others what it chose.
+"""
+
+import contextlib
+import typing
+from collections.abc import Callable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.parallel.mesh.axis_rules import override_rules, rules_of_decoding
+from dtransformer.parallel.mesh.batch import local_value, put_replicated
+from dtransformer.parallel.mesh.function import MeshFunction
+from dtransformer.parallel.mesh.layouts import relayout
+from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last
+from dtransformer.parallel.pipeline_parallel.local_stage import has_outputs
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.weights.sharded_variable import ShardedVariable
+from dtransformer.parallel.zero.gather import unsharding
+
+
+class Search(typing.Protocol):
+    """Chooses the next token of every hypothesis; there are r = b·k of b sources.
+
+    Its state is a dict of tensors: `"last"` int32 [r], the last tokens; `"position"`, an int32
+    scalar, their position; `"beams"` int32 [r], the rows of the cache that the hypotheses
+    continue; and what it keeps besides.
+
+    Attributes:
+        num_beams: number k of hypotheses of each source.
+        num_results: number n of results of each source.
+        max_length: most tokens of a result, an int or an int scalar.
+    """
+
+    num_beams: int
+    num_results: int
+    max_length: int | tf.Tensor
+
+    def start(self, texts: tf.Tensor) -> dict:
+        """Return the state at first; see `Decoding.texts`."""
+
+    def ended(self, state: dict) -> tf.Tensor:
+        """Return which sources want no other token, bool [b]."""
+
+    def take(self, state: dict, sources: tf.Tensor) -> dict:
+        """Return the state of some of the sources only, by their numbers, int32 [m]."""
+
+    def update(self, state: dict, logits: tf.Tensor) -> dict:
+        """Return the next state, from the logits [r, V] of the tokens after the last ones."""
+
+    def result(self, state: dict) -> tf.Tensor:
+        """Return the ids that were found, an int32 tensor [b, n, max_length]."""
+
+
+class Decoding(typing.Protocol):
+    """What is computed for a `search`: in a pipeline each stage computes its layers of it."""
+
+    search: Search
+
+    def texts(self, source: tf.Tensor) -> tf.Tensor:
+        """Return what results come after: int32 [b, t], -1 before what is shorter."""
+
+    def encode(self, source: tf.Tensor, capacity: int | tf.Tensor | None = None):
+        """Return the cache of source ids [b, s], nested tensors.
+
+        Args:
+            source: int32 tensor [b, s].
+            capacity: number of tokens that there is room for; `search.max_length` by default.
+        """
+
+    def take(self, cache, sources: tf.Tensor, more: tf.Tensor):
+        """Return the cache of some of the sources, by their numbers, with room for more tokens."""
+
+    def memory_mask(self, source: tf.Tensor) -> tf.Tensor:
+        """Return what hypotheses may attend to of the source ids [b, s]: bool [b, s]."""
+
+    def next_logits(self, state: dict, cache, memory_mask: tf.Tensor) -> tuple:
+        """Return the logits [r, V] of the tokens after the last ones, and the next cache."""
+
+
+def decode(decoding: Decoding, source: tf.Tensor) -> tf.Tensor:
+    """Decode with TensorFlow's operations.
+
+    Args:
+        decoding: a `Decoding`.
+        source: int32 tensor [b, s].
+
+    Returns:
+        What its search's `result` is.
+    """
+    search, step = decoding.search, _step(decoding, decoding.memory_mask(source))
+    cache = decoding.encode(source)
+    state = search.start(decoding.texts(source))
+    state, _ = tf.while_loop(lambda state, _: goes_on(search, state), step, (state, cache))
+    return search.result(state)
+
+
+def _step(decoding, memory_mask):
+    """Return a function of (state, cache) that decodes a token of every hypothesis."""
+
+    def step(state, cache):
+        logits, cache = decoding.next_logits(state, cache, memory_mask)
+        return decoding.search.update(state, logits), cache
+
+    return step
+
+
+def goes_on(search: Search, state: dict) -> tf.Tensor:
+    """Return whether another token is wanted, a bool scalar."""
+    return (state["position"] < search.max_length) & ~tf.reduce_all(search.ended(state))
+
+
+# Room for so many tokens is made at once: products with a cache that is mostly empty are slow.
+_MORE_TOKENS = 16
+# Sources that want no other token are left out as soon as there are so many of them.
+_SHARE_THAT_ENDED = 0.25
+
+
+def decode_what_is_left(
+    decoding: Decoding, source: tf.Tensor, on_tokens: Callable | None = None
+) -> tf.Tensor:
+    """Decode as `decode`, for shapes that may change: batch and cache are as large as is needed.
+
+    Sources that have ended are left out from time to time, and the cache grows with the position.
+
+    Args:
+        decoding: a `Decoding`.
+        source: int32 tensor [b, s].
+        on_tokens: see `compiled`.
+    """
+    search, max_length = decoding.search, decoding.search.max_length
+    batch_size = tf.shape(source)[0]
+
+    def tokens(left, numbers, state, cache, memory_mask, ids):
+        """Decode what is left until there is no room, or enough sources have ended."""
+        numbers, memory_mask = tf.gather(numbers, left), tf.gather(memory_mask, left)
+        state = search.take(state, left)
+        room, number = state["position"] + _MORE_TOKENS, tf.size(numbers)
+
+        def enough(state, _):
+            ended = tf.math.count_nonzero(search.ended(state), dtype="int32")
+            many = tf.cast(ended, "float32") >= _SHARE_THAT_ENDED * tf.cast(number, "float32")
+            return (state["position"] < tf.minimum(room, max_length)) & ~many
+
+        # Not before the loop: there TensorFlow may make one tensor of all caches' zeros, and they
+        # are updated in place.
+        cache = decoding.take(cache, left, _MORE_TOKENS)
+        step = _step(decoding, memory_mask)
+
+        def told_step(state, cache):
+            state, cache = step(state, cache)
+            tf.numpy_function(on_tokens, [numbers, state["last"]], [])
+            return state, cache
+
+        loop = (step if on_tokens is None else told_step), (state, cache)
+        state, cache = tf.while_loop(enough, *loop)
+        # Of those that go on there is more to come.
+        ids = tf.tensor_scatter_nd_update(ids, numbers[:, None], search.result(state))
+        left = tf.cast(tf.reshape(tf.where(~search.ended(state)), [-1]), "int32")
+        return left, numbers, state, cache, memory_mask, ids
+
+    variables = (
+        tf.range(batch_size),
+        tf.range(batch_size),
+        search.start(decoding.texts(source)),
+        decoding.encode(source, capacity=0),
+        decoding.memory_mask(source),
+        tf.zeros([batch_size, search.num_results, max_length], "int32"),
+    )
+    *_, ids = tf.while_loop(
+        lambda left, _, state, *__: (tf.size(left) > 0) & (state["position"] < max_length),
+        tokens,
+        variables,
+        shape_invariants=tf.nest.map_structure(_any_batch_and_length, variables),
+    )
+    return ids
+
+
+def _any_batch_and_length(x):
+    """Return a shape whose number of sources, and of entries of a cache, may change."""
+    sizes = x.shape.as_list()
+    return tf.TensorShape([None if i in (0, 2) else size for i, size in enumerate(sizes)])
+
+
+def compiled(
+    network: keras.Model,
+    make: Callable[..., Decoding],
+    loops_on_mesh: bool = True,
+    on_tokens: Callable | None = None,
+) -> Callable:
+    """Compile decoding for where this rank computes; every rank decodes all rows.
+
+    Args:
+        network: a `keras.Model`, built.
+        make: a function of max_length, an int or an int32 scalar, and a seed, int32 [2], that
+            returns a `Decoding`. In a pipeline the seed may be None where nothing is chosen.
+        loops_on_mesh: whether all tokens are one function on a mesh; else each is a call, which
+            takes five times as long. DTensor compiles few loops.
+        on_tokens: called after each token as `on_tokens(numbers, tokens)`, int32 arrays [m]: the
+            numbers of the sources that were not left out yet, and their last tokens.
+
+    Returns:
+        A function of source ids int32 [b, s], max_length and a seed, ints, that returns the
+        result of the search. Every rank of the job calls it.
+    """
+    loops_on_mesh = loops_on_mesh and on_tokens is None
+    if job.stage()[1] > 1 or not (loops_on_mesh or job.mesh() is None):
+        return _in_stages(network, make, on_tokens)
+    if job.mesh() is None:
+        return _on_one_device(network, make, on_tokens)
+    return _on_mesh(network, make)
+
+
+@contextlib.contextmanager
+def _around_loop(variables) -> Iterator[None]:
+    """Read variables once, before the loop in the `with` block; sharded ones are left as they are."""
+    plain = [v for v in variables if not isinstance(v, ShardedVariable)]
+    values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
+    with trace.scope(in_loop=True), keras.StatelessScope(state_mapping=values):
+        yield
+
+
+def _on_one_device(network, make, on_tokens):
+    """One function for all batch sizes and lengths."""
+
+    def run(source, max_length, seed):
+        with unsharding("generate", keeps=True) as weights:
+            weights.unshard_now(network.variables)
+            with _around_loop(network.variables):
+                return decode_what_is_left(make(max_length, seed), source, on_tokens)
+
+    function = tf.function(run, autograph=False).get_concrete_function(
+        tf.TensorSpec([None, None], "int32"),
+        tf.TensorSpec([], "int32"),
+        tf.TensorSpec([2], "int32"),
+    )
+    return lambda source, max_length, seed: function(
+        source, tf.constant(max_length), tf.constant([seed, 0])
+    )
+
+
+def _on_mesh(network, make):
+    """A mesh knows static shapes only: a function for each; and all rows on every device."""
+    functions = {}
+
+    def run(source, max_length, seed):
+        def on_mesh(source, seed):
+            with override_rules(rules_of_decoding()):
+                ids = decode(make(max_length, seed), source)
+            return relayout(ids, (None, None, None))
+
+        if max_length not in functions:
+            functions[max_length] = MeshFunction(on_mesh, network.variables)
+        seed = np.array([seed, 0], "int32")
+        return local_value(functions[max_length](put_replicated(source), put_replicated(seed)))
+
+    return run
+
+
+def _in_stages(network, make, on_tokens):
+    """Every token goes through all stages; the loop is Python."""
+    functions = {}  # shape of the source, max_length -> _StagedDecoding
+
+    def run(source, max_length, seed):
+        key = tuple(source.shape), max_length
+        if key not in functions:
+            functions[key] = _StagedDecoding(network, make, on_tokens, *key)
+        return functions[key](source, seed)
+
+    return run
+
+
+class _StagedDecoding:
+    """Decoding in a pipeline, for sources of one shape."""
+
+    def __init__(self, network, make, on_tokens, source_shape, max_length):
+        self._shape, self._on_tokens = source_shape, on_tokens
+        self._make = lambda seed=None: make(max_length, seed)
+        self._encode = ForwardPass(network, self._compute_cache, "encode")
+        self._step = ForwardPass(network, self._compute_logits, "decode")
+        self._update = tf.function(self._choose, autograph=False)
+        self._devices = self._encode.devices
+
+    def _compute_cache(self, source, _):
+        return [], self._make().encode(self._devices.numbers(source, self._shape))
+
+    def _compute_logits(self, inputs, cache):
+        decoding, numbers = self._make(), self._devices.numbers
+        rows = [self._shape[0] * decoding.search.num_beams]
+        shapes = {"last": rows, "beams": rows, "position": []}
+        state = {name: numbers(inputs[name], shape) for name, shape in shapes.items()}
+        mask = decoding.memory_mask(numbers(inputs["source"], self._shape))
+        if cache is None:  # what passes between the stages is found out: it is no cache
+            cache = self._encode.empty_state
+        return decoding.next_logits(state, cache, mask)
+
+    def _choose(self, state, logits, seed):
+        return self._make(seed).search.update(state, logits)
+
+    def __call__(self, source, seed):
+        with override_rules(rules_of_decoding()):
+            return self._run(source, tf.constant([seed, 0]))
+
+    def _run(self, source, seed):
+        put = self._devices.put_numbers
+        decoding = self._make(seed)
+        search = decoding.search
+        state, source = search.start(decoding.texts(source)), put(source)
+        numbers_of_all = np.arange(self._shape[0], dtype="int32")
+        _, caches = self._encode(source)
+        more = True
+        while more:
+            inputs = {name: put(state[name]) for name in ("last", "beams", "position")}
+            logits, caches = self._step({"source": source, **inputs}, caches)
+            if has_outputs():
+                state = self._update(state, logits, seed)
+            numbers = [state["position"], tf.cast(goes_on(search, state), "int32")]
+            chosen = from_last(tf.concat([state["last"], state["beams"], numbers], 0), "choice")
+            state["last"], state["beams"] = tf.split(chosen[:-2], 2)
+            state["position"], more = chosen[-2], bool(chosen[-1])
+            if self._on_tokens is not None:
+                self._on_tokens(numbers_of_all, state["last"].numpy())
+        return from_last(search.result(state), "ids")

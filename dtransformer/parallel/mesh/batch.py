@@ -1,0 +1,103 @@
+"""Batches and numbers are put on the mesh, and results taken back."""
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.mesh.layouts import axis_size, make_layout
+from dtransformer.parallel.mesh.variable import bounds_of
+from dtransformer.parallel.runtime import job
+
+
+def put_sharded(batch):
+    """Put a batch on the mesh, its rows sharded over the mesh's data axis.
+
+    Args:
+        batch: nested tensors [b, ...], the same on every rank of the mesh.
+
+    Returns:
+        Nested DTensors [b', ...]: rows of zeros follow, as many as `rows_added`.
+    """
+    axis = mesh_axis("batch")
+
+    def put(x):
+        if x is None:
+            return None
+        x = np.asarray(x)
+        x = np.pad(x, [(0, rows_added(len(x))), *[(0, 0)] * (x.ndim - 1)])
+        specs = (axis, *[None] * (x.ndim - 1))
+        of_devices = bounds_of(x.shape, specs, job.mesh().local_device_ids())
+        return _pack([x[bounds.slices] for bounds in of_devices], specs)
+
+    return tf.nest.map_structure(put, batch)
+
+
+def put_batch(inputs, labels, sample_weight: tf.Tensor | None) -> tuple:
+    """Put a batch on the mesh; rows that are added get sample weights of 0.
+
+    Args:
+        inputs, labels: nested tensors [b, ...].
+        sample_weight: tensor [b] or [b, t], or None.
+    """
+    number = num_rows((inputs, labels))
+    if sample_weight is None and rows_added(number):
+        sample_weight = np.ones([number], "float32")
+    return put_sharded((inputs, labels, sample_weight))
+
+
+def rows_added(number: int) -> int:
+    """Return how many rows of zeros follow a number of rows: of them no device may have none."""
+    axis = axis_size(mesh_axis("batch"))
+    return -number % axis if number else axis
+
+
+def num_rows(batch) -> int:
+    """Return the number b of rows of nested tensors [b, ...].
+
+    Raises:
+        ValueError: they have different numbers of rows, or one is ragged or sparse.
+    """
+    flat = [x for x in tf.nest.flatten(batch) if x is not None]
+    for x in flat:
+        if not hasattr(x, "__len__"):
+            raise ValueError(
+                f"a mesh and a pipeline take dense tensors, and a batch has a {type(x).__name__}: "
+                "make it one in the dataset, such as by .map(lambda x, y: (x.to_tensor(), y))"
+            )
+    numbers = {len(x) for x in flat}
+    if len(numbers) != 1:
+        raise ValueError(
+            f"the tensors of a batch have different numbers of rows: {sorted(numbers)}"
+        )
+    return numbers.pop()
+
+
+def put_numbers(numbers) -> tf.Tensor:
+    """Put numbers that differ from step to step on the mesh, replicated.
+
+    DTensor takes tensors of less than 256 elements for constants, and compiles the function
+    again when they change.
+    """
+    numbers = np.reshape(numbers, [-1])
+    return put_replicated(np.resize(numbers, max(256, numbers.size)))
+
+
+def put_replicated(value) -> tf.Tensor:
+    """Put a tensor on every device of the mesh."""
+    value = np.asarray(value)
+    return _pack([value] * job.mesh().num_local_devices(), (None,) * value.ndim)
+
+
+def _pack(shards, specs):
+    """Return a DTensor of arrays, one for each local device."""
+    tensors = []
+    for device, shard in zip(job.mesh().local_devices(), shards):
+        with tf.device(device):
+            tensors.append(tf.constant(shard))
+    return dtensor.pack(tensors, make_layout(specs))
+
+
+def local_value(value: tf.Tensor) -> tf.Tensor:
+    """Return a replicated DTensor as a tensor of this rank."""
+    return dtensor.unpack(value)[0]

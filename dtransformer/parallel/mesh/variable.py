@@ -1,0 +1,282 @@
+"""Variables that are sharded over the mesh: each rank keeps its own shards.
+
+A shard is an ordinary Keras variable on one of this rank's devices, which an ordinary
+optimizer updates. For a computation on the mesh the shards of a variable are packed
+into one DTensor, without a copy.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from dtransformer import _compat
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.mesh.layouts import axis_size, make_layout, relayout
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.sharded_variable import ShardBounds, ShardedVariable, StoredValue
+
+
+class MeshVariable(ShardedVariable):
+    """A Keras variable of which each device of the mesh holds a shard.
+
+    Its shape is the full one. Computations on the mesh see it as a DTensor.
+
+    Args:
+        initializer: a function of (shape, dtype) that returns the full value. It runs
+            in the host's memory; devices get their shards only.
+        specs: tuple with the mesh axis, or None, that shards each dimension.
+        specs_in_use: the same for what computations see of it, by default `specs`; what
+            is sharded besides is unsharded whenever it is read.
+        **kwargs: as `keras.Variable` has them.
+
+    Attributes:
+        specs, specs_in_use: as given.
+        shards: list of the distinct shards that this rank's devices hold, as ordinary
+            Keras variables. Of a shard that the mesh repeats on several devices of this
+            rank, the first device keeps the variable.
+    """
+
+    def __init__(
+        self,
+        initializer: Callable,
+        *,
+        specs: tuple[str | None, ...],
+        specs_in_use: tuple[str | None, ...] | None = None,
+        **kwargs,
+    ):
+        self.specs, self.specs_in_use = specs, specs_in_use or specs
+        super().__init__(initializer, **kwargs)
+
+    def _initialize_with_initializer(self, initializer):
+        self._local = LocalShards(self._shape, self.specs)
+        with tf.device("CPU:0"):
+            if isinstance(initializer, StoredValue):
+                part = lambda bounds: initializer.rectangle(bounds, self._dtype)
+            else:
+                value = np.asarray(initializer(self._shape, dtype=self._dtype))
+                part = lambda bounds: value[bounds.slices]
+        self.shards = []
+        for bounds, device in zip(self._local.distinct, self._local.first_devices):
+            with tf.device(device):
+                self.shards.append(
+                    keras.Variable(
+                        part(bounds),
+                        dtype=self._dtype,
+                        trainable=self.trainable,
+                        name=self.name,
+                    )
+                )
+        self._value = None
+
+    @property
+    def shard_bounds(self) -> list[ShardBounds]:
+        return [(tuple(bounds), None) for bounds in self._local.distinct]
+
+    def _read(self):
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{self.path} is sharded over the mesh and can be read there only: call the "
+                "network through its Trainer (fit, evaluate, predict), or through generate"
+            )
+        with tf.device("CPU:0"):
+            return self._maybe_autocast(tf.constant(self.numpy()))
+
+    def _as_used(self, value):
+        return value if self.specs == self.specs_in_use else relayout(value, self.specs_in_use)
+
+    @property
+    def trained_value(self) -> tf.Tensor:
+        """The value as it is stored, in a computation on the mesh."""
+        return _compat.stateless_value(self)
+
+    def packed(self) -> tf.Tensor:
+        """Return the variable as one DTensor."""
+        return self._local.pack([shard.value for shard in self.shards])
+
+    def unpacked(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return the shards of a DTensor that is laid out alike, in the order of `shards`."""
+        return self._local.unpack(value)
+
+    def _direct_assign(self, value):
+        value = np.asarray(value)
+        for shard, bounds in zip(self.shards, self._local.distinct):
+            shard.assign(value[bounds.slices])
+
+    def numpy(self) -> np.ndarray:
+        """Return the full value. All ranks of the mesh call together, as each holds shards."""
+        if self._unsharded is not None:
+            return self._unsharded
+        return all_gather_shards(self, [shard.numpy() for shard in self.shards])
+
+
+class _Bounds(tuple):
+    """Where a shard lies: a hashable tuple of (start, stop), one a dimension."""
+
+    @property
+    def slices(self):
+        """What indexes the full tensor."""
+        return tuple(slice(start, stop) for start, stop in self)
+
+
+class LocalShards:
+    """The shards of a DTensor that this rank's devices hold, each once.
+
+    Args:
+        shape: the full shape.
+        specs: tuple with the mesh axis, or None, that shards each dimension.
+
+    Attributes:
+        distinct: list of their bounds, hashable; the `slices` of bounds index the full tensor.
+        first_devices: for each the first local device that holds it.
+        shapes: their shapes.
+    """
+
+    def __init__(self, shape: Sequence[int], specs: Sequence[str | None]):
+        mesh = job.mesh()
+        of_devices = bounds_of(shape, specs, mesh.local_device_ids())
+        self._pack = _compat.packer(make_layout(specs))
+        self.distinct = list(dict.fromkeys(of_devices))
+        number_of = [self.distinct.index(bounds) for bounds in of_devices]
+        self._places = list(zip(mesh.local_devices(), number_of))  # of every device
+        self._firsts = [number_of.index(number) for number in range(len(self.distinct))]
+        self.first_devices = [mesh.local_devices()[first] for first in self._firsts]
+        self.shapes = [tuple(stop - start for start, stop in bounds) for bounds in self.distinct]
+
+    def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
+        values = [_tensor(shard) for shard in shards]
+        on_devices = []
+        for device, number in self._places:
+            value = values[number]
+            if value.device != device:
+                with tf.device(device):
+                    value = tf.identity(value)
+            on_devices.append(value)
+        return self._pack(on_devices)
+
+    def unpack(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return the shards of a DTensor, in the order of `distinct`."""
+        of_devices = dtensor.unpack(value)
+        return [of_devices[first] for first in self._firsts]
+
+
+def _tensor(value):
+    """Return what is given as a tensor; a step reads every variable, so it is read directly."""
+    if isinstance(value, tf.Variable):
+        return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+    return tf.convert_to_tensor(value)
+
+
+def bounds_of(
+    shape: Sequence[int], specs: Sequence[str | None], device_ids: Iterable[int]
+) -> list[_Bounds]:
+    """Return the bounds of what each device of the mesh holds of a tensor.
+
+    Args:
+        shape: the full shape.
+        specs: the mesh axis, or None, that shards each dimension.
+        device_ids: global numbers of devices.
+    """
+    mesh = job.mesh()
+    found = []
+    for device in device_ids:
+        coordinates = dict(zip(mesh.dim_names, np.unravel_index(device, mesh.shape())))
+        sizes = [size // axis_size(spec) for size, spec in zip(shape, specs)]
+        starts = [size * int(coordinates.get(spec, 0)) for size, spec in zip(sizes, specs)]
+        found.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
+    return found
+
+
+def all_gather_shards(variable: MeshVariable, shards: list[np.ndarray]) -> np.ndarray:
+    """Put a full value together from what each rank of the mesh holds of it.
+
+    Args:
+        variable: a `MeshVariable`.
+        shards: list of arrays of the shapes of its shards, on every rank of the mesh.
+
+    Returns:
+        A NumPy array of the variable's shape.
+    """
+    with tf.device("CPU:0"):
+        flat = tf.constant(np.concatenate([np.reshape(shard, [-1]) for shard in shards]))
+        return unshard([variable], [flat], f"gather.{variable.path}")[0].numpy()
+
+
+def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tensor]:
+    """Put full values together from what each rank of the mesh holds, by one collective.
+
+    Args:
+        variables: list of `MeshVariable`s.
+        shards: for each one tensor with this rank's shards, flattened, one after the other; all
+            of one type.
+        name: name of the collective, the same on every rank of the mesh.
+
+    Returns:
+        A list of tensors of the variables' shapes.
+    """
+    group = job.model_parallel_group()
+    sharded = [i for i, variable in enumerate(variables) if any(variable.specs)]
+    of_ranks = [[shard] for shard in shards]  # those of all ranks
+    if group.size > 1 and sharded:
+        packed = transport.all_gather(tf.concat([shards[i] for i in sharded], 0), group, name)
+        parts = tf.split(packed, [shards[i].shape[0] for i in sharded], axis=1)
+        for i, rows in zip(sharded, parts):
+            of_ranks[i] = tf.unstack(rows)
+    return [_assemble(variable, own) for variable, own in zip(variables, of_ranks)]
+
+
+def _assemble(variable, of_ranks):
+    """Return the full value of the flattened shards that each rank of the mesh has of it."""
+    mesh = job.mesh()
+    num_local, blocks = mesh.num_local_devices(), {}
+    for rank, flat in enumerate(of_ranks):
+        ids = range(rank * num_local, (rank + 1) * num_local)
+        if len(of_ranks) == 1:
+            ids = mesh.local_device_ids()
+        distinct = list(dict.fromkeys(bounds_of(variable.shape, variable.specs, ids)))
+        shards = tf.split(flat, len(distinct))
+        for bounds, shard in zip(distinct, shards):
+            blocks[tuple(bounds)] = tf.reshape(shard, [stop - start for start, stop in bounds])
+    for axis in reversed(range(len(variable.shape))):  # blocks that differ there alone are joined
+        rows = {}
+        for bounds in sorted(blocks):
+            rows.setdefault(bounds[:axis], []).append(blocks[bounds])
+        blocks = {key: tf.concat(row, axis) for key, row in rows.items()}
+    return blocks[()]
+
+
+def specs_of(variable: keras.Variable) -> tuple[str | None, ...]:
+    """Return the mesh axis, or None, that shards each dimension of any Keras variable."""
+    if isinstance(variable, MeshVariable):
+        return variable.specs
+    return (None,) * len(variable.shape)
+
+
+def share_of(variable: keras.Variable) -> float | None:
+    """Return 1 over the number of the mesh's ranks that have the same shards of a variable.
+
+    None where every rank has all of it.
+    """
+    specs = specs_of(variable)
+    if not any(specs):
+        return None
+    num_shards = math.prod(axis_size(axis) for axis in specs)
+    return num_shards / (job.model_parallel_group().size * len(variable.shards))
+
+
+def packed(variable: keras.Variable) -> tf.Tensor:
+    """Return any Keras variable as a DTensor."""
+    if isinstance(variable, MeshVariable):
+        return variable.packed()
+    return dtensor.copy_to_mesh(variable.value, make_layout(specs_of(variable)))
+
+
+def unpacked(variable: keras.Variable, value: tf.Tensor) -> list[tf.Tensor]:
+    """Return this rank's distinct shards of a DTensor that is laid out as `variable`."""
+    if isinstance(variable, MeshVariable):
+        return variable.unpacked(value)
+    return dtensor.unpack(value)[:1]

@@ -1,0 +1,1 @@
+"""Operations with a gradient of their own."""

@@ -1,0 +1,171 @@
+"""Builds this rank's stage of a network, and puts every layer of any kind into a model chunk.
+
+Layers of other stages are built too, but without values: what they give has known shapes.
+"""
+
+import functools
+import math
+import types
+from collections.abc import Callable
+
+import keras
+
+from dtransformer import _compat
+from dtransformer.parallel.pipeline_parallel.automatic_placement import by_use, spread
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.dependency_recorder import Recorder
+from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere
+from dtransformer.parallel.pipeline_parallel.stage_assignment import (
+    chunk_of,
+    is_placed,
+    placed_layers,
+)
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
+from dtransformer.parallel.pipeline_parallel.stage_weights import leave_to_others, share_weights
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.schedules.placement import Placement
+
+
+def build_stage(network: keras.Model, symbols: Callable, specs) -> Dataflow:
+    """Build this rank's stage of a network.
+
+    Args:
+        network: a `keras.Model`. What layers have a `pipeline_stage` keep it, the others get one.
+        symbols: a function that returns nested `keras.KerasTensor`s like the network's inputs.
+        specs: nested specs of known shapes like them.
+
+    Returns:
+        The `Dataflow` of the specs.
+
+    Raises:
+        ValueError: layers cannot be put into as many chunks as there are.
+    """
+    placement = job.placement()
+    with keras.StatelessScope():  # whose end gives values to the weights that are left
+        if not all(layer.built for layer in _compat.flat_layers(network)):
+            network(symbols())
+        place_all(network, specs, placement)
+        for layer in placed_layers(network):
+            if is_elsewhere(layer):
+                leave_to_others(layer)
+    return share_weights(network, specs)
+
+
+def place_all(network: keras.Model, specs, placement: Placement) -> None:
+    """Give a `pipeline_stage` to each layer that needs one and has none.
+
+    Args:
+        network: a `keras.Model`, built.
+        specs: nested specs of known shapes like its inputs.
+        placement: the `Placement`.
+
+    Raises:
+        ValueError: there are fewer layers with weights than chunks; or the network itself adds
+            losses, or reads weights of layers.
+    """
+    for layer in placed_layers(network):
+        _make_placeable(layer)
+    parts = _parts_without_place(network)
+    recorder = _recorded(network, specs, parts)
+    more = [part for part in _parts_without_place(network, adds_losses=True) if part not in parts]
+    if more:
+        parts += more
+        recorder = _recorded(network, specs, parts)
+    if _compat.adds_losses(network):
+        raise ValueError(
+            f"{network.name} adds a loss in its call, which no stage of a pipeline computes: let a "
+            "layer add it"
+        )
+    parts = [part for part in _in_order(recorder) if part in parts]
+    placed = [layer for layer in _in_order(recorder) if layer not in parts]
+    if placed:
+        given = {layer: chunk_of(layer, placement) for layer in placed}
+        calls = [(layer, [x.layer for x in needed]) for layer, needed in recorder.calls]
+        places = by_use(calls, [x.layer for x in recorder.ends], given, placement.num_chunks)
+    else:
+        if len(parts) < placement.num_chunks:
+            raise ValueError(
+                f"{network.name} has {len(parts)} layers with weights that are called, and the "
+                f"pipeline {placement.num_chunks} model chunks: each needs one"
+            )
+        places = spread({part: _size(part) for part in parts}, placement.num_chunks)
+    for part in parts:
+        part.pipeline_stage = places[part]
+
+
+def _parts_without_place(layer, adds_losses=False):
+    """Return the outermost layers that have variables, own metrics, or add losses, and no place.
+
+    Models are no such layers, and layers that have placed ones inside: their layers are.
+    """
+    found = []
+    for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
+        if is_placed(inner):
+            continue
+        if isinstance(inner, keras.Model) or any(map(is_placed, _compat.flat_layers(inner))):
+            found += _parts_without_place(inner, adds_losses)
+        elif (
+            inner.variables
+            or inner.metrics
+            or (adds_losses and any(map(_compat.adds_losses, _compat.flat_layers(inner))))
+        ):
+            found.append(inner)
+    return list(dict.fromkeys(found))
+
+
+def _recorded(network, specs, parts):
+    """Return the `Recorder` of a network whose parts are called as if they had a place."""
+    for part in parts:
+        _make_placeable(part)
+        part.pipeline_stage = 0
+    try:
+        with _Watch(parts):
+            return Recorder(lambda inputs: network(inputs, training=True), specs)
+    finally:
+        for part in parts:
+            part.pipeline_stage = None
+
+
+def _make_placeable(layer):
+    """Let a Keras layer have what layers of this package have for pipelines."""
+    if hasattr(layer, "copied_to"):
+        return
+    layer.copied_to, layer.results_that_are_weights = frozenset(), types.MappingProxyType({})
+    compute = layer.call
+
+    @functools.wraps(compute)
+    def call(*args, **kwargs):
+        return dispatch(layer, compute, args, kwargs)
+
+    object.__setattr__(layer, "call", call)
+
+
+class _Watch(keras.StatelessScope):
+    """A scope in which nobody reads weights of layers outside of their calls."""
+
+    def __init__(self, layers):
+        super().__init__(collect_losses=True)
+        self._weights = {id(variable) for layer in layers for variable in layer.variables}
+
+    def get_current_value(self, variable):
+        if id(variable) in self._weights:
+            raise ValueError(
+                f"{variable.path} is used outside of a call of its layer, which has it on one stage "
+                "of the pipeline only: pipeline_stage=1, or a layer that is called wherever it is used"
+            )
+        return super().get_current_value(variable)
+
+
+def _in_order(recorder):
+    return list(dict.fromkeys(layer for layer, _ in recorder.calls))
+
+
+def _size(layer):
+    """Return how many weights a layer multiplies with, each with every position of a batch."""
+    tables = {
+        id(variable)
+        for inner in _compat.flat_layers(layer)
+        if isinstance(inner, keras.layers.Embedding)
+        for variable in inner.variables
+    }
+    return 1 + sum(math.prod(v.shape) for v in layer.variables if id(v) not in tables)

@@ -1,0 +1,166 @@
+"""What passes between the model chunks of a pipeline.
+
+What passes are results of placed layers. Which ones is found out by running the network once
+with placeholder outputs for all of them: it is not declared.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+
+from dtransformer import _compat
+from dtransformer.parallel.pipeline_parallel.dependency_recorder import Recorder
+from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
+from dtransformer.parallel.schedules.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossStageTensor:
+    """A result of a placed layer that other model chunks need, or the mask that is on it.
+
+    Args:
+        name: str, the same on every rank.
+        shape: tuple of ints.
+        dtype: name of its type.
+        first_chunk: the chunk that computes it.
+        last_chunk: the last chunk that needs it.
+    """
+
+    name: str
+    shape: tuple
+    dtype: str
+    first_chunk: int
+    last_chunk: int
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it; of masks and other ints there is none."""
+        return "float" in self.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataflow:
+    """What passes from chunk to chunk, for one shape of micro-batches.
+
+    Args:
+        placement: the `Placement` of the chunks.
+        tensors: tuple of `CrossStageTensor`s.
+        copies: dict of the path of a layer and the chunks that need a copy of its weights,
+            besides its own.
+        outputs: nested specs of what the network returns.
+    """
+
+    placement: Placement
+    tensors: tuple
+    copies: dict = dataclasses.field(default_factory=dict)
+    outputs: object = None
+
+    def sent_after(self, chunk: int) -> list[CrossStageTensor]:
+        """Return the `CrossStageTensor`s that a chunk hands to the next one."""
+        return [x for x in self.tensors if x.first_chunk <= chunk < x.last_chunk]
+
+    def gradients_after(self, chunk: int) -> list[CrossStageTensor]:
+        """Return those of `sent_after(chunk)` of which the next chunk hands gradients back."""
+        return [x for x in self.sent_after(chunk) if x.has_gradient]
+
+    def received_by(self, chunk: int) -> list[CrossStageTensor]:
+        """Return the `CrossStageTensor`s that a chunk has from the one before."""
+        return self.sent_after(chunk - 1) if chunk else []
+
+    def copies_of(self, layer) -> frozenset[int]:
+        """Return the chunks, besides its own, that need a copy of a layer's weights."""
+        return self.copies.get(layer.path, frozenset())
+
+    def __str__(self):
+        lines = []
+        for chunk in range(self.placement.last_chunk):
+            there = f"{self.placement.describe(chunk)} → {self.placement.describe(chunk + 1)}"
+            for x in self.sent_after(chunk):
+                lines.append(f"{there}: {x.name} {'×'.join(map(str, x.shape))} {x.dtype}")
+        return "\n".join(lines)
+
+    @classmethod
+    def of(cls, function: Callable, inputs, placement: Placement) -> "Dataflow":
+        """Return the dataflow of a function of placed layers.
+
+        Args:
+            function: a function of `inputs` that returns nested tensors.
+            inputs: nested tensors, or specs of known shapes: a micro-batch.
+            placement: the `Placement`.
+
+        Raises:
+            ValueError: a chunk needs what a later one computes.
+        """
+        return cls._from(Recorder(function, inputs), placement)
+
+    @classmethod
+    def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
+        """Return the dataflow of a network's training step.
+
+        Args:
+            network: a `keras.Model`.
+            inputs: nested tensors, or specs of known shapes: a micro-batch.
+            placement: the `Placement`.
+
+        Raises:
+            ValueError: a chunk has no layers, or needs what a later one computes; or a
+                weight is in no layer that has a place.
+        """
+        recorder = Recorder(lambda inputs: network(inputs, training=True), inputs)
+        _check_places(network, [layer for layer, _ in recorder.calls], placement)
+        return cls._from(recorder, placement)
+
+    @classmethod
+    def _from(cls, recorder, placement):
+        copies, last_use = {}, {}
+        uses = [
+            (chunk_of(layer, placement), layer.path, needed) for layer, needed in recorder.calls
+        ]
+        for chunk, user, needed in [*uses, (placement.last_chunk, "the output", recorder.ends)]:
+            for result in needed:
+                first, path = chunk_of(result.layer, placement), result.layer.path
+                if result.is_weight:
+                    if chunk != first:
+                        copies[path] = copies.get(path, frozenset()) | {chunk}
+                    continue
+                if chunk < first:
+                    raise ValueError(
+                        f"{user} is on {placement.describe(chunk)} and needs what {path} computes "
+                        f"on {placement.describe(first)}: stages may not go backwards along the "
+                        "network"
+                    )
+                last_use[result] = max(last_use.get(result, 0), chunk)
+        tensors = []
+        for result, last in last_use.items():
+            first, spec = chunk_of(result.layer, placement), result.spec
+            if last > first:
+                shape, dtype = tuple(spec.shape), spec.dtype.name
+                tensors.append(CrossStageTensor(result.name, shape, dtype, first, last))
+        return cls(placement, tuple(tensors), copies, recorder.outputs)
+
+
+def _check_places(network, placed, placement):
+    used = set()
+    for layer in placed:
+        chunk = chunk_of(layer, placement)
+        if not 0 <= chunk < placement.num_chunks:
+            raise ValueError(
+                f"{layer.path} is put on stage {layer.pipeline_stage}, but there are "
+                f"{placement.num_chunks} stages"
+            )
+        used.add(chunk)
+    for chunk in range(placement.num_chunks):
+        if chunk not in used:
+            raise ValueError(
+                f"{placement.describe(chunk)} of {placement.num_chunks} has no layer with weights: "
+                "change lambda_func or pipeline_stage; blocks take their stages when they are made, "
+                "by the config of that moment: call init before the network is made"
+            )
+    inside = {id(inner) for layer in placed for inner in _compat.flat_layers(layer)}
+    for layer in _compat.flat_layers(network):
+        if _compat.own_variables(layer) and id(layer) not in inside:
+            raise ValueError(
+                f"{layer.path} has weights of its own beside its layers, which no pipeline stage "
+                "computes with: put them into a layer"
+            )

@@ -1,0 +1,125 @@
+"""Computations without gradients that go through all stages of a pipeline."""
+
+import tensorflow as tf
+
+from dtransformer.parallel.collectives import transport
+from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.local_stage import has_outputs, own_chunks
+from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing.tensor_specs import specs_of
+
+
+class ForwardPass:
+    """A function of a network's layers whose model chunks are computed in turn.
+
+    Args:
+        network: a `keras.Model`, built.
+        function: a function of (inputs, state) that returns outputs, nested tensors, and a
+            state: what the chunk that is computed keeps for the next call, nested tensors
+            of its placed layers. The state that it gets is None in the first call, and
+            when what passes between the stages is found out.
+        name: str, of what is sent.
+        shares: whether chunks that are alike may share a function; see `ChunkFunctions`.
+
+    Attributes:
+        devices: where this rank's stage computes.
+        empty_state: the state of a chunk that has nothing to keep, after the first call.
+    """
+
+    empty_state = None
+
+    def __init__(self, network, function, name, shares=False):
+        self._function, self._name = function, name
+        self.devices, self._peers = stage_devices(), PeerToPeer()
+        self._functions = ChunkFunctions(network, self._compute, self.devices, name, shares)
+        self._dataflows = {}
+
+    def __call__(self, inputs, states=None):
+        """Compute on every rank of the pipeline.
+
+        Args:
+            inputs: nested tensors, the same on every stage; on a mesh DTensors.
+            states: what the last call has returned of them; None at first.
+
+        Returns:
+            The outputs on the stage that has them, zeros like them elsewhere, see
+            `from_last`; and the states.
+        """
+        dataflow, new_states, leaving = self._dataflow(inputs), {}, []
+        placement = dataflow.placement
+        for chunk in own_chunks():
+            if not chunk:
+                passing = {}
+            elif not placement.is_local(chunk - 1):
+                passing = self._receive(dataflow, chunk)
+            state = None if states is None else states[chunk]
+            function = self._functions.of(chunk, dataflow, state is None)
+            passing, (outputs, new_states[chunk]) = function(
+                function.weights(), passing, inputs, state
+            )
+            if chunk != placement.last_chunk and not placement.is_local(chunk):
+                leaving.append(self._send(dataflow, chunk, passing))
+        for sent in leaving:
+            sent.result()
+        if has_outputs():
+            return self.devices.local(outputs), new_states
+        return zeros_like(dataflow.outputs), new_states
+
+    def _compute(self, chunk, inputs, state):
+        outputs, state = self._function(inputs, state)
+        is_last = chunk == job.placement().last_chunk
+        return self.devices.replicate(outputs) if is_last else None, state
+
+    def _dataflow(self, inputs):
+        key = tuple(tf.nest.flatten(specs_of(inputs)))
+        if key not in self._dataflows:
+            self._dataflows[key] = Dataflow.of(self._outputs, inputs, job.placement())
+        return self._dataflows[key]
+
+    def _outputs(self, inputs):
+        outputs, self.empty_state = self._function(inputs, None)
+        return outputs
+
+    def _name_after(self, chunk):
+        return f"{self._name}_after_{chunk}"
+
+    def _send(self, dataflow, chunk, passing):
+        crossing = dataflow.sent_after(chunk)
+        shards = self.devices.shards(crossing, [passing[tensor.name] for tensor in crossing])
+        peer = dataflow.placement.stage_after(chunk)
+        return self._peers.send(shards, peer, self._name_after(chunk))
+
+    def _receive(self, dataflow, chunk):
+        crossing, peer = dataflow.received_by(chunk), dataflow.placement.stage_before(chunk)
+        specs = self.devices.shard_specs(crossing)
+        shards = self._peers.receive(specs, peer, self._name_after(chunk - 1)).result()
+        tensors = self.devices.from_shards(crossing, shards)
+        return {tensor.name: x for tensor, x in zip(crossing, tensors)}
+
+
+def zeros_like(specs):
+    """Return zeros of the shapes and types of nested specs; None stays None."""
+    return tf.nest.map_structure(
+        lambda spec: None if spec is None else tf.zeros(spec.shape, spec.dtype), specs
+    )
+
+
+def from_last(tensors, name: str):
+    """Return nested tensors of the stage with the network's outputs on every stage.
+
+    Args:
+        tensors: nested tensors, of the same shapes on every stage.
+        name: str, the same on every stage.
+    """
+    group, placement = job.pipeline_group(), job.placement()
+    if group.size == 1:
+        return tensors
+    root = placement.stage_of(placement.last_chunk)
+    flat = [
+        transport.broadcast(x, root, group, f"{name}_{number}")
+        for number, x in enumerate(tf.nest.flatten(tensors))
+    ]
+    return tf.nest.pack_sequence_as(tensors, flat)

@@ -1,0 +1,257 @@
+"""Where a pipeline stage computes: on this rank's device, or on its mesh.
+
+Both compile functions of a model chunk, and know which shards of what passes between stages
+this rank holds, sends and receives.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.mesh.axis_rules import activation_specs
+from dtransformer.parallel.mesh.batch import (
+    local_value,
+    put_batch,
+    put_numbers,
+    put_replicated,
+    put_sharded,
+)
+from dtransformer.parallel.mesh.function import MeshFunction, wait
+from dtransformer.parallel.mesh.layouts import laid_out, replicate
+from dtransformer.parallel.mesh.variable import LocalShards, packed, specs_of, unpacked
+from dtransformer.parallel.pipeline_parallel.dataflow import CrossStageTensor, Dataflow
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.weights.sharded_variable import trained_value
+
+
+def stage_devices() -> "LocalExecutor":
+    """Return where this rank's stage computes."""
+    return LocalExecutor() if job.mesh() is None else Mesh()
+
+
+class LocalExecutor:
+    """The rank's only device: tensors are what they are.
+
+    Attributes:
+        compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
+        takes_open_shapes: whether a function that is compiled once may take several shapes.
+    """
+
+    compiles_whole_graphs, takes_open_shapes = False, True
+
+    def compile(
+        self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
+    ):
+        """Return a function, compiled, of weights that are trained and of other arguments.
+
+        Its first argument is what `weights()` of it returns: what gradients are taken of. The
+        others are weights that it reads, too.
+        """
+        return _Function(function, trained)
+
+    def cache_key(self, dataflow: Dataflow):
+        """Return what of a `Dataflow` a function is compiled for: names, as shapes may vary."""
+        return tuple((x.name, x.first_chunk, x.last_chunk) for x in dataflow.tensors)
+
+    def put_batch(self, inputs, labels, sample_weight):
+        """Return a batch as compiled functions take it."""
+        return inputs, labels, sample_weight
+
+    def put_sharded(self, batch):
+        """Return the nested inputs of a batch as compiled functions take them."""
+        return batch
+
+    def put_numbers(self, numbers):
+        """Return numbers that differ from step to step as compiled functions take them."""
+        return numbers
+
+    def put_one(self):
+        """Return the gradient of a loss."""
+        return tf.ones([])
+
+    def numbers(self, put, shape):
+        """Return what `put_numbers` was given, inside of a compiled function."""
+        return put
+
+    def relayout(self, tensor: CrossStageTensor, x: tf.Tensor) -> tf.Tensor:
+        """Lay `x` out as a `CrossStageTensor` passes, inside of a compiled function."""
+        return x
+
+    def replicate(self, results):
+        """Lay nested results out as `local` takes them, inside of a compiled function."""
+        return results
+
+    def shard_specs(self, tensors: list[CrossStageTensor]) -> list[tuple]:
+        """Return (shape, dtype) of each of this rank's shards of `CrossStageTensor`s."""
+        return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+    def shards(self, tensors: list[CrossStageTensor], values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return this rank's shards of the values of a list of `CrossStageTensor`s."""
+        return values
+
+    def from_shards(
+        self, tensors: list[CrossStageTensor], shards: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Return the values of a list of `CrossStageTensor`s, from this rank's shards."""
+        return shards
+
+    def gradient_shards(self, weight: keras.Variable, gradient) -> list[tf.Tensor]:
+        """Return this rank's shards of a gradient, in the order of the weight's."""
+        return [tf.convert_to_tensor(gradient)]
+
+    def local(self, results):
+        """Return nested results, which every device has, as tensors of this rank; None is None."""
+        return results
+
+    def wait(self, results):
+        """Wait until nested results are computed."""
+        _wait_for_gpus()
+
+
+class _Named:
+    """A function that computes the layers that it was traced for."""
+
+    @staticmethod
+    def layer_name(name: str) -> str:
+        """Return a name in the compiled function as it is told."""
+        return name
+
+
+class _Function(_Named):
+    """A compiled function that reads its weights by itself.
+
+    Attributes:
+        trained: list of the Keras variables that gradients are taken of.
+        is_new: whether it was compiled since this was last set to False; on a mesh alone.
+        compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
+        calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
+    """
+
+    is_new, compiled, calls = False, (), types.MappingProxyType({})
+
+    def __init__(self, function, trained):
+        self.trained = trained
+        self._function = tf.function(function, reduce_retracing=True, autograph=False)
+        # TensorFlow would count the traces of all chunks as those of one function.
+        _compat.expect_many_traces(self._function)
+
+    def weights(self):
+        """Return what gradients are taken of."""
+        return [trained_value(weight) for weight in self.trained]
+
+    def trace(self, *specs):
+        """Trace it for arguments like `specs`, where dimensions that vary are None."""
+        self._function.get_concrete_function(*specs)
+
+    def __call__(self, weights, *args):
+        results = self._function(*args)
+        _wait_for_gpus()
+        return results
+
+
+def _wait_for_gpus():
+    if device_type() == "GPU":
+        tf.test.experimental.sync_devices()
+
+
+class Mesh(LocalExecutor):
+    """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
+
+    compiles_whole_graphs, takes_open_shapes = True, False
+
+    def __init__(self):
+        # What this rank holds of a `CrossStageTensor`, found out once.
+        self._held = functools.cache(lambda x: LocalShards(x.shape, self._specs(x)))
+
+    def compile(self, function, trained, others):
+        return _FunctionOnMesh(function, trained, others)
+
+    def cache_key(self, dataflow):
+        return dataflow.tensors, repr(dataflow.outputs)
+
+    def put_batch(self, inputs, labels, sample_weight):
+        return put_batch(inputs, labels, sample_weight)
+
+    def put_sharded(self, batch):
+        return put_sharded(batch)
+
+    def put_numbers(self, numbers):
+        return put_numbers(numbers)
+
+    def put_one(self):
+        return put_replicated(tf.ones([]))
+
+    def numbers(self, put, shape):
+        return tf.reshape(put[: tf.TensorShape(shape).num_elements()], shape)
+
+    def relayout(self, tensor, x):
+        return laid_out(x, self._specs(tensor))
+
+    def replicate(self, results):
+        return replicate(results)
+
+    def shard_specs(self, tensors):
+        return [(shape, x.dtype) for x in tensors for shape in self._held(x).shapes]
+
+    def shards(self, tensors, values):
+        pairs = zip(tensors, values, strict=True)
+        return [shard for tensor, x in pairs for shard in self._held(tensor).unpack(x)]
+
+    def from_shards(self, tensors, shards):
+        shards, all_held = iter(shards), [self._held(tensor) for tensor in tensors]
+        return [held.pack([next(shards) for _ in held.distinct]) for held in all_held]
+
+    def gradient_shards(self, weight, gradient):
+        return unpacked(weight, gradient)
+
+    def local(self, results):
+        return tf.nest.map_structure(lambda x: None if x is None else local_value(x), results)
+
+    def wait(self, results):
+        wait(results)
+
+    @staticmethod
+    def _specs(tensor):
+        """Rows are sharded as those of a batch, the second dimension as a sequence."""
+        axes = ("batch", "length", *[None] * len(tensor.shape))[: len(tensor.shape)]
+        return activation_specs(axes, tensor.shape)
+
+
+class _FunctionOnMesh(_Named, MeshFunction):
+    """A function on the mesh whose gradients are taken outside of it; called as `_Function`."""
+
+    is_new = False
+
+    def __init__(self, function, trained, others):
+        super().__init__(function, [*trained, *others], gradients=True)
+        self.trained, self._others = trained, others
+
+    def weights(self, trained=None):
+        """Return the trained weights as DTensors, or others that are like them."""
+        return [packed(weight) for weight in (self.trained if trained is None else trained)]
+
+    def __call__(self, weights, *args):
+        return self.call(weights, self.trained, self._others, *args)
+
+    def call(self, weights, trained, others, *args):
+        """As a call, with values of other variables that are like its own, see `alike_chunks`."""
+        # Gradients are traced when the function is called.
+        with trace.scope(on_mesh=True), _compat.constants_are_copied():
+            variables = [*trained, *others]
+            return self.run([*weights, *map(packed, others)], *args, variables=variables)
+
+    def put(self, numbers):
+        """Return a list of ints as an argument."""
+        return put_numbers(tf.constant(numbers or [0], "int32"))
+
+    def _trace(self, weights, args):
+        self.is_new = True
+        # The gradient of a weight is laid out as the weight is here.
+        trained = [laid_out(w, specs_of(v)) for w, v in zip(weights, self.trained)]
+        return super()._trace([*trained, *weights[len(trained) :]], args)

@@ -1,0 +1,135 @@
+"""What a call of a placed layer does while a network, or one model chunk of it, is traced.
+
+Inside of `with view(...)` placed layers are called through a view: it computes those that are
+its own, and gives placeholder outputs, or what was received, for those of other stages.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.pipeline_parallel.local_stage import check_here
+from dtransformer.parallel.pipeline_parallel.placeholders import check_output, placeholder_outputs
+from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
+from dtransformer.parallel.tracing import trace
+
+
+@contextlib.contextmanager
+def view(of):
+    """Let placed layers inside the `with` block be called through `of`."""
+    with trace.scope(stage_view=of):
+        yield of
+
+
+def dispatched(call: Callable) -> Callable:
+    """Return a layer's method `call`, which other stages do not compute.
+
+    The method comes after all that Keras does with a layer's inputs: builds, casts, masks.
+    """
+
+    @functools.wraps(call)
+    def call_here(layer, *args, **kwargs):
+        return dispatch(layer, functools.partial(call, layer), args, kwargs)
+
+    return call_here
+
+
+def dispatch(
+    layer, compute: Callable, args: tuple, kwargs: dict, placeholder: Callable = placeholder_outputs
+):
+    """Return compute(*args, **kwargs), or what there is of it where another stage computes it.
+
+    Args:
+        layer: the layer.
+        compute: a method of it.
+        args, kwargs: the method's arguments.
+        placeholder: a function of (layer, args, kwargs) that returns placeholder outputs.
+
+    Raises:
+        RuntimeError: another stage has the layer, and no view is there to stand for it.
+    """
+    if layer.pipeline_stage is None or _compat.in_symbolic_scope():  # shapes are asked for only
+        return compute(*args, **kwargs)
+    current = trace.current().stage_view
+    if current is not None:
+        return current.call(layer, compute, placeholder, args, kwargs)
+    check_here(layer)
+    return compute(*args, **kwargs)
+
+
+def current_chunk() -> int | None:
+    """Return the number of the model chunk that is computed; None where none is."""
+    return getattr(trace.current().stage_view, "chunk", None)
+
+
+class ChunkView:
+    """Computes one chunk's placed layers; others give what was received, or placeholders.
+
+    Args:
+        chunk: number of the model chunk.
+        dataflow: the `Dataflow`.
+        received: dict of the names of `dataflow.received_by(chunk)` and their tensors.
+
+    Attributes:
+        chunk: the number.
+        sent: dict of the names of `dataflow.sent_after(chunk)` and their tensors.
+    """
+
+    def __init__(self, chunk, dataflow, received):
+        self.chunk, self._dataflow, self._received = chunk, dataflow, received
+        self._names = CallNames()
+        self._wanted = {tensor.name for tensor in dataflow.sent_after(chunk)}
+        self.sent = {name: x for name, x in received.items() if name in self._wanted}
+
+    def call(self, layer, compute, placeholder, args, kwargs):
+        name = self._names.next(layer)
+        if chunk_of(layer, self._dataflow.placement) == self.chunk:
+            with view(None):  # what is inside of a placed layer is with it
+                results = compute(*args, **kwargs)
+            self._keep_sent(layer, name, results, args, kwargs)
+            return results
+        results = placeholder(layer, args, kwargs)
+        flat = tf.nest.flatten(results)
+        for number, x in enumerate(flat):
+            flat[number] = self._received.get(f"{name}:{number}", x)
+            mask = self._received.get(mask_name(name, number))
+            if mask is not None:
+                _compat.with_mask(flat[number], mask)
+        if self.chunk in self._dataflow.copies_of(layer):
+            for number, weight in layer.results_that_are_weights.items():
+                flat[number] = tf.convert_to_tensor(getattr(layer, weight))
+        return tf.nest.pack_sequence_as(results, flat)
+
+    def _keep_sent(self, layer, name, results, args, kwargs):
+        for number, x in enumerate(tf.nest.flatten(results)):
+            if f"{name}:{number}" in self._wanted:
+                check_output(layer, number, x, args, kwargs)
+                self.sent[f"{name}:{number}"] = x
+            if mask_name(name, number) in self._wanted:
+                self.sent[mask_name(name, number)] = _compat.mask_of(x)
+
+
+def mask_name(call: str, number: int) -> str:
+    """Return the name of the mask that a call has left on one of its results."""
+    return f"{call}:{number}.mask"
+
+
+class CallNames:
+    """Names of calls, the same on every rank: a layer may be called more than once."""
+
+    def __init__(self):
+        self._numbers = {}  # id of a layer -> number of its calls
+        self._layers = {}  # path -> ids of the layers that have it, such as in two equal parts
+
+    def next(self, layer) -> str:
+        """Return the name of a layer's next call."""
+        number = self._numbers[id(layer)] = self._numbers.get(id(layer), -1) + 1
+        path = layer.path or layer.name  # Keras' layers without weights have no path
+        layers = self._layers.setdefault(path, [])
+        if id(layer) not in layers:
+            layers.append(id(layer))
+        namesake = layers.index(id(layer))
+        return path + f"~{namesake}" * bool(namesake) + f"#{number}" * bool(number)

@@ -1,0 +1,187 @@
+"""The weights of layers that are spread over stages: built, shared, saved and loaded."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.collectives.objects import broadcast_arrays
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere, is_here, shared_layers
+from dtransformer.parallel.pipeline_parallel.stage_assignment import placed_layers, stages_of
+from dtransformer.parallel.runtime import job
+
+
+def built_on_its_stage(build: Callable) -> Callable:
+    """Return a layer's method `build`, which gives weights no values where others have them."""
+
+    @functools.wraps(build)
+    def build_here(layer, *args, **kwargs):
+        if not is_elsewhere(layer):
+            build(layer, *args, **kwargs)
+        else:
+            with keras.StatelessScope(initialize_variables=False):
+                build(layer, *args, **kwargs)
+            leave_to_others(layer)
+
+    return build_here
+
+
+def leave_to_others(layer: keras.layers.Layer) -> None:
+    """Keep the shapes alone of a layer's weights: another stage has it."""
+    for inner in _compat.flat_layers(layer):
+        own, left = _compat.own_variables(inner), getattr(inner, "left_variables", [])
+        object.__setattr__(inner, "left_variables", [*left, *own])
+        for variable in own:
+            _compat.drop_value(inner, variable, AbsentValue(variable.path))
+        object.__setattr__(inner, "load_own_variables", lambda store: None)  # passed by
+        object.__setattr__(inner, "save_own_variables", functools.partial(_refuse_to_save, inner))
+
+
+def _take_over(layer):
+    """Build a layer with weights that was left to others."""
+    for inner in _compat.flat_layers(layer):
+        for name in ("left_variables", "load_own_variables", "save_own_variables"):
+            vars(inner).pop(name, None)
+    _compat.take_weights(layer)
+    layer.build((None, None))
+
+
+def _refuse_to_save(layer, store):
+    raise RuntimeError(
+        f"another stage of the pipeline has the weights of {layer.path}: save the trainer, on all "
+        "ranks, whose file holds those of every stage"
+    )
+
+
+class AbsentValue:
+    """The value of a weight that another stage has: its shape alone can be asked for.
+
+    Args:
+        path: of the weight.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __call__(self, shape, dtype=None):
+        if not _compat.in_symbolic_scope():
+            raise RuntimeError(
+                f"another stage of the pipeline has the weight {self._path}: it is read in a call of "
+                "its layer only"
+            )
+        return tf.zeros(shape, dtype)
+
+
+def share_weights(network: keras.Model, inputs) -> Dataflow | None:
+    """Find out which stages share weights, and build the copies that this rank has.
+
+    Args:
+        network: a `keras.Model`, built.
+        inputs: nested tensors, or specs of known shapes: a batch.
+
+    Returns:
+        The `Dataflow` of the batch; None where there is one model chunk.
+
+    Raises:
+        ValueError: see `Dataflow.of_network`.
+    """
+    if job.placement().num_chunks == 1:
+        return None
+    dataflow = Dataflow.of_network(network, inputs, job.placement())
+    for layer in placed_layers(network):
+        layer.copied_to = dataflow.copies_of(layer)
+    for _, layer in shared_layers(network):
+        if is_here(layer) and not layer.weights:
+            _take_over(layer)
+    return dataflow
+
+
+@contextlib.contextmanager
+def full_network(network: keras.Model) -> Iterator[None]:
+    """Inside the `with` block rank 0 can save the layers of all stages, as Keras does.
+
+    All ranks have to come here. What other stages have comes to rank 0's memory, one layer
+    after the other.
+    """
+    lent = []
+    try:
+        for layer in placed_layers(network) if job.stage()[1] > 1 else []:
+            owner = stages_of(layer, job.placement())[0]
+            if owner:  # rank 0 has the first stage's
+                for inner in _compat.flat_layers(layer):
+                    values = _from_stage(inner, owner)
+                    if job.is_chief():
+                        lent.append((inner, inner.save_own_variables))
+                        object.__setattr__(inner, "save_own_variables", _saving(values))
+        yield
+    finally:
+        for layer, save in lent:
+            object.__setattr__(layer, "save_own_variables", save)
+
+
+def all_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return a layer's weights in Keras' order; of those that other stages have the shapes are known."""
+    found = [*(getattr(layer, "left_variables", None) or _compat.own_variables(layer))]
+    for inner in _compat.flat_layers(layer, include_self=False, recursive=False):
+        found += all_weights(inner)
+    return list({id(weight): weight for weight in found}.values())
+
+
+def count_params(network: keras.Model) -> int:
+    """Return the number of elements of the weights of all stages."""
+    return sum(math.prod(weight.shape) for weight in all_weights(network))
+
+
+def get_weights(network: keras.Model) -> list[np.ndarray]:
+    """Return the values of the weights of all stages, on every rank; all have to call."""
+    values, group = {}, job.pipeline_group()
+    for layer in placed_layers(network):
+        owner, weights = stages_of(layer, job.placement())[0], all_weights(layer)
+        is_here = job.stage()[0] == owner
+        own = {str(i): np.asarray(weight.numpy()) for i, weight in enumerate(weights) if is_here}
+        if weights:
+            sent = broadcast_arrays(own, group.ranks[owner], group, f"weights_{layer.path}")
+            values |= {id(weight): sent[str(i)] for i, weight in enumerate(weights)}
+    weights = all_weights(network)
+    return [values[id(w)] if id(w) in values else np.asarray(w.numpy()) for w in weights]
+
+
+def set_weights(network: keras.Model, values: Sequence[np.ndarray]) -> None:
+    """Set this stage's weights to their values among those of all stages, as of `get_weights`.
+
+    Raises:
+        ValueError: there are more or fewer, or one has another shape.
+    """
+    weights, here = all_weights(network), {id(weight) for weight in network.weights}
+    shapes = [tuple(weight.shape) for weight in weights]
+    if shapes != [np.shape(value) for value in values]:
+        raise ValueError(
+            f"set_weights got {len(values)} arrays, and {network.name} has {len(weights)} weights on "
+            "all stages, or shapes differ: give what get_weights returns"
+        )
+    for weight, value in zip(weights, values):
+        if id(weight) in here:
+            weight.assign(value)
+
+
+def _from_stage(layer, owner):
+    """Return what a stage's layer would save, on every stage."""
+    values, group = {}, job.pipeline_group()
+    if job.stage()[0] == owner:
+        layer.save_own_variables(values)  # Keras' layers give variables
+        values = {name: keras.ops.convert_to_numpy(value) for name, value in values.items()}
+    return broadcast_arrays(values, group.ranks[owner], group, f"saved_{layer.path}")
+
+
+def _saving(values):
+    def save(store):
+        for name, value in values.items():
+            store[name] = value
+
+    return save

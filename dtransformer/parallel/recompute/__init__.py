@@ -1,0 +1,1 @@
+"""Recompute: the backward pass computes activations again instead of keeping them."""

@@ -1,0 +1,1 @@
+"""The job of ranks: its start, its devices, its groups, its end."""

@@ -1,0 +1,178 @@
+"""What `init` does before there is a job, and what is left when it ends.
+
+Horovod is started, where there are several ranks, which compare what they were started with.
+"""
+
+import atexit
+import dataclasses
+import json
+import os
+import sys
+import time
+import types
+
+from dtransformer.errors import InputError, one_line, shown
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.elastic_config import refit
+from dtransformer.parallel.runtime.cluster import free_address
+from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
+from dtransformer.parallel.runtime.json_exchange import exchange_json
+from dtransformer.parallel.watchdog.address import own_host
+from dtransformer.parallel.watchdog.thread import Watchdog
+
+# How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
+# of the time of the cores that compute, and 5 ms a twentieth.
+_CYCLE_MILLISECONDS = "5"
+# Where other launchers say how many processes they started.
+_SET_BY_OTHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+_SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+# Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
+FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
+# What errors say on the ranks that wait for one that has left.
+OF_A_RANK_THAT_LEFT = "Horovod has been shut down"
+ANOTHER_FAILED = "another rank has failed, or left"
+_SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
+
+
+def start_horovod() -> types.ModuleType | None:
+    """Return `horovod.tensorflow`, started; None where `horovodrun` did not start the process.
+
+    Raises:
+        InputError: the environment has a number of ranks, and not what `horovodrun` sets beside;
+            or another launcher has started several processes.
+        RuntimeError: there are several ranks, and Horovod cannot be imported.
+    """
+    num_ranks = os.environ.get("HOROVOD_SIZE", "1")
+    if num_ranks in ("", "0", "1"):
+        _check_alone()
+        return None
+    if not num_ranks.isdecimal() or not all(os.environ.get(name) for name in _SET_BY_HOROVODRUN):
+        raise InputError(
+            f"the environment has HOROVOD_SIZE={shown(num_ranks)}, and not all else that horovodrun "
+            f"sets ({', '.join(_SET_BY_HOROVODRUN)}): start with horovodrun, or unset HOROVOD_SIZE"
+        )
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
+    # order in which a ring adds up depends on where a tensor lies in what is sent.
+    os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
+    if device_type() == "CPU":
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
+    else:  # an operation ends on the GPU's stream, and the host goes on
+        os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise RuntimeError(
+            f"this job has {os.environ['HOROVOD_SIZE']} ranks, which needs Horovod, and it cannot "
+            f"be imported ({error}): run 'dtransformer doctor --install-horovod', or start one "
+            "process with python"
+        ) from error
+    if device_type() == "GPU" and not hvd.nccl_built() and logical_gpus() == 1:
+        raise RuntimeError(
+            "this Horovod was built without NCCL, so that all that ranks send would go through the "
+            "hosts' memory: install one that has it, drive the GPUs of a host from one process "
+            "(init(local_devices=...)), or set DTRANSFORMER_LOGICAL_GPUS to try layouts on a card"
+        )
+    hvd.init()
+    leave_at_exit(hvd)
+    return hvd
+
+
+def leave_at_exit(hvd, watchdog: Watchdog | None = None) -> None:
+    """Let this process leave the job when it ends."""
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit, hvd, watchdog)
+
+
+def _check_alone():
+    """Refuse processes of another launcher, each of which would train by itself."""
+    for name, launcher in _SET_BY_OTHERS.items():
+        number = os.environ.get(name, "1")
+        if number not in ("", "0", "1"):
+            raise InputError(
+                f"{launcher} has started several processes ({name}={shown(number)}), and ranks are "
+                f"joined by horovodrun: start with horovodrun, or unset {name} where each process "
+                "is to train by itself"
+            )
+
+
+def fitting(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
+    """Return the config to use: under `dtransformer launch` one that fits the devices.
+
+    That is the one which the launcher has planned, where it has, or the plain rule's.
+    """
+    text = os.environ.get(FITS_LAYOUT)
+    if not text:
+        return config
+    planned = json.loads(text)
+    if isinstance(planned, dict):
+        return dataclasses.replace(config, **planned)
+    return refit(config, num_devices)
+
+
+def stop_horovod(hvd) -> None:
+    """Leave the job, if Horovod has joined one."""
+    if hvd is not None and hvd.is_initialized():
+        hvd.shutdown()
+
+
+def _leave_at_exit(hvd, watchdog):
+    """Leave without waiting for ranks that may have failed.
+
+    A rank that fails because another one has left waits a moment, so that
+    horovodrun, which ends the job with the first exit, names the rank at fault.
+    """
+    error = getattr(sys, "last_value", None)
+    if any(text in str(error) for text in (ANOTHER_FAILED, OF_A_RANK_THAT_LEFT)):
+        time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
+    if watchdog is not None:
+        watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
+    stop_horovod(hvd)
+
+
+def compare_ranks(
+    hvd,
+    config: TransformerOpParallelConfig,
+    seed: int | None,
+    local_devices: int,
+    stall_seconds: float,
+) -> list[str]:
+    """Return the addresses of all ranks, where each could listen.
+
+    Args:
+        hvd: the module `horovod.tensorflow`, started.
+        config, seed, local_devices, stall_seconds: as `init` got them.
+
+    Raises:
+        ValueError: ranks were started differently; the same on every rank.
+    """
+    own = {
+        **dataclasses.asdict(config),
+        "seed": seed,
+        "local_devices": local_devices,
+        "stall_seconds": stall_seconds,
+    }
+    address = free_address(local=hvd.local_size() == hvd.size())
+    cards = [own_host(), cards_of_its_own(hvd.local_size(), local_devices)]
+    answers = exchange_json(
+        [own, address, cards], lambda text: hvd.allgather(text, name="dtransformer.config")
+    )
+    everyone, addresses, cards = zip(*answers)
+    for rank, (host, visible) in enumerate(cards):
+        if visible is not None and (first := cards.index([host, visible])) < rank:
+            raise ValueError(
+                f"ranks {first} and {rank} see the same GPUs of {host} and no others "
+                f"(CUDA_VISIBLE_DEVICES={visible}): start at most one rank a GPU"
+            )
+    for field, expected in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[field] != expected]
+        if others:
+            raise ValueError(
+                f"ranks disagree on {field}: rank 0 has {expected!r}, rank {others[0]} has "
+                f"{everyone[others[0]][field]!r}; start every rank with the same config"
+            )
+    return list(addresses)

@@ -1,0 +1,1 @@
+"""Pipeline schedules: instructions, their order, a simulator, placements; pure."""

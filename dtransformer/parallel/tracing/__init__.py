@@ -1,0 +1,1 @@
+"""The context of tracing, and functions that are traced once for many blocks."""

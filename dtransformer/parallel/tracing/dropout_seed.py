@@ -1,0 +1,110 @@
+"""Masks of dropout, and the seed that they are derived from, so that they can be drawn again."""
+
+import contextlib
+import types
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from dtransformer.parallel.tracing import trace
+
+_PHILOX = 1  # as TensorFlow's operations number their algorithms
+
+
+@contextlib.contextmanager
+def dropout_seed(seed: tf.Tensor) -> Iterator[None]:
+    """Derive every dropout mask inside the `with` block from `seed`.
+
+    A training step opens it with a seed made of the job's seed, the step, the
+    micro-batch and the data shard; computing a block again inside it gives the same
+    masks again.
+
+    Args:
+        seed: int32 tensor [2].
+    """
+    with trace.scope(dropout_seed=seed):
+        yield
+
+
+def current_dropout_seed() -> tf.Tensor:
+    """Return the seed of `dropout_seed`; outside of it one of TensorFlow's global generator."""
+    seed = trace.current().dropout_seed
+    if seed is not None:
+        return seed
+    return tf.random.uniform([2], maxval=tf.int32.max, dtype=tf.int32)
+
+
+@contextlib.contextmanager
+def dropout_numbers(numbers: dict[int, tf.Tensor]) -> Iterator[None]:
+    """Let layers inside the `with` block draw their masks by other numbers than their own.
+
+    Args:
+        numbers: dict of the id of a layer and its number, an int32 scalar.
+    """
+    with trace.scope(dropout_numbers=types.MappingProxyType(numbers)):
+        yield
+
+
+def layer_number(layer) -> int | tf.Tensor:
+    """Return the number that a dropout layer's masks are drawn by.
+
+    Args:
+        layer: it has an int `number`.
+    """
+    return trace.current().dropout_numbers.get(id(layer), layer.number)
+
+
+def kept_elements(
+    shape: Sequence,
+    rate: float,
+    seed: tf.Tensor,
+    number: int | tf.Tensor = 0,
+    part: int = 0,
+) -> tf.Tensor:
+    """Return which elements are kept: a bool tensor, False with the probability `rate`.
+
+    Args:
+        shape: list of ints, or scalars where a dimension is not known.
+        rate: the probability, in [0, 1).
+        seed: int32 tensor [2].
+        number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
+        part: int in [0, 2³¹): masks of one number differ by it.
+    """
+    words = _random_words(shape, seed, number, part * 2**32)
+    return words >= tf.constant(int(rate * 2**32), "uint32")
+
+
+def random_floats(shape: Sequence, seed: tf.Tensor, number: int | tf.Tensor = 0) -> tf.Tensor:
+    """Return random numbers in [0, 1), float32, that follow from a seed and a number.
+
+    Args:
+        shape: list of ints, or scalars where a dimension is not known.
+        seed: int32 tensor [2].
+        number: as of `kept_elements`.
+    """
+    # Of a word's last bits, as TensorFlow's own are; XLA's would be of the first.
+    words = tf.bitwise.bitwise_and(_random_words(shape, seed, number), 2**23 - 1)
+    return tf.cast(words, "float32") * 2.0**-23
+
+
+def _random_words(shape, seed, number, offset=0):
+    """Return random uint32.
+
+    They are those of Philox, whose key is the seed and whose counter begins with the number (Salmon
+    et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"): those of other numbers are
+    independent. `tf.random.stateless_uniform` would mix the seed first, by 46 operations a mask.
+    """
+    # Of int64, which sums have kernels for on GPUs.
+    key = tf.reduce_sum(tf.cast(seed, "int64") * [2**32, 1], keepdims=True)
+    # An operation counts up the low word of the counter, which is its first.
+    if isinstance(number, int):
+        counter = tf.constant([0, number + offset], "uint64")
+    else:
+        counter = tf.cast(tf.stack([0, tf.cast(number, "int64") + offset]), "uint64")
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=tf.convert_to_tensor(shape, "int32"),
+        key=tf.cast(key, "uint64"),
+        counter=counter,
+        alg=_PHILOX,
+        dtype="uint32",
+    )

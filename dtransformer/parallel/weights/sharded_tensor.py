@@ -1,0 +1,114 @@
+"""A tensor of the training state, of which a rank holds some shards."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.parallel.weights.shard_bounds import (
+    Bounds,
+    CheckpointShard,
+    local_shards,
+    split_shard,
+)
+from dtransformer.parallel.weights.sharded_variable import full_bounds, own_shards, shard_bounds_of
+
+_MAX_SHARD_BYTES = 2**22
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTensor:
+    """A tensor by its name in checkpoints, and what this rank holds of it.
+
+    Args:
+        name: its name in checkpoints.
+        shape: shape of the full tensor, without the padding of a vocabulary.
+        variable: the Keras or TensorFlow variable with this rank's local tensor.
+        shards: the shards that the local tensor consists of.
+        is_saved: whether it is saved from this variable. A copy that is made of other
+            variables is restored only.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    variable: object
+    shards: tuple[CheckpointShard, ...]
+    is_saved: bool = True
+
+    @classmethod
+    def of(cls, name, shape, variable, bounds, flat_range=None) -> "ShardedTensor":
+        """Make one of the bounds, and the range of the flattened rectangle, that a rank holds."""
+        return cls(name, shape, variable, tuple(local_shards(shape, bounds, flat_range)))
+
+    @property
+    def dtype(self) -> str:
+        """The name of its data type."""
+        return tf.as_dtype(self.variable.dtype).name
+
+    @property
+    def saved_shards(self) -> list[CheckpointShard]:
+        """The shards as they are saved: small, as a reader reads every shard that it touches."""
+        max_elements = _MAX_SHARD_BYTES // tf.as_dtype(self.dtype).size
+        return [small for shard in self.shards for small in split_shard(shard, max_elements)]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's local tensor, padding included."""
+        return tuple(self.variable.shape)
+
+    def num_bytes(self, shard: CheckpointShard) -> int:
+        """Return the bytes that a shard takes in a checkpoint."""
+        return shard.num_elements * tf.as_dtype(self.dtype).size
+
+    def read(self) -> tf.Tensor:
+        """Return the local tensor as it is now; later updates do not change it."""
+        with tf.device("CPU:0"):  # the host has the memory for it
+            return tf.identity(tf.convert_to_tensor(self.variable))
+
+    def assign(self, value: tf.Tensor | np.ndarray) -> None:
+        """Set the local tensor from a value of its shape."""
+        self.variable.assign(tf.cast(value, self.dtype))
+
+    def assemble(self, read: Callable[[Bounds], tf.Tensor | np.ndarray]) -> tf.Tensor | np.ndarray:
+        """Return the local tensor, put together from rectangles of the full tensor.
+
+        Args:
+            read: a function that returns the rectangle of the full tensor with given bounds.
+        """
+        if [shard.local_shape for shard in self.shards] == [self.local_shape]:
+            value = read(self.shards[0].bounds)
+            if tuple(value.shape) == self.local_shape:
+                return value
+            values = [value]
+        else:
+            values = (read(shard.bounds) for shard in self.shards)
+        flat = np.zeros(math.prod(self.local_shape), tf.as_dtype(self.dtype).as_numpy_dtype)
+        for shard, value in zip(self.shards, values):
+            padded = flat[shard.local_range].reshape(shard.local_shape)  # a view
+            padded[shard.without_padding] = value
+        return flat.reshape(self.local_shape)
+
+    def extract(self, value: tf.Tensor, shard: CheckpointShard) -> tf.Tensor:
+        """Return a shard of the local tensor `value`, without padding."""
+        if value.shape != shard.local_shape or shard.num_elements != math.prod(value.shape):
+            value = tf.reshape(tf.reshape(value, [-1])[shard.local_range], shard.local_shape)
+            value = value[shard.without_padding]
+        return value
+
+
+def tensors_of(name: str, variable: keras.Variable) -> list[ShardedTensor]:
+    """Return what this rank holds of a Keras variable.
+
+    A copy in 16 bits is among it, which is not saved.
+    """
+    shape = tuple(getattr(variable, "true_shape", variable.shape))
+    places = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)
+    tensors = [ShardedTensor.of(name, shape, local, *place) for local, place in places]
+    if getattr(variable, "copy", None) is not None:
+        bounds = full_bounds(variable.copy.shape)
+        copy = ShardedTensor.of(name, tuple(variable.copy.shape), variable.copy, bounds)
+        tensors.append(dataclasses.replace(copy, is_saved=False))
+    return tensors

@@ -1,0 +1,1 @@
+"""The optimizer step: reduce, clip, apply."""

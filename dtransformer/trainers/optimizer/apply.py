@@ -1,0 +1,219 @@
+"""The optimizer's update of its units, as functions: what is alike is traced and compiled once."""
+
+import functools
+import math
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
+from dtransformer.trainers.optimizer.call_grouping import grouped_calls_on, traced_apart
+
+# Elements of the weights that a function updates, but for the last weight's: it has the old and
+# the new values of all of them in memory.
+_ELEMENTS_AT_ONCE = 2**22
+
+
+class OptimizerUpdate:
+    """How an optimizer updates its units.
+
+    Args:
+        optimizer: a Keras optimizer, built.
+        units: list of what it updates: variables and `ParameterProxy`s.
+        devices: for each unit the name of its device.
+        jit_compile: whether the update is compiled with XLA, where that can be done.
+
+    Call arguments:
+        gradients: list of tensors, one for each unit.
+        values: list of tensors, the values of the `ParameterProxy`s.
+
+    Returns:
+        The new values of the `ParameterProxy`s, a list of tensors.
+    """
+
+    def __init__(self, optimizer, units, devices, jit_compile):
+        self._optimizer, self._units = optimizer, units
+        self._in_calls, self._is_compiled = None, False
+        if type(optimizer).__module__.startswith("keras."):
+            # Of others nobody knows what they ask of a weight, and how they change their states.
+            states = states_of_units(optimizer, len(units))
+            if states is not None:
+                self._in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
+
+    def compile(self, compiled):
+        """See `ShardedOptimizer.compile`: where the update is calls, each is one of TensorFlow's.
+
+        A function of all of them would take TensorFlow longer to optimize than all else.
+        """
+        self._is_compiled, self._at_once = True, compiled(self._at_once)
+
+    def __call__(self, gradients, values):
+        runs_eagerly = not self._is_compiled or tf.config.functions_run_eagerly()
+        is_debugged = tf.executing_eagerly() and runs_eagerly
+        if self._in_calls is None or is_debugged:
+            return self._at_once(gradients, values)
+        return self._in_calls(gradients, values)
+
+    def _at_once(self, gradients, values):
+        held = [unit for unit in self._units if isinstance(unit, ParameterProxy)]
+        for unit, value in zip(held, values, strict=True):
+            unit.hold(value)
+        if self._units:
+            self._optimizer.apply(gradients, self._units)
+        else:  # all weights of a stage are frozen: Keras would not count the step
+            self._optimizer.iterations.assign_add(1)
+        return [unit.release() for unit in held]
+
+
+def optimizer_states(
+    optimizer: keras.optimizers.Optimizer, num_units: int
+) -> list[tuple[str, int | None, keras.Variable]]:
+    """Return (name, number of the unit or None, variable) of all that an optimizer keeps.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        num_units: how many variables it updates.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    found = [] if inner is None else optimizer_states(inner, num_units)
+    prefix = "" if inner is None else "loss_scale/"
+    for name, value in _compat.optimizer_states(optimizer).items():
+        if isinstance(value, keras.Variable):
+            found.append((prefix + name, None, value))
+        elif len(value) == num_units:
+            found += [
+                (prefix + name, number, variable)
+                for number, variable in enumerate(value)
+                if isinstance(variable, keras.Variable)
+            ]
+    return found
+
+
+def states_of_units(optimizer, num_units):
+    """Return for each unit the list of (name, variable) that the optimizer keeps for it alone.
+
+    None where it keeps something else that changes, but for the number of the step.
+    """
+    states, others = [[] for _ in range(num_units)], []
+    for name, index, variable in optimizer_states(optimizer, num_units):
+        others.append(variable) if index is None else states[index].append((name, variable))
+    known = [optimizer.iterations, optimizer.learning_rate]
+    is_known = all(any(one is k for k in known) for one in others)
+    number = sum(map(len, states)) + len(others)
+    if optimizer.use_ema or optimizer.gradient_accumulation_steps or not is_known:
+        return None
+    return states if number == len(optimizer.variables) else None
+
+
+class _UpdateInCalls:
+    """The update as calls of functions, of a few units each.
+
+    A function is traced, and compiled, once for all calls whose units are alike: it is given
+    their variables.
+    """
+
+    def __init__(self, optimizer, units, states, devices, jit_compile):
+        self._optimizer, self._jit_compile = optimizer, jit_compile
+        self._settings = self._learning_rate = self._scalars = None
+        self._units = [_held(unit) for unit in units]
+        self._variables = [None if unit is held else unit for unit, held in zip(units, self._units)]
+        self._states = [[variable for _, variable in own] for own in states]
+        self._keys = [self._key(i, unit, states[i]) for i, unit in enumerate(units)]
+        sizes = [math.prod(unit.shape) for unit in units]
+        self._calls = grouped_calls_on(devices, self._keys, sizes, _ELEMENTS_AT_ONCE)
+        self._functions = {}  # keys of the units of a call -> function
+
+    def _key(self, number, unit, states):
+        """Return what the optimizer treats units by: those of equal keys alike."""
+        kept = tuple((name, tuple(variable.shape), variable.dtype) for name, variable in states)
+        is_held = isinstance(unit, ParameterProxy)
+        decays = _compat.uses_weight_decay(self._optimizer, unit if is_held else unit.value)
+        overwrites = self._units[number].overwrite_with_gradient
+        alike = (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
+        return is_held, *alike
+
+    def _forget_old_settings(self):
+        """Trace anew what was traced for other settings, such as another schedule.
+
+        Where it is called from Python, settings are those of the first call, as those of what else
+        a step compiles.
+        """
+        if self._functions and tf.executing_eagerly():
+            return
+        settings = _settings(self._optimizer)
+        rate = _compat.learning_rate_of(self._optimizer)
+        if settings != self._settings or rate is not self._learning_rate:
+            self._settings, self._learning_rate, self._functions = settings, rate, {}
+            scalars = [self._optimizer.iterations, rate]
+            self._scalars = [scalar for scalar in scalars if isinstance(scalar, keras.Variable)]
+
+    def __call__(self, gradients, held_values):
+        self._forget_old_settings()
+        held = iter(held_values)
+        values = [next(held) if own is None else own.value for own in self._variables]
+        scalars = [tf.identity(scalar.value) for scalar in self._scalars]
+        new = {}
+        for device, calls in self._calls:
+            done = []  # what the next call waits for
+            for numbers in calls:
+                given = (
+                    [gradients[i] for i in numbers],
+                    [values[i] for i in numbers],
+                    [[state.value for state in self._states[i]] for i in numbers],
+                    scalars,
+                )
+                function = self._function(numbers, given)
+                with tf.device(device), tf.control_dependencies(done):
+                    results, done = function(*given)
+                new.update(zip([i for i in numbers if self._variables[i] is None], results))
+                done = [done]
+        self._optimizer.iterations.assign_add(1)
+        return [new[i] for i, variable in enumerate(self._variables) if variable is None]
+
+    def _function(self, numbers, given):
+        """Return the function of the call of some units, of what it is given."""
+        key = tuple(self._keys[i] for i in numbers)
+        if key not in self._functions:
+            job.compiles()
+            update = functools.partial(self._update, numbers)
+            self._functions[key] = traced_apart(update, *given, jit_compile=self._jit_compile)
+        return self._functions[key]
+
+    def _update(self, numbers, gradients, values, states, scalars):
+        """Update variables that stand for units; return the new values of `ParameterProxy`s.
+
+        Args:
+            numbers: of the units that were traced.
+            gradients: list of tensors.
+            values: for each unit a variable, or the tensor that a `ParameterProxy` has.
+            states: for each unit the list of the variables that the optimizer keeps for it.
+            scalars: list of the values of `self._scalars`.
+
+        Returns:
+            The new values; and a scalar, which comes last.
+        """
+        units = [self._units[i] for i in numbers]
+        scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
+        for i, unit, value, own in zip(numbers, units, values, states):
+            unit.hold(value)
+            for state, variable in zip(self._states[i], own):
+                scope.add_update((state, variable))
+        with scope:
+            self._optimizer.apply(gradients, units)
+        new = [unit.release() for unit in units]
+        return [value for value in new if not isinstance(value, tf.Variable)], tf.zeros([])
+
+
+def _settings(optimizer):
+    """Return the numbers and names that a user may change between two traces, to compare."""
+    simple = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}
+
+
+def _held(variable):
+    """Return a `ParameterProxy` of a variable, or the one that it is."""
+    if isinstance(variable, ParameterProxy):
+        return variable
+    return ParameterProxy(variable, variable.shape, variable.constraint)

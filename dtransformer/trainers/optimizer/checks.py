@@ -1,0 +1,151 @@
+"""What an optimizer has to do to update shards of weights."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+
+
+def check_clipping(optimizer):
+    """Check that a Keras optimizer's gradients can be clipped before it sees them, as shards.
+
+    Raises:
+        ValueError: the optimizer is to clip sums of several steps' gradients.
+    """
+    clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
+    if clips and optimizer.gradient_accumulation_steps:
+        raise ValueError(
+            f"{type(optimizer).__name__} is to accumulate gradients "
+            f"(gradient_accumulation_steps={optimizer.gradient_accumulation_steps}) and to clip "
+            "them, which does not work where weights are sharded: use micro_batch_num instead"
+        )
+
+
+def is_overwritten(weight):
+    """Return whether the gradient of a Keras variable is its new value."""
+    return getattr(weight, "overwrite_with_gradient", False)
+
+
+def check_overwritten(weights):
+    """Check that gradients which are new values, such as float8 scales', are not added up.
+
+    Raises:
+        ValueError: they would be, over ranks or micro-batches.
+    """
+    named = [weight.path for weight in weights if is_overwritten(weight)]
+    if named and (job.data_shard()[1] > 1 or get_parallel_config().micro_batch_num > 1):
+        raise ValueError(
+            f"{named[0]} is overwritten with its gradient (overwrite_with_gradient=True), and data "
+            "shards and micro-batches add gradients up: train it on one data shard, with "
+            "micro_batch_num=1"
+        )
+
+
+@contextlib.contextmanager
+def without_clipping(optimizer):
+    """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
+    names = ("clipvalue", "clipnorm", "global_clipnorm")
+    given = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name in names:
+            setattr(optimizer, name, None)
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+
+
+# What Keras' optimizers compute from all elements of a weight together.
+_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "Muon")
+
+
+def check_elementwise(optimizer):
+    """Check that an optimizer can update the shards of a weight one by one, where it has to.
+
+    Raises:
+        ValueError: names the optimizer, and the partition with which it can.
+    """
+    if get_parallel_config().optimizer_shard_partition == "whole":
+        return
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    named = any(kind.__name__ in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__)
+    if named or not _updates_each_element(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} computes with full weights, and a mesh or optimizer_shard "
+            "shards them: set optimizer_shard_partition='whole' with optimizer_shard=1 or 2, or use "
+            "an optimizer that updates each element by itself, such as AdamW, Lion or SGD"
+        )
+
+
+def _updates_each_element(optimizer):
+    """Return whether an own optimizer gives halves of a weight the numbers of the whole.
+
+    Of one whose copy cannot be made it is believed.
+    """
+    if type(optimizer).__module__.startswith("keras."):
+        return True
+    weight, gradients = np.array([1.0, -2.0, 30.0, 4.0], "float32"), ([3, 1, -2, 0.1], [1, 5, 2, 1])
+
+    def updated(parts):
+        without_clips = dict.fromkeys(("clipnorm", "global_clipnorm", "clipvalue"))
+        copy = type(optimizer).from_config({**optimizer.get_config(), **without_clips})
+        weights = [keras.Variable(part) for part in np.split(weight, parts)]
+        for gradient in gradients:
+            copy.apply(tf.split(tf.constant(gradient, tf.float32), parts), weights)
+        return np.concatenate([variable.numpy() for variable in weights])
+
+    try:
+        return np.allclose(updated(2), updated(1), rtol=1e-5)
+    except Exception:  # whatever an own configuration or an update of a vector raises
+        return True
+
+
+def check_shards(optimizer):
+    """Refuse what an optimizer keeps of full weights, or does not do in every step.
+
+    Raises:
+        ValueError: names the option.
+    """
+    for name in ("use_ema", "gradient_accumulation_steps"):
+        if getattr(optimizer, name):
+            raise ValueError(
+                f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
+                "work where a mesh or optimizer_shard shards weights"
+                + ("" if name == "use_ema" else ": use micro_batch_num instead")
+            )
+
+
+def check_built(optimizer, parameters):
+    """Check that an optimizer was built for what it is to update, where it was built before.
+
+    Raises:
+        ValueError: it was not: for full weights, which are sharded, or for another network's.
+    """
+    if optimizer.built and not all(_compat.knows(optimizer, one) for one in parameters):
+        raise ValueError(
+            f"{type(optimizer).__name__} was built before compile, for other weights than are to be "
+            "updated, which a mesh, a pipeline or optimizer_shard divides: give compile one that is "
+            "not built"
+        )
+
+
+def check_constraints(weights):
+    """Check that weights on a mesh can be projected after an update, as their constraints ask.
+
+    Raises:
+        ValueError: names the first one that cannot.
+    """
+    if job.mesh() is None or get_parallel_config().optimizer_shard_partition == "whole":
+        return
+    for weight in weights:
+        if getattr(weight, "constraint", None) is not None:
+            raise ValueError(
+                f"{weight.path} has a constraint, which needs the full weight after each update, "
+                "and a mesh shards it: set optimizer_shard=1 with "
+                "optimizer_shard_partition='whole', or leave the constraint out"
+            )

@@ -1,0 +1,300 @@
+"""Gradients between the ranks: their buckets, their sums, their norms, and clipping.
+
+Gradients come in as sums over this rank's share of the batch, already divided by what the
+whole batch counts, so that their sum over the data-parallel group is the gradient of the
+global mean.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.layers.block import TransformerBlock
+from dtransformer.parallel.collectives import flat_shards, transport
+from dtransformer.parallel.collectives.division import Division
+from dtransformer.parallel.collectives.impure import never_constant
+from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+
+Gradient = tf.Tensor | tf.IndexedSlices
+
+
+def reduce_sum(scalars: dict, name: str) -> dict:
+    """Return the sums of scalars over the data-parallel group, by one collective.
+
+    Args:
+        scalars: dict of tensors of one type, all scalars or not.
+        name: name of the reduction, the same on every rank.
+    """
+    group = job.data_parallel_group()
+    own = [never_constant(x) for x in scalars.values()]
+    return dict(zip(scalars, transport.all_reduce_together(own, group, name)))
+
+
+def cast(gradient: Gradient, dtype) -> Gradient:
+    """Return a gradient, a tensor or `tf.IndexedSlices`, in another type."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
+
+
+def with_zeros(weights: list, gradients: list, zeros: Callable) -> list:
+    """Return gradients, where None is zeros: a warning names those weights.
+
+    Args:
+        weights: list of `keras.Variable`s.
+        gradients: list with what there is of each; None where the loss does not depend on it.
+        zeros: a function of the number of a weight that returns the same of zeros.
+    """
+    unused = [w.path for w, gradient in zip(weights, gradients) if gradient is None]
+    if unused and not job.data_shard()[0]:
+        warnings.warn(
+            f"the loss does not depend on the weights {', '.join(unused)}: nothing but weight decay "
+            "changes them; did you forget a loss in compile?",
+            stacklevel=2,
+        )
+    return [zeros(i) if gradient is None else gradient for i, gradient in enumerate(gradients)]
+
+
+def scale(gradients: list, factor) -> list:
+    """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
+    return [
+        tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient * factor
+        for gradient in gradients
+    ]
+
+
+def reduce(
+    gradients: list, buckets: list, divisions: Sequence[Division | None], dtype: str | None = None
+) -> list:
+    """Return the sums of the gradients over the data-parallel group, as dense tensors.
+
+    Dense gradients are reduced bucket by bucket. The gradient of an embedding, which
+    is a set of rows, travels as rows where that is less than the full table.
+
+    Args:
+        gradients: list of tensors and `tf.IndexedSlices`.
+        buckets: list of lists of positions, from `buckets.buckets`.
+        divisions: for each gradient its `Division` over the group, of which only this rank's shard
+            of the sum is wanted; None where all of it is.
+        dtype: name of the type in which dense gradients travel, by default their own.
+
+    Returns:
+        A list of tensors; shards are flat, as those of `collectives.flat_shards`.
+    """
+    group = job.data_parallel_group()
+    if group.size == 1:
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+    reduced = list(gradients)
+    for number, bucket in enumerate(buckets):
+        dense = {True: [], False: []}  # positions of those that are sharded, and of the others
+        for i in bucket:
+            if isinstance(gradients[i], tf.IndexedSlices):
+                reduced[i] = _reduce_rows(group, gradients[i], divisions[i], f"rows_{i}")
+            else:
+                dense[divisions[i] is not None].append(i)
+        for sharded, positions in dense.items():
+            name = f"{'shards' if sharded else 'gradients'}_{number}"
+            own_divisions = [divisions[i] for i in positions] if sharded else None
+            own = [gradients[i] for i in positions]
+            sums = _reduce_dense(group, own, own_divisions, name, dtype)
+            for i, total in zip(positions, sums):
+                reduced[i] = total
+    return reduced
+
+
+def _reduce_dense(group, gradients, divisions, name, dtype):
+    """Reduce dense gradients of a bucket, those of one type together."""
+
+    def add_up(tensors, kind):
+        return flat_shards.all_reduce(tensors, group, f"{name}_{kind}", dtype)
+
+    def add_up_shards(tensors, divisions, kind):
+        return flat_shards.reduce_scatter(tensors, group, f"{name}_{kind}", dtype, divisions)
+
+    if divisions is None:
+        return by_dtype(add_up, gradients)
+    return by_dtype(add_up_shards, gradients, divisions)
+
+
+def _reduce_rows(group, rows, division, name):
+    """Reduce a gradient of rows, in the form that sends less."""
+    shape = tf.TensorShape(tf.get_static_value(rows.dense_shape))
+    num_rows = tf.shape(rows.indices, out_type="int64")[0]
+    most_rows = transport.all_reduce(num_rows, "Max", group, f"{name}_count")
+    # A ring all-reduce sends the table twice, a reduce-scatter once, an all-gather each
+    # rank's rows once.
+    times = 2 if division is None else 1
+    all_gather_is_less = most_rows * group.size < times * tf.cast(rows.dense_shape[0], "int64")
+
+    def table(values, indices):
+        total = tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
+        return tf.ensure_shape(total, shape)
+
+    def everyones(own, kind):  # as many of each rank, the missing ones zeros
+        missing = tf.zeros([most_rows - num_rows, *own.shape[1:]], own.dtype)
+        of_ranks = transport.all_gather(tf.concat([own, missing], 0), group, f"{name}_{kind}")
+        return tf.reshape(of_ranks, [-1, *own.shape[1:]])
+
+    def all_gather():
+        values = everyones(rows.values, "values")
+        indices = everyones(rows.indices, "indices")
+        total = table(values, indices)
+        return total if division is None else flat_shards.own_shard(total, group, division)
+
+    def reduce_table():
+        total = table(rows.values, rows.indices)
+        if division is None:
+            return flat_shards.all_reduce([total], group, f"{name}_table")[0]
+        return flat_shards.reduce_scatter([total], group, f"{name}_table", None, [division])[0]
+
+    return tf.cond(all_gather_is_less, all_gather, reduce_table)
+
+
+def own_square_norms(gradients: list, devices: Sequence[str] | None = None) -> tf.Tensor:
+    """Return the square of the Euclidean norm of each of what this rank has.
+
+    Args:
+        gradients: list of tensors.
+        devices: for each of them the name of the device that has it; None where there is one.
+
+    Returns:
+        A float32 tensor [number of gradients].
+    """
+    squares = []
+    for gradient, device in zip(gradients, devices or [None] * len(gradients)):
+        with tf.device(device):
+            squares.append(2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")))
+    return tf.stack(squares) if squares else tf.zeros([0])
+
+
+def square_norms(
+    gradients: list,
+    is_sharded: Sequence[bool] = (),
+    shares: Sequence[float | None] = (),
+    devices: Sequence[str] | None = None,
+) -> tf.Tensor:
+    """Return the square of each gradient's Euclidean norm, that of the full weight's.
+
+    Args:
+        gradients: list of tensors.
+        is_sharded: for each gradient whether it is a shard over the data-parallel group; False
+            where it is not given.
+        shares: for each gradient 1 over the number of the mesh's ranks that have the same
+            shard; None, or not given, where every rank has the full gradient.
+        devices: for each gradient the name of the device that has it.
+
+    Returns:
+        A float32 tensor [number of gradients].
+    """
+    squares = own_square_norms(gradients, devices)
+    over_data = [i for i, sharded in enumerate(is_sharded) if sharded]
+    squares = _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
+    on_mesh = [i for i, share in enumerate(shares) if share is not None]
+    if on_mesh:
+        squares *= tf.constant([1.0 if share is None else share for share in shares], "float32")
+    return _sum_some(squares, on_mesh, job.model_parallel_group(), "square_norms")
+
+
+def sum_over_stages(scalar: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a scalar over the stages of a pipeline."""
+    return _sum_some(scalar[tf.newaxis], [0], job.pipeline_group(), "sum_of_stages")[0]
+
+
+def _sum_some(vector, positions, group, name):
+    """Return a vector with the sums over a group at some positions, by one collective."""
+    if group.size == 1 or not positions:
+        return vector
+    sums = transport.all_reduce(tf.gather(vector, positions), "Sum", group, name)
+    return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
+
+
+def clip_shards(
+    optimizer, gradients: list, squares: tf.Tensor, owners: list, norm: tf.Tensor
+) -> list:
+    """Clip shards of gradients as an optimizer asks, by the norms of the full gradients.
+
+    Args:
+        optimizer: a Keras optimizer, which updates `optimizer_checks.without_clipping`.
+        gradients: list of tensors, scaled as the optimizer scales the loss.
+        squares: of each gradient, from `square_norms`.
+        owners: for each gradient the number of the weight that it belongs to.
+        norm: of all gradients of the network, not scaled.
+
+    Returns:
+        A list of tensors.
+    """
+    loss_scale = optimizer.scale_loss(1.0)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer.clipvalue:
+        bounds = [tf.cast(optimizer.clipvalue * loss_scale, g.dtype) for g in gradients]
+        return [tf.clip_by_value(g, -bound, bound) for g, bound in zip(gradients, bounds)]
+    limit = optimizer.clipnorm or optimizer.global_clipnorm
+    if not limit or not gradients:
+        return gradients
+    if optimizer.clipnorm:
+        limit *= loss_scale
+        norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, owners, max(owners) + 1))
+        factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(owners) + 1)
+    else:
+        owners, factors = [0] * len(owners), [limit / tf.maximum(norm, limit)]
+    return [
+        gradient * tf.cast(factors[number], gradient.dtype)
+        for gradient, number in zip(gradients, owners)
+    ]
+
+
+def bucket_ids(network, weights):
+    """Return for each weight the bucket that its gradient is reduced in, or None.
+
+    Args:
+        network: a `keras.Model`; its blocks ask for buckets by `set_comm_fusion`.
+        weights: list of Keras variables of it.
+    """
+    blocks = [
+        layer for layer in _compat.flat_layers(network) if isinstance(layer, TransformerBlock)
+    ]
+    ids = [block.comm_fusion for block in blocks]
+    if get_parallel_config().optimizer_shard >= 2:
+        # Each block for itself: as soon as its gradients are there, they are sharded.
+        ids = [f"block {i}" if one is None else one for i, one in enumerate(ids)]
+    bucket_of = {
+        id(weight): one for block, one in zip(blocks, ids) for weight in block.trainable_variables
+    }
+    return [bucket_of.get(id(weight)) for weight in weights]
+
+
+def buckets(ids, num_buckets):
+    """Divide gradients into buckets.
+
+    Args:
+        ids: for each gradient the bucket that its block asks for, or None.
+        num_buckets: number of buckets for the gradients that no block speaks for.
+
+    Returns:
+        A list of lists of positions, each in rising order. Gradients with the same id share a
+        bucket; the others are spread evenly over `num_buckets` if no block speaks at all, and
+        share one otherwise.
+
+    Example:
+
+    >>> buckets([None, 1, 1, 2, None], num_buckets=4)
+    [[0, 4], [1, 2], [3]]
+    >>> buckets([None] * 5, num_buckets=2)
+    [[0, 1, 2], [3, 4]]
+    """
+    if all(one is None for one in ids):
+        size = max(-(-len(ids) // num_buckets), 1)
+        return [
+            list(range(start, min(start + size, len(ids)))) for start in range(0, len(ids), size)
+        ]
+    found = {}
+    for position, one in enumerate(ids):
+        found.setdefault(one, []).append(position)
+    return list(found.values())

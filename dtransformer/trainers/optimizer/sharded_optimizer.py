@@ -1,0 +1,286 @@
+"""The optimizer step: what happens once a step on the shards of the weights that this rank has.
+
+It knows nothing of layers: gradients come in, weights have changed when it is done.
+"""
+
+import contextlib
+import math
+
+import keras
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.parallel.collectives import flat_shards
+from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.variable_factory import named_alike
+from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.apply import OptimizerUpdate
+from dtransformer.trainers.optimizer.checks import (
+    check_built,
+    check_clipping,
+    check_constraints,
+    check_elementwise,
+    check_overwritten,
+    check_shards,
+    is_overwritten,
+    without_clipping,
+)
+from dtransformer.trainers.optimizer.parameters import OptimizerParameters
+from dtransformer.trainers.optimizer.shard_plan import partition_of, shard_plan
+
+
+class ShardedOptimizer:
+    """Reduces gradients and updates weights, under the current config.
+
+    Args:
+        optimizer: a Keras optimizer; it is built, if it is not yet.
+        weights: list of the Keras variables that are trained.
+        bucket_ids: for each weight the bucket that its gradient is reduced in, or None.
+        jit_compile: whether the update is compiled with XLA.
+        copies: those of the weights that another pipeline stage has, too, and counts in the
+            norm of all gradients.
+
+    Attributes:
+        partition: the `Partition`.
+        shards: list of the `PlannedShard`s.
+        units: list of the `OptimizerParameter`s, in the order of the optimizer's states.
+        loss_scale: the `LossScale`.
+        gradient_bytes: bytes of the gradients that this rank keeps until it has them all:
+            full ones, and from level 2 on their shards; None before the first step.
+
+    Raises:
+        ValueError: the optimizer cannot update shards of weights, and has to.
+    """
+
+    def __init__(self, optimizer, weights, bucket_ids, jit_compile, copies=()):
+        config = get_parallel_config()
+        self.loss_scale = LossScale(optimizer)
+        self.partition = partition_of(weights)
+        self.shards = shard_plan(weights, self.partition, copies)
+        self.gradient_bytes = None
+        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._group = job.data_parallel_group()
+        self._update_units = OptimizerParameters(self.shards, self.partition.kind)
+        self.units, parameters = self._update_units.units, self._update_units.parameters
+        self._is_sharded = [one.is_sharded for one in self.shards]
+        # Gradients of micro-batches are added up as shards: each is reduced for itself.
+        self._reduces_micro_batches = (
+            config.gradient_accumulation_shard
+            and config.micro_batch_num > 1
+            and config.optimizer_shard >= 2
+        )
+        self._overwritten = [is_overwritten(one.weight) for one in self.shards]
+        check_overwritten(weights)
+        check_constraints(weights)
+        if self.is_sharded:
+            check_elementwise(self._optimizer)
+        on_mesh = any(one.norm_share is not None for one in self.shards)
+        if self.is_sharded or on_mesh or any(unit.is_held for unit in self.units):
+            check_shards(self._optimizer)
+        check_built(self._optimizer, parameters)
+        if not optimizer.built:
+            parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
+            _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
+            with named_alike():
+                optimizer.build(parameters)
+        if self.is_sharded or on_mesh or job.stage()[1] > 1:
+            check_clipping(self._optimizer)
+        self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
+        self._buckets = [
+            [i for i in bucket if not self.shards[i].comes_reduced]
+            for bucket in grads.buckets(
+                [bucket_ids[one.number] for one in self.shards], config.gradient_aggregation_group
+            )
+        ]
+        self._devices = [one.shard.value.device for one in self.shards]
+        devices = [self._devices[unit.positions[0]] for unit in self.units]
+        self._update = OptimizerUpdate(self._optimizer, parameters, devices, jit_compile)
+        is_replicated = any(one.replicated is not None for one in self.shards)
+        self._stores = is_replicated or any(unit.is_held for unit in self.units)
+
+    @property
+    def is_sharded(self):
+        """Whether the ranks of the data-parallel group update different parts of some weight."""
+        return any(self._is_sharded)
+
+    def reduce_micro_batch(self, gradients):
+        """Return the gradients of a micro-batch as they are added up."""
+        if not self._reduces_micro_batches:
+            return gradients
+        if self.partition.kind == "whole":  # rows would travel in a branch, by a rank's own name
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        return self._reduce(gradients)
+
+    def compile(self, compiled):
+        """Compile the parts of a step apart, for a caller that is not traced itself.
+
+        Args:
+            compiled: a function that returns a function compiled, as `tf.function` does.
+        """
+        self._update.compile(compiled)
+        self._store = compiled(self._store)
+
+    def prepared(self, gradients, factor=None):
+        """Reduce the gradients of all micro-batches, and make them those of the units.
+
+        Args:
+            gradients: list of tensors, as an engine returns them.
+            factor: scalar that they are multiplied with, or None.
+
+        Returns:
+            The gradients of the units, a list of tensors: for a unit whose gradient needs nothing
+            the very tensor that was given for its shard; the values of those units that are
+            held for the update alone, a list of tensors; and the norm of all gradients, a float32
+            scalar.
+        """
+        if factor is not None:
+            gradients = self._of_others(lambda some: grads.scale(some, factor), gradients)
+        with trace.scope(names_are_global=True):
+            if not self._reduces_micro_batches:
+                gradients = self._reduce(gradients)
+            gradients, norm = self._unscaled(gradients)
+            held = self._update_units.held_values()
+            return self._update_units.gradients(gradients), held, norm
+
+    def update(self, gradients, held, norm):
+        """Update the weights with what `prepared` returned."""
+        # Weight decay needs no gradient: at the end of the data, where the step fails for want
+        # of a batch, it would go on without one.
+        with tf.control_dependencies([norm]):
+            self.loss_scale.run(norm, lambda: self._update_and_store(gradients, held))
+
+    def _reduce(self, gradients):
+        """Return the sums of the gradients over the data-parallel group: shards where planned."""
+        dtype = get_parallel_config().gradient_dtype
+        dtype = None if dtype == "float32" else dtype
+        shapes = [one.gradient_shape for one in self.shards]
+        for gradient, shape in zip(gradients, shapes):
+            if not isinstance(gradient, tf.IndexedSlices):
+                gradient.set_shape(shape)  # XLA's results have none
+        kept = gradients
+        gradients = [
+            gradient if one.comes_reduced else grads.cast(gradient, one.shard.value.dtype)
+            for gradient, one in zip(gradients, self.shards)
+        ]
+        divisions = [one.division for one in self.shards]
+        reduced = grads.reduce(gradients, self._buckets, divisions, dtype)
+        if self.partition.level >= 2:
+            shapes, kept = [gradient.shape for gradient in reduced], reduced
+        self.gradient_bytes = sum(
+            math.prod(shape) * gradient.dtype.size for shape, gradient in zip(shapes, kept)
+        )
+        return reduced
+
+    def _unscaled(self, gradients):
+        """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
+        scale = self.loss_scale.value()
+        if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
+            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
+        norm_shares = [one.norm_share for one in self.shards]
+        squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
+        others = self._others(range(len(gradients)))
+        counted = tf.constant([i for i in others if self.shards[i].counts], "int32")
+        norm = tf.sqrt(grads.sum_over_stages(tf.reduce_sum(tf.gather(squares, counted))))
+        if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
+            norm /= scale
+        if self._clips:
+            own = tf.gather(squares, tf.constant(others, "int32"))
+            owners = [self.shards[i].number for i in others]
+            gradients = self._of_others(
+                lambda some: grads.clip_shards(self._optimizer, some, own, owners, norm), gradients
+            )
+        return gradients, norm
+
+    def _others(self, values):
+        """Return those of a list with one for each shard that are not of overwritten weights."""
+        return [value for value, is_value in zip(values, self._overwritten) if not is_value]
+
+    def _of_others(self, function, gradients):
+        """Return gradients, of which a function has changed those that are no weights' values."""
+        changed = iter(function(self._others(gradients)))
+        pairs = zip(gradients, self._overwritten)
+        return [gradient if is_value else next(changed) for gradient, is_value in pairs]
+
+    def _update_and_store(self, gradients, held):
+        with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+            new = self._update(gradients, held)
+        if self._stores:
+            self._store(new)
+
+    def _store(self, held):
+        """Store the new values that the update did not leave where they belong."""
+        with trace.scope(names_are_global=True):
+            new = self._update_units.new_values(held)
+            for number, bucket in enumerate(self._buckets):
+                positions = [i for i in bucket if self.shards[i].replicated is not None]
+                self._all_gather(positions, new, f"weights_{number}")
+            for unit in self.units:
+                for i in unit.positions:
+                    one = self.shards[i]
+                    if one.replicated is None and unit.is_held:
+                        one.shard.assign(tf.reshape(new[i], one.shard.shape))
+
+    def _all_gather(self, positions, new, name):
+        """Assign to variables what the ranks have parts of, those of one type together."""
+        shards = [self.shards[i] for i in positions]
+        full = by_dtype(
+            lambda parts, shapes, divisions, dtype: flat_shards.all_gather(
+                parts, shapes, self._group, f"{name}_{dtype}", divisions
+            ),
+            [tf.cast(new[i], self.shards[i].replicated.dtype) for i in positions],
+            [one.replicated.shape for one in shards],
+            [one.division for one in shards],
+        )
+        for one, value in zip(shards, full):
+            one.replicated.assign(value)
+
+
+class LossScale:
+    """The scale of the loss in float16; steps that overflow on a rank are skipped by all.
+
+    Reference: Micikevicius et al., 2018, "Mixed Precision Training", arXiv 1710.03740, §3.2.
+
+    Args:
+        optimizer: a Keras optimizer. A `keras.optimizers.LossScaleOptimizer` keeps the
+            scale, and says how it starts and after how many good steps it grows; with any
+            other one the scale is 1, and no step is skipped.
+    """
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.is_used = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.skipped_steps = tf.Variable(0, trainable=False, dtype="int64")
+
+    def value(self):
+        """Return the scale, a float32 scalar."""
+        return tf.identity(tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"))
+
+    def run(self, norm, update):
+        """Call `update()`; where the scale is used only if the gradients are finite.
+
+        Args:
+            norm: norm of all gradients, equal on all ranks.
+            update: a function without arguments; it changes the weights.
+        """
+        if not self.is_used:
+            update()
+            return
+        scale, good_steps = self._optimizer.dynamic_scale.value, self._optimizer.step_counter.value
+
+        def go_on():
+            update()
+            grows = good_steps + 1 >= self._optimizer.dynamic_growth_steps
+            scale.assign(tf.where(grows, 2.0, 1.0) * scale)
+            good_steps.assign(tf.where(grows, tf.zeros_like(good_steps), good_steps + 1))
+            return tf.constant(0)
+
+        def skip():
+            scale.assign(0.5 * scale)
+            good_steps.assign(tf.zeros_like(good_steps))
+            self.skipped_steps.assign_add(1)
+            return tf.constant(0)
+
+        tf.cond(tf.math.is_finite(norm), go_on, skip)

@@ -1,0 +1,250 @@
+"""Promise: any layer of any Keras model gets a place in a pipeline, or one line says why not."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import TransformerEncoderLayer
+from dtransformer.models import TranslationTransformer
+from dtransformer.parallel.pipeline_parallel.automatic_placement import by_use, spread
+from dtransformer.parallel.pipeline_parallel.build import place_all
+from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
+from dtransformer.parallel.pipeline_parallel.stage_assignment import has_state, losses_of
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
+from dtransformer.parallel.schedules.placement import Placement
+
+TWO = Placement.looped(2)
+X = tf.reshape(tf.range(48.0), [2, 3, 8]) / 48
+IDS = tf.reshape(tf.range(6), [2, 3])
+
+
+def placed(network, inputs, placement=TWO):
+    network(inputs)
+    place_all(network, inputs, placement)
+    return Dataflow.of_network(network, inputs, placement)
+
+
+def assert_chunks_give(network, inputs, dataflow, expected):
+    """Compare the outputs of a network's chunks, one after the other, with those of the network."""
+    received = {}
+    for chunk in range(dataflow.placement.num_chunks):
+        with view(ChunkView(chunk, dataflow, received)) as calls:
+            outputs = network(inputs)
+        received = calls.sent
+    tf.nest.map_structure(
+        lambda x, y: tf.debugging.assert_near(x, y, 1e-6, 1e-6), outputs, expected
+    )
+
+
+def stages(*layers):
+    return [layer.pipeline_stage for layer in layers]
+
+
+def test_a_sequential_model_is_spread_by_the_sizes_of_its_products():
+    layers = [keras.layers.Embedding(1000, 8), *(keras.layers.Dense(n) for n in (32, 32, 8))]
+    network = keras.Sequential([layers[0], layers[1], keras.layers.Dropout(0.1), *layers[2:]])
+    expected = network(IDS)
+    dataflow = placed(network, IDS)
+    # Weights that multiply: none of the table's, 288, 1,056, 264.
+    assert stages(*layers) == [0, 0, 1, 1]
+    assert_chunks_give(network, IDS, dataflow, expected)
+
+
+class Counted(keras.layers.Layer):
+    """Keeps what Keras does not know."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: keras.layers.Dense(8), [False, False]),
+        (lambda: keras.layers.BatchNormalization(), [True, False]),
+        (lambda: keras.layers.Dropout(0.1), [True, False]),
+        (lambda: Counted(tf.Variable(0)), [True, True]),
+        (lambda: Counted({"of": [1], "generator": tf.random.Generator.from_seed(1)}), [True, True]),
+        (lambda: Counted([tf.Variable(0)]), [True, True]),
+        (lambda: Counted(keras.metrics.Mean()), [True, True]),
+        (lambda: Counted([1, "two"]), [False, False]),
+    ],
+    ids=["none", "means", "seed", "variable", "generator", "variables", "metric", "others"],
+)
+def test_a_chunk_tells_whether_a_call_changes_anything(make, expected):
+    network = keras.Sequential([keras.layers.Dense(8), make(), keras.layers.Dense(8)])
+    placed(network, X)
+    assert [has_state(network, chunk, TWO) for chunk in (0, 1)] == expected
+
+
+def functional():
+    inputs = keras.Input((3, 8))
+    x = keras.layers.Dense(8, name="first")(inputs)
+    x = keras.ops.relu(x) + inputs
+    block = TransformerEncoderLayer(8, 2, 16, name="block")
+    y = keras.layers.LayerNormalization(name="norm")(block(x))
+    return keras.Model(inputs, [keras.layers.Dense(4, name="head")(y), y])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_layers_around_a_placed_one_are_put_with_it(stage):
+    network = functional()
+    network.get_layer("block").pipeline_stage = stage
+    network.get_layer("first").pipeline_stage = 0
+    network.get_layer("head").pipeline_stage = -1
+    expected = network(X)
+    dataflow = placed(network, X)
+    assert stages(network.get_layer("norm")) == [stage]
+    assert_chunks_give(network, X, dataflow, expected)
+    assert len(dataflow.sent_after(0)) == 1
+
+
+class Towers(keras.Model):
+    """Two equal parts: layers of the same names."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            keras.Sequential([keras.Input((3, 8)), keras.layers.Dense(8, name="dense")])
+            for _ in range(2)
+        )
+        self.head = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.left(x) - self.right(x))
+
+
+def test_layers_of_the_same_name_are_told_apart():
+    network = Towers()
+    expected = network(X)
+    dataflow = placed(network, X, Placement.looped(3))
+    assert_chunks_give(network, X, dataflow, expected)
+
+
+def test_a_layer_of_its_own_beside_our_network_has_a_place():
+    class WithMore(TranslationTransformer):
+        def __init__(self, **kwargs):
+            super().__init__(20, hidden_size=8, num_heads=2, dropout_rate=0.0, **kwargs)
+            self.more = keras.layers.Dense(8, name="more")
+
+        def call(self, inputs, training=False):
+            return self.more(super().call(inputs, training=training))
+
+    network = WithMore(encoder_layers=1, decoder_layers=1)
+    for number, stack in enumerate((network.transformer.encoder, network.transformer.decoder)):
+        stack.blocks[0].pipeline_stage = stack.final_norm.pipeline_stage = number
+    inputs = {"source": IDS, "target": IDS}
+    expected = network(inputs)
+    dataflow = placed(network, inputs)
+    assert stages(network.more) == [1]
+    assert_chunks_give(network, inputs, dataflow, expected)
+
+
+class AddsLosses(keras.Model):
+    """A layer without weights that adds a loss, between two with weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = (
+            keras.layers.Dense(8, kernel_regularizer="l2"),
+            keras.layers.Dense(2),
+        )
+        self.activity = keras.layers.ActivityRegularization(l2=0.1)
+
+    def call(self, x):
+        return self.last(self.activity(self.first(x)))
+
+
+def test_losses_that_layers_add_are_counted_once():
+    network = AddsLosses()
+    network(X)
+    expected = sum(network.losses)
+    dataflow = placed(network, X)
+    assert stages(network.first, network.activity, network.last) == [0, 1, 1]
+    found, received = [], {}
+    for chunk in range(2):
+        with view(ChunkView(chunk, dataflow, received)) as calls:
+            network(X)
+        received = calls.sent
+        found += losses_of(network, chunk, TWO)
+    tf.debugging.assert_near(tf.add_n(found), expected)
+
+
+class Tied(keras.Model):
+    """Reads a layer's weight outside of the layer's call."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = keras.layers.Embedding(6, 8), keras.layers.Dense(8)
+
+    def call(self, ids):
+        x = self.dense(self.embedding(ids))
+        return tf.matmul(x, self.embedding.embeddings, transpose_b=True)
+
+
+class OwnLoss(Tied):
+    def call(self, ids):
+        x = self.dense(self.embedding(ids))
+        self.add_loss(tf.reduce_mean(x))
+        return x
+
+
+class OwnWeight(Tied):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.add_weight(shape=(), name="scale")
+
+    def call(self, ids):
+        return self.dense(self.embedding(ids)) * self.scale
+
+
+class Backwards(Tied):
+    def call(self, ids):
+        x = self.dense(self.embedding(ids))
+        return x + self.embedding(ids + tf.cast(tf.reduce_max(x), "int32"))
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (Tied, "embeddings is used outside of a call of its layer"),
+        (OwnLoss, "own_loss adds a loss in its call"),
+        (OwnWeight, "own_weight has weights of its own beside its layers"),
+        (Backwards, "stages may not go backwards"),
+    ],
+)
+def test_what_no_stage_can_compute_is_refused(kind, words):
+    with pytest.raises(ValueError, match=words):
+        placed(kind(), IDS)
+
+
+def test_fewer_layers_than_stages_are_refused():
+    with pytest.raises(ValueError, match="has 1 layers with weights .* 2 model chunks"):
+        placed(keras.Sequential([keras.layers.Dense(2), keras.layers.ReLU()]), X)
+
+
+def test_a_place_that_there_is_not_is_refused():
+    network = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(8)])
+    network(X)
+    network.layers[0].pipeline_stage, network.layers[1].pipeline_stage = 0, 2
+    with pytest.raises(ValueError, match="put on stage 2, but there are 2"):
+        placed(network, X)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 7])
+def test_layers_are_spread_so_that_the_largest_chunk_is_small(num_chunks):
+    sizes = dict(enumerate([1, 9, 4, 4, 4, 9, 2, 30]))
+    found = spread(sizes, num_chunks)
+    assert sorted(set(found.values())) == list(range(num_chunks))
+    assert list(found.values()) == sorted(found.values())
+    largest = max(sum(sizes[k] for k in found if found[k] == c) for c in range(num_chunks))
+    assert largest == {1: 63, 2: 32, 3: 30, 4: 30, 7: 30}[num_chunks]
+
+
+def test_places_by_use():
+    calls = [("a", []), ("ids", []), ("b", ["a"]), ("c", ["b", "ids"]), ("d", ["c"]), ("e", [])]
+    assert by_use(calls, ["d", "e"], {"a": 0, "c": 2}, 4) == {"b": 0, "ids": 2, "d": 2, "e": 3}

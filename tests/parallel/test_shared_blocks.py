@@ -1,0 +1,170 @@
+"""Promise: blocks of a stack are traced once, and each computes what it would by itself."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import (
+    AttentionMask,
+    TransformerDecoder,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
+
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+MEMORY = np.random.default_rng(1).normal(size=(2, 4, 8)).astype("float32")
+MASK = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], "int32")
+SEED = [3, 4]
+
+
+def stack(kind=TransformerEncoder, num_layers=3, **options):
+    """Return blocks whose weights, biases as well, all differ."""
+    layers = kind(num_layers, 8, 2, 16, name="stack", **options)  # paths decide the masks
+    layers.build(X.shape)
+    rng = np.random.default_rng(2)
+    layers.set_weights([rng.normal(size=w.shape, scale=0.5) for w in layers.weights])
+    return layers
+
+
+def results(layers, training=True):
+    """Return the output, and the gradients of the input and the weights, of a traced call."""
+    arguments = ()
+    if isinstance(layers, TransformerDecoder):
+        arguments = (AttentionMask()(np.ones((2, 5))), MEMORY, MASK)
+
+    @tf.function
+    def run(x):
+        with tf.GradientTape() as tape, dropout_seed(tf.constant(SEED)):
+            tape.watch(x)
+            y = layers(x, *arguments, training=training)
+            loss = tf.reduce_sum(tf.sin(y))
+        return y, tape.gradient(loss, [x, *layers.trainable_weights])
+
+    return tf.nest.flatten(run(tf.constant(X)))
+
+
+def by_themselves(layers):
+    for block in layers.blocks:
+        block.alike = None
+    return layers
+
+
+def one_recomputed(layers):
+    layers.blocks[1].recompute()
+
+
+def another_rate(layers):
+    layers.blocks[1].attention.attention_dropout.rate = 0.5
+
+
+def one_frozen(layers):
+    layers.blocks[1].trainable = False
+
+
+def another_activation(layers):
+    layers.blocks[2].feed_forward.activation = keras.activations.relu
+    layers.blocks[2].feed_forward.hidden_act = "relu"
+
+
+@pytest.mark.parametrize("kind", [TransformerEncoder, TransformerDecoder])
+@pytest.mark.parametrize("training", [False, True])
+def test_results_are_those_of_each_block_by_itself(kind, training):
+    expected = results(by_themselves(stack(kind)), training)
+    for own, other in zip(results(stack(kind), training), expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [one_recomputed, another_rate, one_frozen, another_activation],
+    ids=lambda x: x.__name__,
+)
+def test_a_block_that_was_changed_is_no_more_like_the_others(change):
+    found, expected = stack(), stack()
+    before = results(found)[0]
+    for layers in (found, expected):
+        change(layers)
+    results_found, results_expected = results(found), results(by_themselves(expected))
+    for own, other in zip(results_found, results_expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
+    same = np.allclose(before, results_found[0], atol=1e-6)
+    assert same == (change in (one_recomputed, one_frozen))
+
+
+def test_one_block_is_traced_whatever_the_depth(monkeypatch):
+    calls = []
+    compute = TransformerEncoderLayer._compute
+    monkeypatch.setattr(
+        TransformerEncoderLayer,
+        "_compute",
+        lambda self, *args: calls.append(self.name) or compute(self, *args),
+    )
+    results(stack(num_layers=6))
+    assert calls == ["block_0"]
+
+
+def test_blocks_with_layers_that_may_have_states_are_traced_one_by_one():
+    class Noisy(TransformerEncoderLayer):
+        def add_sublayers(self):
+            super().add_sublayers()
+            self.noise = keras.layers.GaussianNoise(1.0)
+
+        def _compute(self, inputs, mask, training):
+            return super()._compute(self.noise(inputs, training=training), mask, training)
+
+    class Stack(TransformerEncoder):
+        layer_class = Noisy
+
+    layers = stack(Stack)
+    run = tf.function(lambda x: layers(x, training=True))
+    assert (
+        np.abs(run(tf.constant(X)) - run(tf.constant(X))).max() > 0.1
+    )  # the noise's states change
+
+
+def in_a_function(layers, x):
+    return tf.function(layers, autograph=False)(x, None)
+
+
+def in_a_loop(layers, x):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, layers(x, None)), (0, x))[1]
+
+
+@pytest.mark.parametrize("call", [in_a_function, in_a_loop])
+def test_gradients_go_through_functions_and_loops_under_a_tape(call):
+    """Their own inputs are on no tape there, which what is traced inside cannot know."""
+
+    def gradients(layers):
+        x = tf.constant(X)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = call(layers, x)
+        return tape.gradient(y, [x, *(weight.value for weight in layers.trainable_variables)])
+
+    expected, found = gradients(by_themselves(stack())), tf.function(gradients)(stack())
+    for own, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_for_gradients_only_what_they_read_is_kept():
+    """A block's function hands out two tensors like its probabilities, and what is not so large."""
+    layers = stack(num_layers=13, hidden_act="relu")  # so many are called, not copied
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape, dropout_seed(tf.constant(SEED)):
+            tape.watch(x)
+            loss = tf.reduce_sum(layers(x, training=True))
+        return tape.gradient(loss, [x, *layers.trainable_weights])
+
+    graph = run.get_concrete_function(tf.TensorSpec([None, None, 8])).graph
+    calls = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
+    blocks = [op for op in calls if len(op.outputs) > len(layers.blocks[0].weights) + 5]
+    assert len(blocks) == 13
+    for block in blocks:
+        shapes = [tuple(x.shape) for x in block.outputs if x.dtype == tf.float32]
+        assert shapes.count((None, 2, None, None)) == 2  # before and after dropout
+        # The result, the factors of two products, and what each norm has made of its input.
+        assert sum(x == (None, None, 8) for x in shapes) <= 5, shapes

@@ -1,0 +1,76 @@
+"""Promise: gradients of kernels that are computed later are those that are computed at once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import FeedForward, MultiHeadAttention
+from dtransformer.parallel.ops.split_backward import kernel_gradients, splitting_backward
+from dtransformer.parallel.recompute.recompute import recomputed
+
+
+class Block(keras.layers.Layer):
+    """Products of every kind: joint, by heads, and with a bias and an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MultiHeadAttention(8, 2, 0.0, 0.0)
+        self.ffn = FeedForward(8, 12, 0.0)
+
+    def call(self, x):
+        return self.ffn(x + self.attention(x, x, x))
+
+
+def gradients_of(compute, x, block):
+    weights = block.trainable_variables
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss, deferred = compute(x)
+    return tape.gradient(loss, [x, *[w.value for w in weights]]), deferred
+
+
+@pytest.fixture
+def block_and_x():
+    keras.utils.set_random_seed(0)
+    block, x = Block(), tf.random.normal([3, 4, 8])
+    block(x)
+    return block, x
+
+
+def test_what_is_left_gives_the_gradients_of_kernels(block_and_x):
+    block, x = block_and_x
+
+    @tf.function
+    def at_once(x):
+        return tf.reduce_sum(tf.sin(block(x))), {}
+
+    @tf.function
+    def divided(x):
+        with splitting_backward() as deferred:
+            return tf.reduce_sum(tf.sin(block(x))), deferred
+
+    expected, _ = gradients_of(at_once, x, block)
+    found, deferred = gradients_of(divided, x, block)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    assert len(deferred) == 6  # query, key, value, output, and the two of the feed-forward network
+    for weight, one, right in zip(block.trainable_variables, found[1:], expected[1:], strict=True):
+        if weight.path in deferred:
+            (one,) = kernel_gradients([(deferred[weight.path], one)])
+        np.testing.assert_allclose(tf.reshape(one, weight.shape), right, atol=1e-5)
+
+
+def test_blocks_that_are_recomputed_divide_nothing(block_and_x):
+    block, x = block_and_x
+    with splitting_backward() as deferred:
+        recomputed(block, [x], block.trainable_variables)
+    assert deferred == {}
+
+
+def test_a_kernel_that_is_multiplied_with_twice_is_refused(block_and_x):
+    block, x = block_and_x
+    with (
+        splitting_backward(),
+        pytest.raises(ValueError, match="more than once.*pipeline_schedule='1f1b'"),
+    ):
+        block(block(x))

@@ -1,0 +1,42 @@
+"""Promise: a rank tells what it does, and in what it waits."""
+
+import threading
+
+import pytest
+
+from dtransformer.parallel.watchdog.activity_tracker import Recorder
+
+
+def test_the_outer_wait_is_told_with_those_who_are_waited_for():
+    recorder = Recorder()
+    with recorder.doing("validating"), recorder.waiting("the barrier", [1, 2]):
+        with recorder.waiting("an all-reduce", [1]):
+            told = recorder.activity()
+    assert str(told).endswith("step 0, where it waits in the barrier for ranks 1, 2")
+    assert recorder.activity().waits_in == ""
+
+
+@pytest.mark.parametrize("kind, expected", [("saving", "written for rank 1"), ("step", "")])
+def test_a_rank_that_saves_waits_in_what_its_thread_waits_in(kind, expected):
+    """While it trains, a thread that writes a checkpoint may wait for as long as it likes."""
+    recorder, enters, leaves = Recorder(), threading.Event(), threading.Event()
+
+    def write():
+        with recorder.waiting("written", [1]):
+            enters.set()
+            leaves.wait(10)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    enters.wait(10)
+    with recorder.doing(kind):
+        assert recorder.activity().waits_in == expected
+    leaves.set()
+    thread.join()
+
+
+def test_an_error_ends_a_wait():
+    recorder = Recorder()
+    with pytest.raises(OSError), recorder.waiting("the barrier", [1]):
+        raise OSError
+    assert recorder.activity().waits_in == ""
