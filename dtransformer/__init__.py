@@ -35,16 +35,15 @@ if TYPE_CHECKING:
         parallel_config,
         set_parallel_config,
     )
+    from dtransformer.parallel.initialize import init, shutdown
     from dtransformer.parallel.runtime.job import (
         compiles_shapes,
         data_shard,
-        init,
         is_chief,
         local_rank,
         rank,
         rows_multiple_of,
         set_seed,
-        shutdown,
         size,
     )
     from dtransformer.trainers import Trainer
@@ -73,7 +72,12 @@ __all__ = [
     "size",
 ]
 
-_HOMES = ("parallel.config.config", "parallel.runtime.job", "trainers")  # of the names above
+_HOMES = (
+    "parallel.config.config",
+    "parallel.runtime.job",
+    "parallel.initialize",
+    "trainers",
+)  # of the names above
 _ROOMS = ("cli", "datasets", "inputs", "layers", "models", "parallel", "planner", "reports")
 
 

@@ -40,7 +40,7 @@ ROOMS = {
 # The floors of `parallel/`, from top to bottom: a folder, or a file of its own, imports of lower floors
 # only. So those that divide a network do not know each other.
 FLOORS = (
-    ("variable_factory", "initial_broadcast", "decoding"),
+    ("initialize", "parallelize", "variable_factory", "initial_broadcast", "decoding"),
     ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"),
     ("recompute",),
     ("zero",),

@@ -16,6 +16,7 @@ from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.collectives.transport import all_reduce_together
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.initialize import init, shutdown
 from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.mesh.layouts import relayout
@@ -39,7 +40,7 @@ def measure_to(path: str | os.PathLike) -> None:
     if job.is_chief():
         write_text_atomically(path, text_of(device))
         print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
-    job.shutdown()
+    shutdown()
 
 
 def text_of(device: Device) -> str:
@@ -76,7 +77,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
         memory_gb: memory of a device, 10^9 bytes.
     """
     cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1)
-    job.init(TransformerOpParallelConfig())
+    init(TransformerOpParallelConfig())
     peak, half_rows, half_features = measure_products()
     links = {}
     if job.size() > 1:
@@ -111,7 +112,7 @@ def measure_device(name: str, memory_gb: float) -> Device:
     share = min(_block_bytes_per_second(device) / 1e9 / device.memory_gb_per_second, 1.0)
     constants = dataclasses.replace(device.constants, memory_share=round(share, 3))
     if job.size() > 1:
-        job.init(TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size()))
+        init(TransformerOpParallelConfig(pipeline_stage=job.size(), micro_batch_num=job.size()))
         links["stage"] = _link(*(_send_seconds(size) for size in _sizes()))
         links["model"] = _mesh_link()
     return dataclasses.replace(device, constants=constants, links=links)
@@ -230,12 +231,12 @@ def _send_seconds(size):
 def _mesh_link():
     """Return the `Link` of the model axis: of two ranks, where they are even, and of all."""
     few = job.size() if job.size() % 2 else 2
-    job.init(TransformerOpParallelConfig(model_parallel=few))
+    init(TransformerOpParallelConfig(model_parallel=few))
     small, large = (_mesh_seconds(size, few) for size in _sizes())
     link = _link(small, large, few)
     if few == job.size():
         return link
-    job.init(TransformerOpParallelConfig(model_parallel=job.size()))
+    init(TransformerOpParallelConfig(model_parallel=job.size()))
     more = _mesh_seconds(_SMALL_BYTES, job.size()) - small
     step = 1e6 * max(more, 0.0) / (2 * (job.size() - few))  # of the ring
     call = max(link.call_us - 2 * (few - 1) * step, 0.0)

@@ -11,11 +11,10 @@ from dtransformer.layers.arguments import checked
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
 from dtransformer.layers.settings import KeepsSettings, settings_of
+from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import check_axes, override_rules
-from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatched
-from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_stage
 from dtransformer.parallel.variable_factory import make_variable
 
 register = keras.saving.register_keras_serializable("dtransformer")
@@ -41,7 +40,7 @@ class Layer(KeepsSettings, TakesLowRank):
     # Other model chunks that need these weights, which `share_weights` finds out.
     copied_to = frozenset()
 
-    build = built_on_its_stage(keras.layers.Layer.build)
+    build = parallelize.build_method(keras.layers.Layer.build)
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -53,9 +52,9 @@ class Layer(KeepsSettings, TakesLowRank):
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)
         if "build" in vars(cls):
-            cls.build = built_on_its_stage(built_with_factors(cls.build))
+            cls.build = parallelize.build_method(built_with_factors(cls.build))
         if "call" in vars(cls):
-            cls.call = _compat.told_as_it_is(dispatched(cls.call))
+            cls.call = _compat.told_as_it_is(parallelize.call_method(cls.call))
 
     def takes(self, num_features: int) -> None:
         """Let inputs with another last dimension be refused, by Keras, before they are used."""

@@ -14,18 +14,14 @@ from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
+from dtransformer.parallel import parallelize
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
     TransformerRecomputeConfig,
     get_parallel_config,
 )
-from dtransformer.parallel.recompute.recompute import (
-    as_recompute_config,
-    recomputed,
-    sum_gradients_first,
-)
+from dtransformer.parallel.recompute.recompute import as_recompute_config
 from dtransformer.parallel.tracing.shared_blocks import SharedBlocks
-from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What `TransformerRecomputeConfig.select` can name.
 _SUBLAYERS = {
@@ -41,14 +37,14 @@ class TransformerBlock(Layer):
     Attributes:
         comm_fusion: the bucket that the block's gradients are reduced in, or None.
         recompute_config: what the backward pass computes again, from `recompute`.
-        alike: the `SharedBlocks` of its stack; None where it is in none.
+        shared: the `SharedBlocks` of its stack; None where it is in none.
     """
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True  # a mask of Keras' that comes with inputs goes on
         self.comm_fusion = None
-        self.alike = None
+        self.shared = None
         self.recompute_config = TransformerRecomputeConfig()
 
     def use_experts(self, has_experts: bool = True) -> None:
@@ -87,35 +83,9 @@ class TransformerBlock(Layer):
     def run_block(
         self, function: Callable, inputs: list[tf.Tensor], masks: list, training: bool
     ) -> tf.Tensor:
-        """Return function(*inputs, *masks), as a block computes it.
-
-        Weights are unsharded one block ahead, and the backward pass computes it again where
-        that was chosen. Of blocks of a stack that are alike one is traced.
-
-        Args:
-            function: a function of tensors that reads the block's weights.
-            inputs: list of tensors.
-            masks: list of tensors, or None.
-            training: whether dropout applies.
-        """
+        """Return function(*inputs, *masks), as a block computes it; see `parallelize.run_block`."""
         check_floating("inputs", inputs[0])
-
-        def compute(*tensors):
-            own, given = tensors[: len(inputs)], tensors[len(inputs) :]
-            if not training:
-                return function(*own, *given)
-            if self.recomputes:
-                of_inputs = lambda *own: function(*own, *given)
-                config = self.recompute_config
-                return recomputed(of_inputs, own, self.variables, config, self.add_loss)
-            return function(*sum_gradients_first(own), *given)
-
-        with unsharding_ahead(inputs) as output:
-            if self.alike is None:
-                result = compute(*inputs, *masks)
-            else:
-                result = self.alike(self, compute, [*inputs, *masks], training)
-            return output(result) if training else result
+        return parallelize.run_block(self, function, inputs, masks, training)
 
 
 class BlockStack(Layer):
@@ -181,9 +151,9 @@ class BlockStack(Layer):
             )
             for number in range(num_layers)
         ]
-        alike = SharedBlocks(num_layers)
+        shared = SharedBlocks(num_layers)
         for number, block in enumerate(self.blocks, 1):
-            block.alike = alike
+            block.shared = shared
             block.recompute(get_parallel_config().recompute)
             if layer_arguments.get("moe_config") is not None and number % moe_every:
                 block.use_experts(False)

@@ -1,7 +1,6 @@
 """Dropout without state: masks are a function of a seed, the layer and the rank."""
 
 import dataclasses
-import zlib
 
 import tensorflow as tf
 
@@ -9,6 +8,7 @@ from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.recompute.recompute import seed_after
 from dtransformer.parallel.tracing.dropout_seed import (
+    DrawsMasks,
     current_dropout_seed,
     kept_elements,
     layer_number,
@@ -17,7 +17,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
-class Dropout(Layer):
+class Dropout(DrawsMasks, Layer):
     """Set a random part of the inputs to zero and scale the others up.
 
     Inside `dropout_seed` the mask depends on that seed and on the layer's path
@@ -43,11 +43,6 @@ class Dropout(Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         self.rate = check_rate("rate", rate)
-
-    @property
-    def number(self) -> int:
-        """What tells the layer's masks from those of others: a number made of its path."""
-        return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         masks = self.masks(training)

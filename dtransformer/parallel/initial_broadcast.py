@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.mesh.variable import MeshVariable, specs_of
+from dtransformer.parallel.mesh.variable import MeshVariable, sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, own_shards
 
@@ -41,7 +41,7 @@ def shared_shards(network_variables: list, optimizer_variables: list = ()) -> di
     for number, variable in enumerate([*network_variables, *optimizer_variables]):
         if isinstance(variable, ShardedVariable) and not isinstance(variable, MeshVariable):
             continue  # each rank of the group has a shard of its own
-        is_replicated = number < len(network_variables) and not any(specs_of(variable))
+        is_replicated = number < len(network_variables) and not any(sharding_specs(variable))
         group = job.whole_job() if is_replicated and job.stage()[1] == 1 else same_shards
         if group.size > 1:
             shards[group] += own_shards([variable])

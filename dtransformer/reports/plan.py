@@ -6,7 +6,7 @@ import math
 import tensorflow as tf
 
 from dtransformer.parallel.mesh.layouts import axis_size
-from dtransformer.parallel.mesh.variable import specs_of
+from dtransformer.parallel.mesh.variable import sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.zero.variables import FullyShardedVariable
 from dtransformer.tables import columns
@@ -72,10 +72,12 @@ class WeightPlan:
                 shape=tuple(v.shape),
                 dtype=tf.as_dtype(v.dtype).name,
                 axes=tuple(getattr(v, "logical_axes", ())),
-                sharded_over=("ranks",) if isinstance(v, FullyShardedVariable) else specs_of(v),
+                sharded_over=("ranks",)
+                if isinstance(v, FullyShardedVariable)
+                else sharding_specs(v),
                 num_shards=num_ranks
                 if isinstance(v, FullyShardedVariable)
-                else math.prod(axis_size(axis) for axis in specs_of(v)),
+                else math.prod(axis_size(axis) for axis in sharding_specs(v)),
             )
             for v in variables
         )

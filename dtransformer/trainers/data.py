@@ -197,7 +197,7 @@ def check_rows(number):
         )
 
 
-def specs_of(first):
+def element_specs(first):
     """Return a first batch's specs, which keep no rows in memory; see `peek`."""
 
     def spec(x):
@@ -263,4 +263,4 @@ def _inputs_of(first):
     if first is None:
         raise ValueError("the network is not built: call it on a batch before training")
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first)
-    return specs_of(inputs)
+    return element_specs(inputs)

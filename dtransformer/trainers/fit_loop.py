@@ -30,7 +30,7 @@ class FitLoop(StepFunctions):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
 
     A subclass has Keras' `train_step`, `test_step` and `predict_step`, `_prepare(first)` and
-    `_start_engine(first)`, which make it ready, and `_engine` and `_program`, which its steps
+    `_start_engine(first)`, which make it ready, and `_engine` and `_step`, which its steps
     compute with.
     """
 
@@ -264,7 +264,7 @@ class FitLoop(StepFunctions):
     def _take_batch(self, x, shard):
         """Know whose rows a batch's are; the first batch is checked between the ranks."""
         shards = shards_rows(x, shard)
-        if shards != self._shards_rows or self._program is None:
+        if shards != self._shards_rows or self._step is None:
             check_rows_of_ranks(x, (x,), shards)
         self._set_sharding(shards)
 

@@ -17,11 +17,11 @@ from dtransformer.trainers.optimizer.shard_plan import partition_of
 class Reporting(keras.Model):
     """The methods of a trainer that tell how its work is divided, and what that costs.
 
-    A subclass has the `network`, its `_engine`, `_program` and `optimizer_step`, None before there
-    are any.
+    A subclass has the `network`, its `_engine`, `_step`, `_compiler` and `optimizer_step`, None before
+    there are any.
     """
 
-    _engine = _program = optimizer_step = None
+    _engine = _step = _compiler = optimizer_step = None
 
     def summary(self, **kwargs):
         """Print the network, and what a rank holds of it; as `keras.Model.summary`."""
@@ -80,13 +80,13 @@ class Reporting(keras.Model):
         Raises:
             ValueError: no step was compiled yet.
         """
-        if self._program is None or not self._program.graphs:
+        if self._step is None or not self._compiler.graphs:
             raise ValueError("no training step is compiled yet: call fit or train_on_batch first")
         return communication_report(
             self.network,
             self._engine.collectives(),
             self._engine.input_shapes,
-            self._program.graphs,
+            list(self._compiler.graphs.values()),
         )
 
     def memory_report(self, inputs=None):
@@ -136,7 +136,7 @@ class Reporting(keras.Model):
         Raises:
             ValueError: no step was run yet, or the network has no experts.
         """
-        report = None if self._program is None else self._program.expert_loads.report()
+        report = None if self._step is None else self._step.expert_loads.report()
         if report is None or not report.layers:
             raise ValueError(
                 "there is no load of experts: train a network with a moe_config of several experts"

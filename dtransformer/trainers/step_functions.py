@@ -62,14 +62,14 @@ def _as_numbers(logs):
 class StepFunctions(keras.Model):
     """Makes Keras' train, test and predict functions of a trainer's steps.
 
-    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_engine` and `_program`,
-    which they compute with; `_throughput`, a `Throughput`; and `_work`, a dict.
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_step` and its
+    `_compiler`; `_throughput`, a `Throughput`; and `_work`, a dict.
 
     Attributes:
         num_steps: of the optimizer, as the host counts them.
     """
 
-    _engine = _program = _throughput = _logs = None
+    _step = _compiler = _throughput = _logs = None
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
     _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
@@ -79,7 +79,7 @@ class StepFunctions(keras.Model):
             return self.train_function
         peak = tf.constant(measured_peak(self.network.compute_dtype), "float32")
         self._throughput.start(float(grads.reduce_sum({"peak": peak}, "peak")["peak"]))
-        step, compiled, ended = self._step_function(self.train_step), False, 0.0
+        step, compiled, ended = self._compiler.whole(self.train_step, trains=True), False, 0.0
 
         def done(batch, begin, there):
             nonlocal compiled, ended
@@ -107,12 +107,12 @@ class StepFunctions(keras.Model):
 
     def make_test_function(self, force=False):
         if self.test_function is None or force:
-            step = self._step_function(self.test_step)
+            step = self._compiler.whole(self.test_step)
             self.test_function = lambda iterator: self._run(step, iterator)
         return self.test_function
 
     def make_predict_function(self, force=False):
-        if not self._engine.compiles_itself:
+        if not self._compiler.in_parts:
             return super().make_predict_function(force)
 
         def predict(batches):
@@ -122,25 +122,11 @@ class StepFunctions(keras.Model):
         self.predict_function = predict
         return self.predict_function
 
-    def _step_function(self, step):
-        """Return a function of a batch, and of the specs that its data tell, which runs a step."""
-        if self._engine.compiles_itself or self.run_eagerly:
-            return lambda batch, told: step(batch)
-        compiled, traced = tf.function(step, reduce_retracing=True, autograph=False), []
-
-        def run(batch, told):
-            if told is not None and told not in traced:  # dimensions that vary are open
-                compiled.get_concrete_function(told)
-                traced.append(told)
-            return compiled(batch)
-
-        return run
-
     def _run(self, step, iterator, done=lambda *_: None):
         """Run a step with each batch of a call of Keras' loop; return the logs that were read last.
 
         Args:
-            step: a function, see `_step_function`.
+            step: a function, see `StepCompiler.whole`.
             iterator: of batches, `steps_per_execution` of which are taken, or what is left.
             done: a function that is called after each step with the batch, and by
                 `time.perf_counter` when it was asked for, and when it was there.
@@ -148,7 +134,7 @@ class StepFunctions(keras.Model):
         Raises:
             StopIteration: there is no batch.
         """
-        told = tf.nest.map_structure(_none_if_optional, getattr(iterator, "element_spec", None))
+        specs = tf.nest.map_structure(_none_if_optional, getattr(iterator, "element_spec", None))
         logs, number = None, 0
         while number < self.steps_per_execution:
             begin, batch = time.perf_counter(), next(iterator, None)
@@ -156,7 +142,7 @@ class StepFunctions(keras.Model):
                 break
             there, number = time.perf_counter(), number + 1
             batch = tf.nest.map_structure(_none_if_optional, batch)
-            logs = step(batch, told)
+            logs = step(batch, specs)
             done(batch, begin, there)
         if logs is None:
             raise StopIteration
@@ -178,7 +164,7 @@ class StepFunctions(keras.Model):
     def _begin_epoch(self):
         """Count an epoch's speed and the loads of its experts anew."""
         self._throughput.reset()
-        self._program.expert_loads.forget()
+        self._step.expert_loads.forget()
         self._logs = StepLogs(self._log_every, self._throughput)
 
     @property

@@ -1,7 +1,6 @@
 """The trainer: a Keras model whose steps run on every rank of the job."""
 
 import copy
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,7 @@ from dtransformer.trainers.compile_checks import (
     tell_loops,
     weights_now,
 )
-from dtransformer.trainers.data import specs_of
+from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
@@ -46,11 +45,9 @@ from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
 from dtransformer.trainers.padded_logits import of_classes, without_padding
 from dtransformer.trainers.reporting import Reporting, check_rules
+from dtransformer.trainers.step import Step
+from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
 from dtransformer.trainers.step_metrics import StepMetrics
-from dtransformer.trainers.step_program import StepProgram
-
-# Number of elements from which on XLA's start pays.
-_LARGE_NETWORK = 2**20
 
 
 @register
@@ -89,8 +86,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._share_saving()
         self.objective = None
         self._accuracy_tracker = keras.metrics.Mean(name="accuracy")
-        self._jit = "auto"
-        self._engine = self.optimizer_step = self._program = self._weights = self._first = None
+        self._compiler = StepCompiler()
+        self._engine = self.optimizer_step = self._step = self._weights = self._first = None
 
     def __call__(self, inputs: Any, *args, **kwargs) -> Any:
         symbolic = any(isinstance(x, keras.KerasTensor) for x in tf.nest.flatten(inputs))
@@ -99,7 +96,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         return super().__call__(inputs, *args, **kwargs)
 
     def call(self, inputs: Any, training: bool | None = False) -> Any:
-        if self._engine is not None and self._engine.compiles_itself and tf.executing_eagerly():
+        if self._engine is not None and self._compiler.in_parts and tf.executing_eagerly():
             if training:
                 raise ValueError(
                     "a trainer whose network is on a mesh or in a pipeline is called without "
@@ -161,17 +158,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         Raises:
             ValueError: the layout cannot do what is asked for.
         """
-        # TensorFlow would reorder sums and products by what else a step computes: recompute
-        # changes that, and is not to change one bit of the results. Functions are inlined without
-        # the other, but for those that are to stay calls; it copies them all, and changes nothing.
-        tf.config.optimizer.set_experimental_options(
-            {"arithmetic_optimization": False, "function_optimization": False}
-        )
-        if device_type() == "GPU":  # where elementwise operations would all go through memory
-            if jit_compile == "auto" and job.mesh() is None:
-                tf.config.optimizer.set_jit("autoclustering")
-            elif jit_compile is False or job.mesh() is not None:
-                tf.config.optimizer.set_jit(False)
+        set_tensorflow_options(jit_compile)
         if loss is None and hasattr(self.network, "logits_vocab_size"):
             loss = CrossEntropyLoss()
         loss = of_classes(loss, self.network)
@@ -188,34 +175,23 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if auto_scale_loss and self.network.dtype_policy.name == "mixed_float16":
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
-        self._jit, self._work = jit_compile, {}  # shapes of a batch -> its tokens and FLOP
+        self._compiler = StepCompiler(jit_compile, run_eagerly)
+        self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if device_type() == "GPU" else 1
         self._log_every = check_positive("log_every", log_every)
         self._throughput = Throughput()
         check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
-        self._engine = self.optimizer_step = self._program = self._weights = None
+        self._engine = self.optimizer_step = self._step = self._weights = None
 
     # Keras calls these with each batch: in a tf.function of its own, but where the engine
     # compiles itself.
 
     def train_step(self, data: tuple) -> dict:
-        inputs, labels, sample_weight = self._batch(data)
-        numbers = self._program.numbers(inputs, labels, sample_weight)
-        gradients, outputs, sums = self._program.forward_backward(
-            inputs, labels, sample_weight, numbers
-        )
-        self._build_metrics(labels, outputs)
-        seen = self._program.seen(labels, outputs, sample_weight)
-        return self._program.finish(gradients, sums, numbers.counts, *seen)
+        return self._step.train(*self._batch(data))
 
     def test_step(self, data: tuple) -> dict:
-        inputs, labels, sample_weight = self._batch(data)
-        counts = self._program.counts(inputs, labels, sample_weight)
-        outputs, sums = self._program.evaluate(inputs, labels, sample_weight, counts)
-        self._build_metrics(labels, outputs)
-        seen = self._program.seen(labels, outputs, sample_weight)
-        return self._program.finish_test(sums, counts, *seen)
+        return self._step.test(*self._batch(data))
 
     def predict_step(self, data: tuple) -> Any:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._own(data))
@@ -228,12 +204,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self._states.start(self.network, self.objective, *batch[:2])
         return batch
 
-    def _build_metrics(self, labels, outputs):
-        """Make the metrics' states; those of an epoch that is resumed in its middle are set."""
-        metrics = self._program.metrics
-        if metrics.is_built:
-            return
-        metrics.build(labels, self._engine.example_outputs() if outputs is None else outputs[0])
+    def _metrics_built(self):
+        """Set the metrics of an epoch that is resumed in its middle."""
         if self._beginning is not None:
             with tf.init_scope():
                 self._beginning.restore_metrics(self)
@@ -243,8 +215,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         """The list of all metrics, in Keras' order; the accuracy where none was asked for."""
         accuracy, means = self._accuracy_tracker, []
         found = [one for one in super().metrics if one is not accuracy]
-        if self._program is not None:
-            means = self._program.metrics.of_outputs
+        if self._step is not None:
+            means = self._step.metrics.of_outputs
         if self.objective is not None and self.objective.is_of_tokens and len(found) == 1:
             found.append(accuracy)
         return [*found, *means, *layer_metrics(self.network)]
@@ -259,7 +231,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._accuracy_tracker.reset_state()
 
     def _flatten_metrics_in_order(self, logs):
-        names = {*self._program.metrics.names, *self._states.results()}
+        names = {*self._step.metrics.names, *self._states.results()}
         return super()._flatten_metrics_in_order(
             {name: logs[name] for name in logs if name in names}
         )
@@ -271,7 +243,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         """Build the network, the engine and the optimizer step, and take rank 0's weights, once."""
         self._assert_compile_called("fit")
         step = self._start_engine(first)
-        if self._program is not None:
+        if self._step is not None:
             return
         self.built = True
         check_network(self.network)  # with the layers that came when it was built
@@ -283,8 +255,10 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         )
         states = [] if self.optimizer_step.is_sharded else self.optimizer.variables
         initial_broadcast([], states)
-        self._program = StepProgram(
-            step, self._engine, self.optimizer, self.optimizer_step, metrics
+        self._step = Step(
+            *(step, self._engine, self.optimizer, self.optimizer_step, metrics),
+            compiler=self._compiler,
+            metrics_built=self._metrics_built,
         )
 
     def _start_engine(self, first=None):
@@ -297,8 +271,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self._states = LayerStates()
         step = ForwardStep(self.network, self.objective, sees_outputs, self._states)
         if self._engine is None:
-            self._first = specs_of(first)
-            self._engine = make_engine(step, jit_compile=self._jit is True)
+            self._first = element_specs(first)
+            self._engine = make_engine(step, self._compiler.jit_forward)
         with named_alike():
             self._engine.build(first)
         self._weights = self._weights or weights_now(self.network)
@@ -311,14 +285,11 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         """Make the optimizer step, once, for a network that is built."""
         if self.optimizer_step is None:
             weights = self.network.trainable_variables
-            compiles = self._jit is True and not self.run_eagerly
-            if self._jit == "auto" and not self.run_eagerly:
-                compiles = sum(math.prod(v.shape) for v in weights) >= _LARGE_NETWORK
             self.optimizer_step = ShardedOptimizer(
                 self.optimizer,
                 weights,
                 bucket_ids(self.network, weights),
-                compiles,
+                self._compiler,
                 copied_weights(self.network),
             )
 

@@ -47,7 +47,7 @@ def results(layers, training=True):
 
 def by_themselves(layers):
     for block in layers.blocks:
-        block.alike = None
+        block.shared = None
     return layers
 
 

@@ -10,7 +10,7 @@ from tensorflow.experimental import dtensor
 from dtransformer import _compat
 from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.layouts import relayout
-from dtransformer.parallel.mesh.variable import packed, specs_of, unpacked
+from dtransformer.parallel.mesh.variable import packed, sharding_specs, unpacked
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards
@@ -64,7 +64,7 @@ class MeshFunction:
         for number, variable in enumerate(self._variables):
             new = scope.get_current_value(variable)
             if new is not None and new is not weights[number]:
-                updates[str(number)] = relayout(new, specs_of(variable))
+                updates[str(number)] = relayout(new, sharding_specs(variable))
         return results, updates
 
     def _on_every_device(self, tensor):

@@ -249,7 +249,7 @@ def _assemble(variable, of_ranks):
     return blocks[()]
 
 
-def specs_of(variable: keras.Variable) -> tuple[str | None, ...]:
+def sharding_specs(variable: keras.Variable) -> tuple[str | None, ...]:
     """Return the mesh axis, or None, that shards each dimension of any Keras variable."""
     if isinstance(variable, MeshVariable):
         return variable.specs
@@ -261,7 +261,7 @@ def share_of(variable: keras.Variable) -> float | None:
 
     None where every rank has all of it.
     """
-    specs = specs_of(variable)
+    specs = sharding_specs(variable)
     if not any(specs):
         return None
     num_shards = math.prod(axis_size(axis) for axis in specs)
@@ -272,7 +272,7 @@ def packed(variable: keras.Variable) -> tf.Tensor:
     """Return any Keras variable as a DTensor."""
     if isinstance(variable, MeshVariable):
         return variable.packed()
-    return dtensor.copy_to_mesh(variable.value, make_layout(specs_of(variable)))
+    return dtensor.copy_to_mesh(variable.value, make_layout(sharding_specs(variable)))
 
 
 def unpacked(variable: keras.Variable, value: tf.Tensor) -> list[tf.Tensor]:

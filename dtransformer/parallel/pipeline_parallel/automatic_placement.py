@@ -1,6 +1,6 @@
 """Where layers without a place are put: by where they are used, or spread evenly.
 
-Pure functions of what `Recorder` has found out.
+Pure functions of what `DependencyRecorder` has found out.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

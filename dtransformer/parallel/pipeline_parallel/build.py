@@ -13,7 +13,7 @@ import keras
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.automatic_placement import by_use, spread
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.dependency_recorder import Recorder
+from dtransformer.parallel.pipeline_parallel.dependency_recorder import DependencyRecorder
 from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     chunk_of,
@@ -114,13 +114,13 @@ def _parts_without_place(layer, adds_losses=False):
 
 
 def _recorded(network, specs, parts):
-    """Return the `Recorder` of a network whose parts are called as if they had a place."""
+    """Return the `DependencyRecorder` of a network whose parts are called as if they had a place."""
     for part in parts:
         _make_placeable(part)
         part.pipeline_stage = 0
     try:
         with _Watch(parts):
-            return Recorder(lambda inputs: network(inputs, training=True), specs)
+            return DependencyRecorder(lambda inputs: network(inputs, training=True), specs)
     finally:
         for part in parts:
             part.pipeline_stage = None

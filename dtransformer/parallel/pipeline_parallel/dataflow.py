@@ -10,7 +10,7 @@ from collections.abc import Callable
 import keras
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline_parallel.dependency_recorder import Recorder
+from dtransformer.parallel.pipeline_parallel.dependency_recorder import DependencyRecorder
 from dtransformer.parallel.pipeline_parallel.stage_assignment import chunk_of
 from dtransformer.parallel.schedules.placement import Placement
 
@@ -92,7 +92,7 @@ class Dataflow:
         Raises:
             ValueError: a chunk needs what a later one computes.
         """
-        return cls._from(Recorder(function, inputs), placement)
+        return cls._from(DependencyRecorder(function, inputs), placement)
 
     @classmethod
     def of_network(cls, network: keras.Model, inputs, placement: Placement) -> "Dataflow":
@@ -107,7 +107,7 @@ class Dataflow:
             ValueError: a chunk has no layers, or needs what a later one computes; or a
                 weight is in no layer that has a place.
         """
-        recorder = Recorder(lambda inputs: network(inputs, training=True), inputs)
+        recorder = DependencyRecorder(lambda inputs: network(inputs, training=True), inputs)
         _check_places(network, [layer for layer, _ in recorder.calls], placement)
         return cls._from(recorder, placement)
 

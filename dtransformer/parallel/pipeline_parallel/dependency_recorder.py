@@ -7,7 +7,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.placeholders import left_masks, zeros_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import CallNames, mask_name, view
-from dtransformer.parallel.tracing.tensor_specs import specs_of
+from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Result:
         return self.number in self.layer.results_that_are_weights
 
 
-class Recorder:
+class DependencyRecorder:
     """A view of calls: gives placeholder outputs, and remembers what inputs come from.
 
     Args:
@@ -54,9 +54,9 @@ class Recorder:
             with view(self):
                 outputs = function(inputs)
             self.ends = self._origins(outputs)
-            self.outputs = specs_of(outputs)
+            self.outputs = tensor_specs(outputs)
 
-        tf.function(run, autograph=False).get_concrete_function(specs_of(inputs))
+        tf.function(run, autograph=False).get_concrete_function(tensor_specs(inputs))
 
     def call(self, layer, compute, placeholder, args, kwargs):
         self.calls.append((layer, self._origins((args, kwargs))))

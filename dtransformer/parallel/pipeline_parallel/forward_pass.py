@@ -9,7 +9,7 @@ from dtransformer.parallel.pipeline_parallel.local_stage import has_outputs, own
 from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.tracing.tensor_specs import specs_of
+from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 
 class ForwardPass:
@@ -74,7 +74,7 @@ class ForwardPass:
         return self.devices.replicate(outputs) if is_last else None, state
 
     def _dataflow(self, inputs):
-        key = tuple(tf.nest.flatten(specs_of(inputs)))
+        key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of(self._outputs, inputs, job.placement())
         return self._dataflows[key]

@@ -22,7 +22,7 @@ from dtransformer.parallel.mesh.batch import (
 )
 from dtransformer.parallel.mesh.function import MeshFunction, wait
 from dtransformer.parallel.mesh.layouts import laid_out, replicate
-from dtransformer.parallel.mesh.variable import LocalShards, packed, specs_of, unpacked
+from dtransformer.parallel.mesh.variable import LocalShards, packed, sharding_specs, unpacked
 from dtransformer.parallel.pipeline_parallel.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
@@ -32,7 +32,7 @@ from dtransformer.parallel.weights.sharded_variable import trained_value
 
 def stage_devices() -> "LocalExecutor":
     """Return where this rank's stage computes."""
-    return LocalExecutor() if job.mesh() is None else Mesh()
+    return LocalExecutor() if job.mesh() is None else MeshExecutor()
 
 
 class LocalExecutor:
@@ -160,7 +160,7 @@ def _wait_for_gpus():
         tf.test.experimental.sync_devices()
 
 
-class Mesh(LocalExecutor):
+class MeshExecutor(LocalExecutor):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
 
     compiles_whole_graphs, takes_open_shapes = True, False
@@ -253,5 +253,5 @@ class _FunctionOnMesh(_Named, MeshFunction):
     def _trace(self, weights, args):
         self.is_new = True
         # The gradient of a weight is laid out as the weight is here.
-        trained = [laid_out(w, specs_of(v)) for w, v in zip(weights, self.trained)]
+        trained = [laid_out(w, sharding_specs(v)) for w, v in zip(weights, self.trained)]
         return super()._trace([*trained, *weights[len(trained) :]], args)

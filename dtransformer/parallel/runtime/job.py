@@ -1,8 +1,4 @@
-"""Joining the job: ranks, devices, the mesh and the groups of ranks.
-
-`init` joins the job that `horovodrun` started, or runs alone. Horovod is needed
-for several ranks only, DTensor where operations are sharded.
-"""
+"""State of the job: this rank, the mesh, the groups of ranks; `dtransformer.init` sets it."""
 
 import contextlib
 import dataclasses
@@ -11,32 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import tensorflow as tf
 
-from dtransformer.parallel.config.config import (
-    TransformerOpParallelConfig,
-    get_parallel_config,
-    set_parallel_config,
-    validators,
-)
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.config.topology import Topology
-from dtransformer.parallel.runtime.cluster import start_mesh, stop_mesh
-from dtransformer.parallel.runtime.devices import device_type, take_devices
-from dtransformer.parallel.runtime.launch import (
-    compare_ranks,
-    fitting,
-    leave_at_exit,
-    start_horovod,
-    stop_horovod,
-)
 from dtransformer.parallel.runtime.process_groups import Group, ProcessGroups
-from dtransformer.parallel.runtime.start_watchdog import stall_seconds_of, start_watchdog
 from dtransformer.parallel.schedules.placement import Placement
-from dtransformer.parallel.watchdog.activity_tracker import Recorder
+from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.stop_barrier import StopBarriers
 from dtransformer.parallel.watchdog.thread import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class Job:
     """The job as this rank sees it; `hvd` is None where it runs alone."""
 
     rank: int = 0
@@ -56,135 +38,26 @@ class _Job:
     watchdog: Watchdog | None = None
 
 
-_job = _Job()
-_recorder = Recorder()
-_before_leaving = []
+_job = Job()
+activity = ActivityTracker()
+waits_before_leaving = []
 
 
-def init(
-    config: TransformerOpParallelConfig | None = None,
-    *,
-    seed: int | None = None,
-    local_devices: int = 1,
-    stall_seconds: float | None = None,
-) -> Topology:
-    """Join the job and make `config` the global parallel config.
+def current() -> Job:
+    """Return the `Job` as it is now."""
+    return _job
 
-    Call it once, before any tensor is made: where operations are sharded, DTensor starts
-    TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
-    `python` the process runs alone. On CPUs the ranks of a host take cores of their own,
-    unless the environment has `DTRANSFORMER_BIND_CORES=0`.
 
-    Args:
-        config: a `TransformerOpParallelConfig`; the current global one by default.
-        seed: int, from which initial weights and dropout masks are derived; 0 by
-            default. The same on every rank.
-        local_devices: number of devices that each rank drives: GPUs, or logical CPU
-            devices where there is no GPU.
-        stall_seconds: how long a step may take until the watchdog ends the job, on every rank
-            and with the name of the one at fault; more where steps are slow, and while
-            functions are compiled, checkpoints saved or data validated. 0 for no watchdog. By
-            default what the environment has as DTRANSFORMER_STALL_SECONDS, or 50.
-
-    Returns:
-        The `Topology` of the job.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: the config's degrees do not multiply to the number of devices, its fields
-            do not work together, or ranks were started with different configs.
-        RuntimeError: there are several ranks and Horovod is not installed, or this
-            host has fewer GPUs than its ranks ask for.
-
-    Example:
-
-    >>> import dtransformer
-    >>> print(dtransformer.init(dtransformer.TransformerOpParallelConfig()))
-    one rank
-    """
+def become(job: Job) -> None:
+    """Take another `Job` for this process; for `dtransformer.init` and `shutdown`."""
     global _job
-    config = get_parallel_config() if config is None else config
-    if not isinstance(config, TransformerOpParallelConfig):
-        raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
-    if seed is not None:
-        validators.seed("seed", seed)
-    validators.count("local_devices", local_devices)
-    stall_seconds = stall_seconds_of(stall_seconds)
-    has_devices = _job.is_joined and mesh() is None  # to leave a mesh starts TensorFlow anew
-    _leave_layout()
-    hvd = start_horovod()
-    rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
-    config = fitting(config, size * local_devices)
-    topology = Topology.from_config(config, size, local_devices)
-    validators.check_supported(config, local_devices)
-    if not has_devices:  # before the first operation
-        local_size = hvd.local_size() if hvd else 1
-        take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
-    addresses = [None]
-    if hvd:
-        addresses = compare_ranks(hvd, config, seed, local_devices, stall_seconds)
-    watchdog = start_watchdog(hvd, stall_seconds, _recorder, _job.gates, _job.watchdog)
-    if hvd:
-        leave_at_exit(hvd, watchdog)
-    set_parallel_config(config.resolve(size, local_devices))
-    groups = ProcessGroups(rank, size, hvd, _job.groups)
-    seed = _job.seed if seed is None else seed
-    _job = _Job(
-        *(rank, size, local_rank, topology, config.placement, hvd, groups, seed),
-        is_joined=True,
-        gates=_job.gates,
-        watchdog=watchdog,
-    )
-    with waiting("dtransformer.init", range(size)):
-        _join_layout(topology, rank, addresses)
-    return topology
-
-
-def _join_layout(topology, rank, addresses):
-    """Start the mesh, and make the groups of the layout."""
-    global _job
-    groups, config = _job.groups, get_parallel_config()
-    everyone = range(topology.num_ranks)
-    _job = dataclasses.replace(
-        _job,
-        mesh=start_mesh(topology, rank, addresses, device_type()),
-        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
-        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
-        pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
-    )
-    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
-        for pair in config.placement.stage_pairs:  # which send to each other
-            agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
-
-
-def _leave_layout():
-    """Stop the mesh, where there is one, once every rank is done with it."""
-    global _job
-    if mesh() is not None:
-        barrier()
-        stop_mesh()
-        _job = dataclasses.replace(_job, mesh=None)
-
-
-def shutdown() -> None:
-    """Leave the job, once every rank is here. Without a job, do nothing."""
-    global _job
-    with doing("saving"):
-        for wait in _before_leaving:
-            wait()
-    _leave_layout()
-    barrier()
-    if _job.watchdog is not None:
-        _job.watchdog.leave()
-        leave_at_exit(_job.hvd)
-    stop_horovod(_job.hvd)
-    _job = _Job(seed=_job.seed)
+    _job = job
 
 
 def before_leaving(wait: Callable) -> None:
     """Let `shutdown` first call a function that waits for what needs the other ranks."""
-    if wait not in _before_leaving:
-        _before_leaving.append(wait)
+    if wait not in waits_before_leaving:
+        waits_before_leaving.append(wait)
 
 
 def is_initialized() -> bool:
@@ -256,7 +129,7 @@ def placement() -> Placement:
 def alone() -> Iterator[None]:
     """Inside of the `with` block this process is a job of its own, whose layers have full weights."""
     global _job
-    joined, _job = _job, _Job(seed=_job.seed, is_joined=_job.is_joined)
+    joined, _job = _job, Job(seed=_job.seed, is_joined=_job.is_joined)
     try:
         yield
     finally:
@@ -271,26 +144,26 @@ def barrier() -> None:
 
 
 def waiting(collective: str, ranks: Iterable[int]) -> contextlib.AbstractContextManager:
-    """Say that a `with` block waits for ranks in a collective; see `Recorder.waiting`."""
+    """Say that a `with` block waits for ranks in a collective; see `ActivityTracker.waiting`."""
     if not tf.executing_eagerly():  # nothing is sent while a function is traced
-        _recorder.traces_collective()
+        activity.traces_collective()
         return contextlib.nullcontext()
-    return _recorder.waiting(collective, [rank for rank in ranks if rank != _job.rank])
+    return activity.waiting(collective, [rank for rank in ranks if rank != _job.rank])
 
 
 def doing(kind: str, step: int | None = None) -> contextlib.AbstractContextManager:
-    """Say what this rank does in a `with` block, for the watchdog; see `Recorder.doing`."""
-    return _recorder.doing(kind, step)
+    """Say what this rank does in a `with` block, for the watchdog; see `ActivityTracker.doing`."""
+    return activity.doing(kind, step)
 
 
 def compiles() -> None:
     """Say that the step which is under way is compiled."""
-    _recorder.compiles()
+    activity.compiles()
 
 
 def computed_for(seconds: float) -> None:
-    """Say how long this rank took between two steps; see `Recorder.computed_for`."""
-    _recorder.computed_for(seconds)
+    """Say how long this rank took between two steps; see `ActivityTracker.computed_for`."""
+    activity.computed_for(seconds)
 
 
 def watchdog() -> Watchdog | None:

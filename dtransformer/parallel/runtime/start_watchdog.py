@@ -6,7 +6,7 @@ import socket
 from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.runtime.json_exchange import exchange_json
-from dtransformer.parallel.watchdog.activity_tracker import Recorder
+from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.address import own_address, own_host
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.message_authentication import new_token
@@ -40,7 +40,11 @@ def stall_seconds_of(value: float | None) -> float:
 
 
 def start_watchdog(
-    hvd, stall_seconds: float, recorder: Recorder, gates: StopBarrier, running: Watchdog | None
+    hvd,
+    stall_seconds: float,
+    recorder: ActivityTracker,
+    gates: StopBarrier,
+    running: Watchdog | None,
 ) -> Watchdog | None:
     """Return the watchdog of this rank; None where there is none. All ranks have to call.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import zlib
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -9,6 +10,18 @@ import tensorflow as tf
 from dtransformer.parallel.tracing import trace
 
 _PHILOX = 1  # as TensorFlow's operations number their algorithms
+
+
+class DrawsMasks:
+    """A layer that draws masks, by its number; for layers inside of others, that find it by this type.
+
+    A subclass has a Keras layer's `path`.
+    """
+
+    @property
+    def number(self) -> int:
+        """What tells the layer's masks from those of others: a number made of its path."""
+        return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
 
 
 @contextlib.contextmanager
@@ -45,12 +58,8 @@ def dropout_numbers(numbers: dict[int, tf.Tensor]) -> Iterator[None]:
         yield
 
 
-def layer_number(layer) -> int | tf.Tensor:
-    """Return the number that a dropout layer's masks are drawn by.
-
-    Args:
-        layer: it has an int `number`.
-    """
+def layer_number(layer: DrawsMasks) -> int | tf.Tensor:
+    """Return the number that a layer's masks are drawn by, here."""
     return trace.current().dropout_numbers.get(id(layer), layer.number)
 
 

@@ -18,6 +18,7 @@ from dtransformer import _compat
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
+    DrawsMasks,
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
@@ -172,4 +173,4 @@ def _key(layers, training):
 
 
 def _dropouts(layers):
-    return [layer for layer in layers if hasattr(layer, "number")]
+    return [layer for layer in layers if isinstance(layer, DrawsMasks)]

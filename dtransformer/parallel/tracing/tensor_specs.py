@@ -17,7 +17,7 @@ def number_of_rows(x: tf.Tensor) -> int | tf.Tensor:
     return tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
 
 
-def specs_of(tensors):
+def tensor_specs(tensors):
     """Return the `tf.TensorSpec`s of nested tensors; None stays None."""
     return tf.nest.map_structure(
         lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tensors
@@ -35,11 +35,11 @@ def open_specs(tensors, specs):
     try:
         tf.nest.assert_same_structure(tensors, specs)
     except (TypeError, ValueError):
-        return specs_of(tensors)
+        return tensor_specs(tensors)
 
     def opened(x, like):
         if x is None or not isinstance(like, tf.TensorSpec) or like.shape.rank != x.shape.rank:
-            return specs_of(x)
+            return tensor_specs(x)
         sizes = zip(x.shape, like.shape)
         return tf.TensorSpec([None if specs is None else size for size, specs in sizes], x.dtype)
 

@@ -20,7 +20,7 @@ _OF_THE_PROGRAM = ("outside", "callbacks")
 _STEPS = 7  # of which the middle one tells how long a rank takes between two of them
 
 
-class Recorder:
+class ActivityTracker:
     """Knows the activity of the thread that trains. `job.doing` tells it."""
 
     def __init__(self):

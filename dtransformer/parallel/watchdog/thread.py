@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from dtransformer.parallel.watchdog import ending
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.activity_tracker import Recorder
+from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.links import Hub, Member
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.watch import Stragglers, Verdict, Watch, say
@@ -40,7 +40,7 @@ class Watchdog:
         hosts: Sequence[str],
         link: Hub | Member,
         stall_seconds: float,
-        recorder: Recorder,
+        recorder: ActivityTracker,
         gates: StopBarriers,
         end: Callable[[str, float], None] = ending.leave,
     ):

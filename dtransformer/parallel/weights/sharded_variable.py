@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
+from dtransformer.parallel.weights.shard_bounds import Bounds
 from dtransformer.tensor_memory import as_tensor
 
-# Where a tensor lies in another one: (start, stop) of every dimension.
-Bounds = tuple[tuple[int, int], ...]
 # Where a shard lies: its bounds, and the range of the flattened block inside of them that the
 # shard is; None where it is all of that block.
 ShardBounds = tuple[Bounds, tuple[int, int] | None]

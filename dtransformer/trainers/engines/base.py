@@ -192,19 +192,17 @@ def check_any_trained(is_any: bool) -> None:
 class Engine(typing.Protocol):
     """What runs the forward–backward of this rank's share of a batch.
 
-    All ranks of the job call the same methods in the same order. Labels and sample weights are
-    nested tensors, or None.
+    On one device its methods are traced into the caller's `tf.function`; on a mesh and in a pipeline
+    they run compiled functions of their own, and are called from Python. All ranks of the job call
+    the same methods in the same order. Labels and sample weights are nested tensors, or None.
 
     Attributes:
-        compiles_itself: whether its methods run compiled functions of their own, and are called
-            from Python; else they are traced into the caller's `tf.function`.
         takes_micro_batches: whether it divides a batch into micro-batches by itself.
         input_shapes: nested shapes of the inputs that were computed at once in the last
             training step; None where that is not known.
         num_kept: how many such activations are kept at once.
     """
 
-    compiles_itself: bool
     takes_micro_batches: bool
     input_shapes: object
     num_kept: float

@@ -18,7 +18,7 @@ class LocalEngine:
         ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
     """
 
-    compiles_itself = takes_micro_batches = False
+    takes_micro_batches = False
     input_shapes = None
     num_kept = 1
 

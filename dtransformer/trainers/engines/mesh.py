@@ -40,7 +40,6 @@ class MeshEngine:
         step: the `ForwardStep`.
     """
 
-    compiles_itself = True
     takes_micro_batches = False
     num_kept = 1
 
@@ -121,7 +120,7 @@ class MeshEngine:
             inputs, labels, sample_weight, numbers
         )
         gradients = [
-            relayout(tf.convert_to_tensor(gradient), mesh_variable.specs_of(weight))
+            relayout(tf.convert_to_tensor(gradient), mesh_variable.sharding_specs(weight))
             for weight, gradient in zip(self._step.network.trainable_variables, gradients)
         ]
         return gradients, replicate(outputs), replicate(sums)

@@ -35,7 +35,7 @@ from dtransformer.parallel.schedules.simulator import ideal_of
 from dtransformer.parallel.schedules.timeline import most_alive, write
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
-from dtransformer.parallel.tracing.tensor_specs import open_specs, specs_of
+from dtransformer.parallel.tracing.tensor_specs import open_specs, tensor_specs
 from dtransformer.reports import audit
 from dtransformer.trainers.data import batch_specs, check_rows, input_specs, input_symbols
 from dtransformer.trainers.engines.accumulation import rows_of
@@ -51,7 +51,7 @@ class PipelineEngine:
         step: the `ForwardStep`. Its network is built here, this stage's layers of it.
     """
 
-    compiles_itself = takes_micro_batches = True
+    takes_micro_batches = True
 
     def __init__(self, step):
         self._step, self.network = step, step.network
@@ -161,12 +161,12 @@ class PipelineEngine:
             for chunk in own_chunks():
                 received = [(x.name, x.shape, x.dtype) for x in dataflow.received_by(chunk)]
                 received = {name: tf.TensorSpec(*spec) for name, *spec in received}
-                self.function(chunk, dataflow).trace(received, *specs, *specs_of(numbers))
+                self.function(chunk, dataflow).trace(received, *specs, *tensor_specs(numbers))
         self._traced.add(key)
 
     def dataflow(self, inputs):
         """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
-        key = tuple(tf.nest.flatten(specs_of(inputs)))
+        key = tuple(tf.nest.flatten(tensor_specs(inputs)))
         if key not in self._dataflows:
             self._dataflows[key] = Dataflow.of_network(self.network, inputs, self.placement)
         return self._dataflows[key]

@@ -23,6 +23,7 @@ class OptimizerUpdate:
         optimizer: a Keras optimizer, built.
         units: list of what it updates: variables and `ParameterProxy`s.
         devices: for each unit the name of its device.
+        compiler: the `StepCompiler`.
         jit_compile: whether the update is compiled with XLA, where that can be done.
 
     Call arguments:
@@ -33,30 +34,21 @@ class OptimizerUpdate:
         The new values of the `ParameterProxy`s, a list of tensors.
     """
 
-    def __init__(self, optimizer, units, devices, jit_compile):
-        self._optimizer, self._units = optimizer, units
-        self._in_calls, self._is_compiled = None, False
-        if type(optimizer).__module__.startswith("keras."):
+    def __init__(self, optimizer, units, devices, compiler, jit_compile):
+        self._optimizer, self._units, self._in_calls = optimizer, units, None
+        self._at_once = compiler.part(self._apply_at_once)
+        if type(optimizer).__module__.startswith("keras.") and not compiler.run_eagerly:
             # Of others nobody knows what they ask of a weight, and how they change their states.
             states = states_of_units(optimizer, len(units))
             if states is not None:
                 self._in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
 
-    def compile(self, compiled):
-        """See `ShardedOptimizer.compile`: where the update is calls, each is one of TensorFlow's.
-
-        A function of all of them would take TensorFlow longer to optimize than all else.
-        """
-        self._is_compiled, self._at_once = True, compiled(self._at_once)
-
     def __call__(self, gradients, values):
-        runs_eagerly = not self._is_compiled or tf.config.functions_run_eagerly()
-        is_debugged = tf.executing_eagerly() and runs_eagerly
-        if self._in_calls is None or is_debugged:
+        if self._in_calls is None or tf.config.functions_run_eagerly():
             return self._at_once(gradients, values)
         return self._in_calls(gradients, values)
 
-    def _at_once(self, gradients, values):
+    def _apply_at_once(self, gradients, values):
         held = [unit for unit in self._units if isinstance(unit, ParameterProxy)]
         for unit, value in zip(held, values, strict=True):
             unit.hold(value)

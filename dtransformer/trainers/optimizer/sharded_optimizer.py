@@ -39,7 +39,7 @@ class ShardedOptimizer:
         optimizer: a Keras optimizer; it is built, if it is not yet.
         weights: list of the Keras variables that are trained.
         bucket_ids: for each weight the bucket that its gradient is reduced in, or None.
-        jit_compile: whether the update is compiled with XLA.
+        compiler: the `StepCompiler`.
         copies: those of the weights that another pipeline stage has, too, and counts in the
             norm of all gradients.
 
@@ -55,7 +55,7 @@ class ShardedOptimizer:
         ValueError: the optimizer cannot update shards of weights, and has to.
     """
 
-    def __init__(self, optimizer, weights, bucket_ids, jit_compile, copies=()):
+    def __init__(self, optimizer, weights, bucket_ids, compiler, copies=()):
         config = get_parallel_config()
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
@@ -97,7 +97,10 @@ class ShardedOptimizer:
         ]
         self._devices = [one.shard.value.device for one in self.shards]
         devices = [self._devices[unit.positions[0]] for unit in self.units]
-        self._update = OptimizerUpdate(self._optimizer, parameters, devices, jit_compile)
+        self._update = OptimizerUpdate(
+            self._optimizer, parameters, devices, compiler, compiler.jit_update(weights)
+        )
+        self._store = compiler.part(self._store_new_values)
         is_replicated = any(one.replicated is not None for one in self.shards)
         self._stores = is_replicated or any(unit.is_held for unit in self.units)
 
@@ -114,16 +117,7 @@ class ShardedOptimizer:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         return self._reduce(gradients)
 
-    def compile(self, compiled):
-        """Compile the parts of a step apart, for a caller that is not traced itself.
-
-        Args:
-            compiled: a function that returns a function compiled, as `tf.function` does.
-        """
-        self._update.compile(compiled)
-        self._store = compiled(self._store)
-
-    def prepared(self, gradients, factor=None):
+    def reduce_and_clip(self, gradients, factor=None):
         """Reduce the gradients of all micro-batches, and make them those of the units.
 
         Args:
@@ -131,8 +125,7 @@ class ShardedOptimizer:
             factor: scalar that they are multiplied with, or None.
 
         Returns:
-            The gradients of the units, a list of tensors: for a unit whose gradient needs nothing
-            the very tensor that was given for its shard; the values of those units that are
+            The gradients of the units, a list of tensors; the values of those units that are
             held for the update alone, a list of tensors; and the norm of all gradients, a float32
             scalar.
         """
@@ -145,8 +138,8 @@ class ShardedOptimizer:
             held = self._update_units.held_values()
             return self._update_units.gradients(gradients), held, norm
 
-    def update(self, gradients, held, norm):
-        """Update the weights with what `prepared` returned."""
+    def apply(self, gradients, held, norm):
+        """Update the weights with what `reduce_and_clip` returned."""
         # Weight decay needs no gradient: at the end of the data, where the step fails for want
         # of a batch, it would go on without one.
         with tf.control_dependencies([norm]):
@@ -210,7 +203,7 @@ class ShardedOptimizer:
         if self._stores:
             self._store(new)
 
-    def _store(self, held):
+    def _store_new_values(self, held):
         """Store the new values that the update did not leave where they belong."""
         with trace.scope(names_are_global=True):
             new = self._update_units.new_values(held)

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from dtransformer.parallel.watchdog.activity_tracker import Recorder
+from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 
 
 def test_the_outer_wait_is_told_with_those_who_are_waited_for():
-    recorder = Recorder()
+    recorder = ActivityTracker()
     with recorder.doing("validating"), recorder.waiting("the barrier", [1, 2]):
         with recorder.waiting("an all-reduce", [1]):
             told = recorder.activity()
@@ -19,7 +19,7 @@ def test_the_outer_wait_is_told_with_those_who_are_waited_for():
 @pytest.mark.parametrize("kind, expected", [("saving", "written for rank 1"), ("step", "")])
 def test_a_rank_that_saves_waits_in_what_its_thread_waits_in(kind, expected):
     """While it trains, a thread that writes a checkpoint may wait for as long as it likes."""
-    recorder, enters, leaves = Recorder(), threading.Event(), threading.Event()
+    recorder, enters, leaves = ActivityTracker(), threading.Event(), threading.Event()
 
     def write():
         with recorder.waiting("written", [1]):
@@ -36,7 +36,7 @@ def test_a_rank_that_saves_waits_in_what_its_thread_waits_in(kind, expected):
 
 
 def test_an_error_ends_a_wait():
-    recorder = Recorder()
+    recorder = ActivityTracker()
     with pytest.raises(OSError), recorder.waiting("the barrier", [1]):
         raise OSError
     assert recorder.activity().waits_in == ""

@@ -12,6 +12,7 @@ from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
 from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
+from dtransformer.trainers.step_compiler import StepCompiler
 
 WEIGHTS = [
     Parameter("encoder/kernel", (512, 100), 4),
@@ -244,15 +245,15 @@ class TestLossScale:
 
 def after_step(step, gradients):
     """Update the weights; return the norm of all gradients."""
-    gradients, held, norm = step.prepared(gradients)
-    step.update(gradients, held, norm)
+    gradients, held, norm = step.reduce_and_clip(gradients)
+    step.apply(gradients, held, norm)
     return norm
 
 
 def test_an_update_of_scaled_gradients_is_that_of_the_true_ones():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
-    step = ShardedOptimizer(optimizer, [weight], [None], jit_compile=False)
+    step = ShardedOptimizer(optimizer, [weight], [None], StepCompiler())
     norm = after_step(step, [tf.constant([4.0, 8.0, 8.0])])
     assert float(norm) == pytest.approx(3.0)
     np.testing.assert_allclose(weight.numpy(), [0.5, 0.0, 0.0])
@@ -267,7 +268,7 @@ def test_a_rank_with_no_weight_that_counts_in_the_norm(kind, clip, traced):
         weight.overwrite_with_gradient = kind == "overwritten"
     copies = weights if kind == "copies" else []
     optimizer = keras.optimizers.SGD(1.0, **clip)
-    step = ShardedOptimizer(optimizer, weights, [None] * len(weights), False, copies)
+    step = ShardedOptimizer(optimizer, weights, [None] * len(weights), StepCompiler(), copies)
     run = functools.partial(after_step, step)
     run = tf.function(run) if traced else run
     assert float(run([tf.constant([3.0, 4.0])] * len(weights))) == 0

@@ -1,0 +1,113 @@
+"""Files of this package that a training step passes, counted from real calls; prints JSON.
+
+    python docs/step_walk.py [one_device | mesh | pipeline]
+
+The first step of a small network is traced under `sys.setprofile`, in one process: a mesh of two
+logical devices, a pipeline of one stage with two model chunks. A file counts where one of its
+functions runs between the call of the train function and its return, but for what the network's
+layers call (the network is the user's); lines are those of code.
+"""
+
+import argparse
+import ast
+import json
+import pathlib
+import sys
+import threading
+
+LAYOUTS = {
+    "one_device": ({}, 1),
+    "mesh": ({"model_parallel": 2}, 2),
+    "pipeline": (
+        {
+            "pipeline_stage": 1,
+            "pipeline_schedule": "interleaved",
+            "pipeline_chunks": 2,
+            "micro_batch_num": 2,
+        },
+        1,
+    ),
+}
+PACKAGE = pathlib.Path(__file__).parents[1] / "dtransformer"
+NETWORK = tuple(f"{PACKAGE}/{folder}/" for folder in ("layers", "models"))
+
+
+def code_lines(path):
+    """Return the number of lines that are code: no docstrings, comments, blank lines."""
+    source = path.read_text("utf-8")
+    dropped = set()
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                dropped |= set(range(value.lineno, value.end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(n not in dropped and bool(x.strip()) and x.strip()[0] != "#" for n, x in lines)
+
+
+def walk(layout):
+    """Return the files whose functions run in the first step of a layout, sorted."""
+    import keras
+    import numpy as np
+
+    import dtransformer
+    from dtransformer.layers import CrossEntropyLoss
+    from dtransformer.models import CausalLM
+
+    fields, devices = LAYOUTS[layout]
+    dtransformer.init(dtransformer.TransformerOpParallelConfig(**fields), local_devices=devices)
+    network = CausalLM(50, hidden_size=16, num_heads=2, num_layers=2, dropout_rate=0.0)
+    trainer = dtransformer.Trainer(network)
+    trainer.compile(keras.optimizers.AdamW(1e-3), CrossEntropyLoss(ignore_id=0))
+    ids = np.random.default_rng(0).integers(4, 50, (8, 7))
+    data = ids[:, :-1], ids[:, 1:]
+    passed, inside = set(), []  # frames of the network's outermost calls, one a thread at a time
+
+    def note(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call":
+            if not inside and name.startswith(NETWORK):
+                inside.append(frame)
+            elif not inside:
+                passed.add(name)
+        elif event == "return" and inside and frame is inside[-1]:
+            inside.pop()
+
+    make = trainer.make_train_function
+
+    def make_noted(force=False):
+        train = make(force)
+
+        def noted(iterator):
+            threading.setprofile(note)
+            sys.setprofile(note)
+            try:
+                return train(iterator)
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+
+        trainer.train_function = noted
+        return noted
+
+    trainer.make_train_function = make_noted
+    trainer.fit(*data, batch_size=8, epochs=1, verbose=0)
+    dtransformer.shutdown()
+    own = [pathlib.Path(name) for name in passed]
+    return sorted(path.relative_to(PACKAGE) for path in own if path.is_relative_to(PACKAGE))
+
+
+def main():
+    """Print the walk of the layout that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("layout", choices=LAYOUTS, nargs="?", default="one_device")
+    layout = parser.parse_args().layout
+    files = walk(layout)
+    lines = {str(file): code_lines(PACKAGE / file) for file in files}
+    print(json.dumps({"layout": layout, "files": len(lines), "lines": sum(lines.values())}))
+    print(json.dumps(lines, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Joining and leaving the job: Horovod, devices, the watchdog, the mesh, the groups of ranks.
+
+`init` joins the job that `horovodrun` started, or runs alone. Horovod is needed
+for several ranks only, DTensor where operations are sharded.
+"""
+
+import dataclasses
+
+from dtransformer.parallel.config import validators
+from dtransformer.parallel.config.config import (
+    TransformerOpParallelConfig,
+    get_parallel_config,
+    set_parallel_config,
+)
+from dtransformer.parallel.config.topology import Topology
+from dtransformer.parallel.runtime import job
+from dtransformer.parallel.runtime.cluster import start_mesh, stop_mesh
+from dtransformer.parallel.runtime.devices import device_type, take_devices
+from dtransformer.parallel.runtime.launch import (
+    compare_ranks,
+    fitting,
+    leave_at_exit,
+    start_horovod,
+    stop_horovod,
+)
+from dtransformer.parallel.runtime.process_groups import ProcessGroups
+from dtransformer.parallel.runtime.start_watchdog import stall_seconds_of, start_watchdog
+
+
+def init(
+    config: TransformerOpParallelConfig | None = None,
+    *,
+    seed: int | None = None,
+    local_devices: int = 1,
+    stall_seconds: float | None = None,
+) -> Topology:
+    """Join the job and make `config` the global parallel config.
+
+    Call it once, before any tensor is made: where operations are sharded, DTensor starts
+    TensorFlow anew. Under `horovodrun` every process becomes a rank of the job; under
+    `python` the process runs alone. On CPUs the ranks of a host take cores of their own,
+    unless the environment has `DTRANSFORMER_BIND_CORES=0`.
+
+    Args:
+        config: a `TransformerOpParallelConfig`; the current global one by default.
+        seed: int, from which initial weights and dropout masks are derived; 0 by
+            default. The same on every rank.
+        local_devices: number of devices that each rank drives: GPUs, or logical CPU
+            devices where there is no GPU.
+        stall_seconds: how long a step may take until the watchdog ends the job, on every rank
+            and with the name of the one at fault; more where steps are slow, and while
+            functions are compiled, checkpoints saved or data validated. 0 for no watchdog. By
+            default what the environment has as DTRANSFORMER_STALL_SECONDS, or 50.
+
+    Returns:
+        The `Topology` of the job.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the config's degrees do not multiply to the number of devices, its fields
+            do not work together, or ranks were started with different configs.
+        RuntimeError: there are several ranks and Horovod is not installed, or this
+            host has fewer GPUs than its ranks ask for.
+
+    Example:
+
+    >>> import dtransformer
+    >>> print(dtransformer.init(dtransformer.TransformerOpParallelConfig()))
+    one rank
+    """
+    config = get_parallel_config() if config is None else config
+    if not isinstance(config, TransformerOpParallelConfig):
+        raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
+    if seed is not None:
+        validators.seed("seed", seed)
+    validators.count("local_devices", local_devices)
+    stall_seconds = stall_seconds_of(stall_seconds)
+    before = job.current()
+    has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
+    _leave_layout()
+    hvd = start_horovod()
+    rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
+    config = fitting(config, size * local_devices)
+    topology = Topology.from_config(config, size, local_devices)
+    validators.check_supported(config, local_devices)
+    if not has_devices:  # before the first operation
+        local_size = hvd.local_size() if hvd else 1
+        take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
+    addresses = [None]
+    if hvd:
+        addresses = compare_ranks(hvd, config, seed, local_devices, stall_seconds)
+    watchdog = start_watchdog(hvd, stall_seconds, job.activity, before.gates, before.watchdog)
+    if hvd:
+        leave_at_exit(hvd, watchdog)
+    set_parallel_config(config.resolve(size, local_devices))
+    groups = ProcessGroups(rank, size, hvd, before.groups)
+    seed = before.seed if seed is None else seed
+    own = (rank, size, local_rank, topology, config.placement, hvd, groups, seed)
+    job.become(job.Job(*own, is_joined=True, gates=before.gates, watchdog=watchdog))
+    with job.waiting("dtransformer.init", range(size)):
+        _join_layout(topology, rank, addresses)
+    return topology
+
+
+def _join_layout(topology, rank, addresses):
+    """Start the mesh, and make the groups of the layout."""
+    groups, config = job.current().groups, get_parallel_config()
+    everyone = range(topology.num_ranks)
+    joined = dataclasses.replace(
+        job.current(),
+        mesh=start_mesh(topology, rank, addresses, device_type()),
+        model_parallel_group=groups.own([topology.model_parallel_group(r) for r in everyone]),
+        data_parallel_group=groups.own([topology.data_parallel_group(r) for r in everyone]),
+        pipeline_group=groups.own([topology.pipeline_group(r) for r in everyone]),
+    )
+    job.become(joined)
+    for ranks in dict.fromkeys(topology.pipeline_group(r) for r in everyone):
+        for pair in config.placement.stage_pairs:  # which send to each other
+            job.agreed_group(tuple(sorted(ranks[stage] for stage in pair)))
+
+
+def _leave_layout():
+    """Stop the mesh, where there is one, once every rank is done with it."""
+    if job.mesh() is not None:
+        job.barrier()
+        stop_mesh()
+        job.become(dataclasses.replace(job.current(), mesh=None))
+
+
+def shutdown() -> None:
+    """Leave the job, once every rank is here. Without a job, do nothing."""
+    with job.doing("saving"):
+        for wait in job.waits_before_leaving:
+            wait()
+    _leave_layout()
+    job.barrier()
+    if job.watchdog() is not None:
+        job.watchdog().leave()
+        leave_at_exit(job.horovod())
+    stop_horovod(job.horovod())
+    job.become(job.Job(seed=job.seed()))
