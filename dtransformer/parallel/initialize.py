@@ -136,6 +136,6 @@ def shutdown() -> None:
     job.barrier()
     if job.watchdog() is not None:
         job.watchdog().leave()
-        leave_at_exit(job.horovod())
-    stop_horovod(job.horovod())
+        leave_at_exit(job.current().hvd)
+    stop_horovod(job.current().hvd)
     job.become(job.Job(seed=job.seed()))

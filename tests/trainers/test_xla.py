@@ -10,6 +10,7 @@ import dtransformer
 from dtransformer import MoEConfig, parallel_config
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
 from dtransformer.parallel.runtime import job
+from dtransformer.trainers import step_compiler
 from dtransformer.trainers import trainer as trainer_module
 from harness.batches import batches
 from harness.tolerances import PARITY_LOSS
@@ -107,7 +108,7 @@ def test_five_steps_are_compiled_once(family, options, tmp_path):
     ],
 )
 def test_auto_compiles_clusters_on_gpus(monkeypatch, kind, jit_compile, has_mesh, expected):
-    monkeypatch.setattr(trainer_module, "device_type", lambda: kind)
+    monkeypatch.setattr(step_compiler, "device_type", lambda: kind)
     trainer = dense_trainer()
     monkeypatch.setattr(job, "mesh", lambda: object() if has_mesh else None)
     monkeypatch.setattr(trainer_module, "check_compile_options", lambda *_: None)

@@ -20,9 +20,6 @@ from dtransformer.parallel.runtime.json_exchange import exchange_json
 from dtransformer.parallel.watchdog.address import own_host
 from dtransformer.parallel.watchdog.thread import Watchdog
 
-# How often ranks on CPUs ask each other what there is to send. Horovod's own 1 ms takes a tenth
-# of the time of the cores that compute, and 5 ms a twentieth.
-_CYCLE_MILLISECONDS = "5"
 # Where other launchers say how many processes they started.
 _SET_BY_OTHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -59,9 +56,7 @@ def start_horovod() -> types.ModuleType | None:
     # Buckets that happen to be there at the same moment are not joined: of more than two ranks the
     # order in which a ring adds up depends on where a tensor lies in what is sent.
     os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
-    if device_type() == "CPU":
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
-    else:  # an operation ends on the GPU's stream, and the host goes on
+    if device_type() == "GPU":  # an operation ends on the GPU's stream, and the host goes on
         os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
     try:
         import horovod.tensorflow as hvd
