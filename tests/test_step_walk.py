@@ -1,4 +1,4 @@
-"""Promise: a step passes the stations that docs/architecture.md names, and not more files than it says."""
+"""Promise: a step passes the stations that docs/architecture.md names, no more files than it says."""
 
 import json
 import subprocess
