@@ -1,4 +1,4 @@
-"""What happens while Keras and TensorFlow start: notes stay off the terminal.
+"""Quiet start of Keras and TensorFlow: notes stay off the terminal.
 
 On a machine without a GPU, TensorFlow writes half a screen about CUDA and CPU
 instructions before its log level applies. They go to the process' standard error

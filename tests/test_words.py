@@ -4,6 +4,7 @@ docs/glossary.md has the words that are used, and what they mean. A pattern here
 only be an old word: phrases and names, where the word alone is English, Python's or TensorFlow's.
 """
 
+import ast
 import pathlib
 import re
 import typing
@@ -29,6 +30,7 @@ class Old(typing.NamedTuple):
 
 # Where tensors, weights and layouts are spoken of, not sentences, files or text.
 TENSORS = r"dtransformer/(parallel|layers|models|trainers|reports)|docs/|README"
+PACKAGE = r"dtransformer/"
 CHECKPOINT = r"dtransformer/trainers/(checkpoint|resume_state)|tests/trainers/checkpoint|docs/check"
 
 OLD_WORDS = [
@@ -63,6 +65,16 @@ OLD_WORDS = [
     Old(r"\b[Ss]tand[-_]ins?\b|\b[Ss]tand in for\b", "placeholder output"),
     Old(r"pipeline_parts|with_copies|num_parts|\bpart_of\(|_parts_of\(|stage_plan|StagePlan",
         "model chunk, or dataflow"),
+    Old(r"\balike (blocks?|chunks?|calls?)\b|[Aa]like_?(Blocks|Chunks|[Cc]alls)\b|\b[Ll]ikeness\b",
+        "shared block, shared chunk, call grouping; signature", PACKAGE),
+    Old(r"loop_constants|around_loop|computed_once", "loop invariant, hoist", PACKAGE),
+    Old(r"\blistening\b(?! (to|on|for))|\btold_as\b(?!_it_is)|tell_all", "report, collect", PACKAGE),
+    Old(r"first_values|same_batch\.|SameBatch|\brefit\.", "initial broadcast; replica consistency; elastic config",
+        PACKAGE),
+    Old(r"HeldParameter|UpdateUnits?\b|updated_shards|UpdatedShard", "parameter proxy, optimizer parameters, "
+        "shard plan", PACKAGE),
+    Old(r"call_views|CallViews|OwnStage|own_stage\b|OneDevice", "stage dispatch, local stage, local executor",
+        PACKAGE),
     # Checkpoints.
     Old(r"\b[Bb]ox(es)?\b|_box\b|box_", "bounds, or offsets and sizes", CHECKPOINT),
     Old(r"\b[Pp]ieces?\b|pieces_|_pieces?\b", "checkpoint shard", CHECKPOINT),
@@ -91,3 +103,17 @@ def test_words(old):
                 if re.search(old.pattern, line):
                     found.append(f"{name}:{number}: {line.strip()}")
     assert not found, "\n".join([f"say {old.say!r}; see docs/glossary.md:", *found])
+
+
+# A module's docstring begins with a noun or a verb.
+QUESTIONS = {"What", "How", "Which", "Where", "Whether", "Why", "Who", "When"}
+
+
+def test_docstrings_of_modules_ask_no_questions():
+    wrong = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "dtransformer").rglob("*.py"))
+        if (text := ast.get_docstring(ast.parse(path.read_text("utf-8")))) is not None
+        and text.split()[0] in QUESTIONS
+    ]
+    assert not wrong, "\n".join(["begin with a noun or a verb:", *wrong])

@@ -1,4 +1,4 @@
-"""What `dtransformer doctor --hosts` runs on each host, sent to its Python through ssh.
+"""Probe of a host for `dtransformer doctor --hosts`, sent to its Python through ssh.
 
 It needs nothing but Python. It prints what is there as a line of JSON, with a port; a connection to
 that port gets back what it sends for a moment, so that the way between the hosts is measured.

@@ -1,4 +1,4 @@
-"""What `dtransformer train` does while it trains: the run's weights, its time, its beginning."""
+"""Callbacks of `dtransformer train`: the run's weights, its time, its beginning."""
 
 import math
 import os

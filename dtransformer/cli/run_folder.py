@@ -1,4 +1,4 @@
-"""How a run begins in its folder, and what becomes of the run that was there.
+"""Begin of a run in its folder, and the fate of the run that was there.
 
 A new run is written beside, to `RUN.unfinished`. Then the old one is moved aside, to `RUN.replaced`,
 and the new one takes its place. The old one is removed once the new one has begun: has weights or a

@@ -1,4 +1,4 @@
-"""What a run consists of: its model, its optimizer, and all of it read from its folder."""
+"""Parts of a run, its model and its optimizer, and all of it read from its folder."""
 
 import inspect
 import os

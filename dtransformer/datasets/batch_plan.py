@@ -1,4 +1,4 @@
-"""Which sentences make up each batch of an epoch: pure functions of lengths, seed and epoch.
+"""Plan of the batches of an epoch: pure functions of lengths, seed and epoch.
 
 A plan is a list of arrays of sentence numbers. Every rank computes the same plan and takes its rows
 of each global batch, so that several ranks see the batches that one process sees.

@@ -1,4 +1,4 @@
-"""Where an iteration over epochs of batches stands, and how it goes on from there."""
+"""State of an iteration over epochs of batches, from which it goes on."""
 
 from collections.abc import Mapping
 

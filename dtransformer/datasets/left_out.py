@@ -1,4 +1,4 @@
-"""What makers of batches leave out of their data, said where they are made."""
+"""Notice of data that makers of batches leave out, said where they are made."""
 
 import os
 import warnings

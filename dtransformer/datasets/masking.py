@@ -1,4 +1,4 @@
-"""Which tokens of a text are masked, and what is seen in their place."""
+"""Masking of tokens: the choice of some, and what is seen in their place."""
 
 import dataclasses
 

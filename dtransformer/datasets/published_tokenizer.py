@@ -1,4 +1,4 @@
-"""What published tokenizers have in common, whatever their files are."""
+"""Base of published tokenizers, whatever their files are."""
 
 import os
 import pathlib

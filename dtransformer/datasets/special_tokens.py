@@ -1,4 +1,4 @@
-"""Which ids of a published tokenizer are special, by the files that lie beside it."""
+"""Special ids of a published tokenizer, by the files that lie beside it."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""What each position may attend to."""
+"""Masks of attention: what each position may attend to."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""What the blocks of a network have in common, and how they are spread over stages."""
+"""Base of the blocks of a network, their stack, and its spread over stages."""
 
 from collections.abc import Callable
 

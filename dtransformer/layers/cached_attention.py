@@ -1,4 +1,4 @@
-"""What attention to a cache is given: the cache with new positions, and what may be seen of it.
+"""Attention to a cache: the cache with new positions, and what may be seen of it.
 
 Shapes are those of `parallel.cache`; a prefix has p positions, which all hypotheses of a source share.
 """

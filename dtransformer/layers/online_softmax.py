@@ -1,4 +1,4 @@
-"""What attention by blocks computes of each block: an online softmax, and its gradient.
+"""Online softmax of a block of keys, and its gradient.
 
 References: Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax", arXiv
 1805.02867; Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1. Scores are -inf where a query

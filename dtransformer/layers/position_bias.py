@@ -1,4 +1,4 @@
-"""What positions add to attention's scores: by distance, another number for each head."""
+"""Position biases of attention's scores: by distance, another number for each head."""
 
 import math
 import types

@@ -1,4 +1,4 @@
-"""What is set on layers after they are made: rules, what is recomputed, low-rank additions, origin.
+"""Settings of layers after they are made: rules, recompute, low-rank additions, origin.
 
 Configs keep it, so that `from_config` and `.keras` files do. And a `MoEConfig` as layers take it.
 """

@@ -1,4 +1,4 @@
-"""Which keys each query sees in fixed sparse attention: a plan, computed without devices."""
+"""Pattern of fixed sparse attention, the keys of each query: a plan, computed without devices."""
 
 import dataclasses
 

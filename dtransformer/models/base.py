@@ -1,4 +1,4 @@
-"""What networks of tokens have in common: embeddings, building and the config."""
+"""Base of networks of tokens: embeddings, building and the config."""
 
 import math
 

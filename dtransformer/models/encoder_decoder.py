@@ -1,4 +1,4 @@
-"""What networks of an encoder and a decoder have in common, whatever their arguments are called."""
+"""Base of networks of an encoder and a decoder, whatever their arguments are called."""
 
 import dataclasses
 from collections.abc import Mapping

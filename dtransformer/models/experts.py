@@ -1,4 +1,4 @@
-"""What mixtures of experts change in what networks count: weights, and products for each token.
+"""Counts of networks with mixtures of experts: weights, and products for each token.
 
 All are functions of a network's arguments, and of which of its blocks have experts.
 """

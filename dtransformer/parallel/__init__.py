@@ -1,1 +1,1 @@
-"""How work is divided: configs, the grid of devices, the job, meshes, layouts, collectives."""
+"""Division of work: configs, the grid of devices, the job, meshes, layouts, collectives."""

@@ -25,7 +25,7 @@ def initial_broadcast(network_variables: list, optimizer_variables: list) -> Non
     for group, own in shared_shards(network_variables, optimizer_variables).items():
         for number, some in enumerate(_messages(own)):
             values = [shard.value for shard in some]
-            values = transport.broadcast_together(values, 0, group, f"first_values_{number}")
+            values = transport.broadcast_together(values, 0, group, f"initial_broadcast_{number}")
             for shard, value in zip(some, values):
                 shard.assign(value)
 

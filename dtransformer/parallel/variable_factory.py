@@ -1,4 +1,4 @@
-"""How a weight is stored: the one place that chooses the class of its Keras variable.
+"""Variable factory: the one place that chooses the class of the Keras variable of a weight.
 
 A new way to shard weights is a subclass of `ShardedVariable` and a case here; layers do not
 know of it.

@@ -1,4 +1,4 @@
-"""What a layout costs, and which one to take: pure NumPy, without devices and without TensorFlow.
+"""Planner: the cost of layouts, and which to take: pure NumPy, without devices and TensorFlow.
 
 `plan` searches, `cost` answers for one layout; `check` holds both beside published measurements.
 

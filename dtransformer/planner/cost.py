@@ -1,4 +1,4 @@
-"""What a layout costs: time and memory by kind, in units that the names tell."""
+"""Cost of a layout: time and memory by kind, in units that the names tell."""
 
 import dataclasses
 

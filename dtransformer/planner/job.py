@@ -1,4 +1,4 @@
-"""What is trained, and how a system carries it out."""
+"""Job to plan: what is trained, and how a system carries it out."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How long collectives take: rings of α–β, over the slowest link that a group crosses.
+"""Time of collectives: rings of α–β, over the slowest link that a group crosses.
 
 A step of a ring takes α, whatever it sends; what is sent takes its bytes over the bandwidth. A ring
 that crosses nodes goes in and out of each once, so that it has the network cards of all of its

@@ -1,4 +1,4 @@
-"""What a rank's memory is needed for, for many layouts at once."""
+"""Memory of a rank by kind, for many layouts at once."""
 
 import dataclasses
 

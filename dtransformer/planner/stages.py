@@ -1,4 +1,4 @@
-"""Which blocks each pipeline stage has, and which stages are unlike: the worst of them decides."""
+"""Blocks of each pipeline stage, and the stages that are unlike: the worst of them decides."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""How long a step takes, and what of it is spent where, for many layouts at once."""
+"""Time of a step by kind, for many layouts at once."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""How long a block's and a head's passes take on a device, without what is sent.
+"""Time of a block's and a head's passes on a device, without what is sent.
 
 Products take their operations over the speed that their sizes reach; what is no product takes the
 bytes that it reads and writes over the memory's bandwidth.

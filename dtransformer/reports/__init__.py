@@ -1,4 +1,4 @@
-"""What is so, printed: sharding, communication, memory, throughput."""
+"""Reports of what is so, printed: sharding, communication, memory, throughput."""
 
 from dtransformer.reports.curves import draw_losses
 

@@ -1,4 +1,4 @@
-"""Which collectives a compiled function really sends, with their bytes.
+"""Audit of the collectives that a compiled function really sends, with their bytes.
 
 On the mesh they are read from the functions that DTensor has lowered for the devices,
 after all of its passes; between data-parallel ranks from the operations of the traced graph.

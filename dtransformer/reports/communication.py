@@ -1,4 +1,4 @@
-"""What a device sends in a training step, beside what the theory has for it; see `audit`."""
+"""Report of what a device sends in a training step, beside what the theory has for it."""
 
 import collections
 import dataclasses

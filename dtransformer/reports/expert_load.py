@@ -1,4 +1,4 @@
-"""How the tokens of an epoch were spread over the experts."""
+"""Report of how the tokens of an epoch were spread over the experts."""
 
 import dataclasses
 import math

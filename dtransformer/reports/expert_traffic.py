@@ -1,4 +1,4 @@
-"""What experts on a mesh send, by the theory: functions of their `MoEConfig` and of a stream's shape.
+"""Traffic of experts on a mesh by the theory: functions of a `MoEConfig` and a stream's shape.
 
 Reference: Lepikhin et al., 2020, GShard, arXiv 2006.16668, §3.
 """

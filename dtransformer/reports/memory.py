@@ -1,4 +1,4 @@
-"""What a rank's memory is needed for: by the plan and the theory, next to what is measured.
+"""Report of a rank's memory: by the plan and the theory, next to what is measured.
 
 References: model states, Rajbhandari et al., 2020, arXiv 1910.02054, §3; activations,
 Korthikanti et al., 2022, arXiv 2205.05198, §4 and §5.

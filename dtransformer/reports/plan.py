@@ -1,4 +1,4 @@
-"""How every weight is sharded, as a table."""
+"""Report of how every weight is sharded, as a table."""
 
 import dataclasses
 import math

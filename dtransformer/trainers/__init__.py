@@ -1,4 +1,4 @@
-"""How a step is run: the trainer, its engines, schedules and callbacks."""
+"""Trainer, its engines, schedules and callbacks."""
 
 import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint

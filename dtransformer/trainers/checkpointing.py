@@ -1,4 +1,4 @@
-"""How a trainer saves and restores: checkpoints of the full run, and files of weights."""
+"""Methods of a trainer that save and restore: checkpoints of the full run, files of weights."""
 
 import contextlib
 import functools

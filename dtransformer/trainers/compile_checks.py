@@ -1,4 +1,4 @@
-"""What a trainer refuses before its first step: what the layout cannot do, and changed configs."""
+"""Checks before the first step: what the layout cannot do, and changed configs."""
 
 import dataclasses
 import functools

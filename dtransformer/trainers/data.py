@@ -1,4 +1,4 @@
-"""What `fit` is given: datasets, arrays, or objects that make a dataset of every epoch."""
+"""Data of `fit`: datasets, arrays, or objects that make a dataset of every epoch."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""Which rows of a global batch a data shard computes, and how the outputs come together again."""
+"""Row sharding of global batches, and the outputs put together again."""
 
 import keras
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What mixtures of experts tell of an epoch's steps, added up for the logs and the report."""
+"""Loads of experts in an epoch's steps, added up for the logs and the report."""
 
 import numpy as np
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What is minimized: the losses of a network's outputs, over the global batch."""
+"""Objective: the losses of a network's outputs, over the global batch."""
 
 import keras
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What a trainer tells of its layout: plan, communication, memory, timeline."""
+"""Methods of a trainer that report its layout: plan, communication, memory, timeline."""
 
 import keras
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Where `fit` begins: at the beginning, or where a checkpoint's run stood, even within an epoch."""
+"""Beginning of `fit`: from nothing, or where a checkpoint's run stood, even within an epoch."""
 
 import contextlib
 import dataclasses

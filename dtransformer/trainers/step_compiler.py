@@ -1,4 +1,4 @@
-"""Who compiles a step, chosen once: one `tf.function` of all of it, or functions of its parts.
+"""Compiler of a step, chosen once: one `tf.function` of all of it, or functions of its parts.
 
 On one device all of a step is one function, so that gradients of the last blocks are reduced while
 those of the first are computed. On a mesh and in a pipeline the engine compiles functions of its

@@ -1,4 +1,4 @@
-"""What a step's operations refuse, in one line."""
+"""Errors of a step's operations, in one line."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""What adds up over the parts of a batch, found by trying: losses, and the states of layers.
+"""Trial of what adds up over the parts of a batch: losses, and the states of layers.
 
 A loss that is a ratio or a product of means of a batch is not the mean of those of its parts. Of
 layers and losses that may be such, a few random rows are computed whole and as halves.

@@ -1,4 +1,4 @@
-"""Why a start of horovodrun has ended, by what it has printed: pure."""
+"""Outcome of a start of horovodrun, from what it has printed: pure."""
 
 import re
 

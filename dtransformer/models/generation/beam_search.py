@@ -1,4 +1,4 @@
-"""Which tokens come next: beam search."""
+"""Beam search for the next tokens."""
 
 import tensorflow as tf
 

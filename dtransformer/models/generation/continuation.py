@@ -1,4 +1,4 @@
-"""What a language model computes for a search that continues texts."""
+"""Computation of a language model for a search that continues texts."""
 
 import numpy as np
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What a translation model computes for a search: `parallel.decoding` says where."""
+"""Computation of a translation model for a search."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What every `generate` shares: one compiled function for each set of options."""
+"""Base of every `generate`: one compiled function for each set of options."""
 
 import contextlib
 import dataclasses

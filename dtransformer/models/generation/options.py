@@ -1,4 +1,4 @@
-"""How the next tokens are searched for: the options of every `generate`."""
+"""Options of every `generate`."""
 
 import dataclasses
 from collections.abc import Sequence

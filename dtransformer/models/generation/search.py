@@ -1,4 +1,4 @@
-"""Which token comes next: the most likely one, or one that is drawn.
+"""Search for one next token: the most likely one, or one that is drawn.
 
 This search and `BeamSearch` are `parallel.decoding.Search`es; their states are dicts of tensors.
 """

@@ -1,4 +1,4 @@
-"""How a tensor of a published file holds weights of ours: pure functions of arrays."""
+"""Correspondence of a published tensor and weights of ours: pure functions of arrays."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""How the elements of a flattened tensor are divided over the ranks of a group: pure data."""
+"""Division of the elements of a flattened tensor over the ranks of a group: pure data."""
 
 import dataclasses
 

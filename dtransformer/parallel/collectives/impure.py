@@ -1,4 +1,4 @@
-"""What keeps TensorFlow from taking Horovod's operations for pure functions.
+"""Guard that keeps TensorFlow from taking Horovod's operations for pure functions.
 
 In a `tf.function` it would compute one of a constant only once, make one of two that look
 alike, and drop one whose result is not used, each on some ranks and not on others.

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: small values as JSON, from any thread."""
+"""Exchange of small values as JSON between ranks, from any thread."""
 
 import functools
 from collections.abc import Callable

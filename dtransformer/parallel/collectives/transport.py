@@ -1,4 +1,4 @@
-"""What Horovod carries between ranks, and in which type: the one way that all tensors take.
+"""Horovod's operations, and the types in which tensors travel: the one way that all take.
 
 Tensors of every type of `DTYPES` go in and come out. Where nothing is added, one that Horovod
 does not have travels as the bits of another; a sum is computed in a type that holds it.

@@ -1,4 +1,4 @@
-"""How a job is divided: the config dataclasses, the global config and its scope.
+"""Config dataclasses of how a job is divided, the global config and its scope.
 
 Every field is checked on construction and on every assignment; a refused value
 leaves the old one in place. A wrong type is a TypeError, a wrong value a

@@ -1,4 +1,4 @@
-"""What the fields of configs may hold, and which of them work together."""
+"""Validation of configs: what fields may hold, and which of them work together."""
 
 import dataclasses
 import difflib

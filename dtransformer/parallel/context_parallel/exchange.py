@@ -1,4 +1,4 @@
-"""What shards of a sequence send each other for attention, by relayouts on the mesh.
+"""Exchange of shards of a sequence for attention, by relayouts on the mesh.
 
 Tensors [b, n, s, d] are sharded along s over the context axis between attentions. Here they are
 [c, b, n, s/c, d]: c shards, of which each device has its own. An all-to-all is a relayout from one

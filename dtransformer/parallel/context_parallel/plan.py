@@ -1,4 +1,4 @@
-"""How attention of sharded sequences is divided: a plan, computed without devices.
+"""Plan of attention of sharded sequences, computed without devices.
 
 Between attentions shard r of c has positions r·s/c to (r + 1)·s/c - 1. In attention its queries are
 these, or every c-th position from r on, so that all shards have as much to do under a causal mask

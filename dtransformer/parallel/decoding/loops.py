@@ -217,7 +217,7 @@ def compiled(
 
 
 @contextlib.contextmanager
-def _around_loop(variables) -> Iterator[None]:
+def _hoisting(variables) -> Iterator[None]:
     """Read variables once, before the loop in the `with` block; sharded ones are left as they are."""
     plain = [v for v in variables if not isinstance(v, ShardedVariable)]
     values = [(v, tf.convert_to_tensor(v.value)) for v in plain]
@@ -231,7 +231,7 @@ def _on_one_device(network, make, on_tokens):
     def run(source, max_length, seed):
         with unsharding("generate", keeps=True) as weights:
             weights.unshard_now(network.variables)
-            with _around_loop(network.variables):
+            with _hoisting(network.variables):
                 return decode_what_is_left(make(max_length, seed), source, on_tokens)
 
     function = tf.function(run, autograph=False).get_concrete_function(

@@ -1,4 +1,4 @@
-"""What the router adds to the loss: shares of the global batch's, so that layouts agree.
+"""Balance losses of the router: shares of the global batch's, so that layouts agree.
 
 A trainer takes the mean over sequences of what layers add (see `ForwardStep.added`). So each of
 these is the mean over the groups of tokens that are here, or, where they are parts of one group,

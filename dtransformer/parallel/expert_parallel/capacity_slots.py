@@ -1,4 +1,4 @@
-"""Which experts take which tokens: the plan of a dispatch, of the router's choice alone.
+"""Capacity slots: the plan of a dispatch, of the router's choice alone.
 
 An expert takes so many tokens of a group, in the order of their positions in the global batch: the
 same ones are dropped whatever the layout (Lepikhin et al., 2020, GShard, arXiv 2006.16668, §2.2).

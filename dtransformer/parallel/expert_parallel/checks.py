@@ -1,4 +1,4 @@
-"""What a mixture of experts asks of the layout, said before anything is built."""
+"""Checks of the layout for a mixture of experts, before anything is built."""
 
 from dtransformer.parallel.config.config import MoEConfig, get_parallel_config
 from dtransformer.parallel.runtime import job

@@ -1,4 +1,4 @@
-"""What a frozen kernel learns: a product of two small factors beside it.
+"""Low-rank addition to a frozen kernel: a product of two small factors beside it.
 
 Reference: Hu et al., 2021, "LoRA: Low-rank adaptation of large language models", arXiv
 2106.09685, §4.1.

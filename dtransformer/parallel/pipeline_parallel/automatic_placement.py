@@ -1,4 +1,4 @@
-"""Where layers without a place are put: by where they are used, or spread evenly.
+"""Automatic placement of layers: by where they are used, or spread evenly.
 
 Pure functions of what `DependencyRecorder` has found out.
 """

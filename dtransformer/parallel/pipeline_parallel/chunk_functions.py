@@ -27,7 +27,7 @@ class ChunkFunctions:
         self._network, self._compute, self._devices = network, compute, devices
         self._name, self._shares = name, shares and devices.compiles_whole_graphs
         self._compiled = {}
-        self._alike = {}  # key of a `Signature` -> the first chunk's, and its function
+        self._shared = {}  # key of a `Signature` -> the first chunk's, and its function
 
     def of(self, chunk: int, dataflow: Dataflow, variant=None):
         """Return the compiled function of a chunk.
@@ -45,22 +45,22 @@ class ChunkFunctions:
         """
         key = chunk, self._devices.cache_key(dataflow), variant
         if key not in self._compiled:
-            likeness = signature_of(self._network, chunk, dataflow) if self._shares else None
+            signature = signature_of(self._network, chunk, dataflow) if self._shares else None
             weights = weights_of(self._network, chunk, dataflow)
-            if likeness is None:
+            if signature is None:
                 function = self._function(chunk, dataflow)
                 self._compiled[key] = self._devices.compile(function, *weights)
             else:
-                self._compiled[key] = self._alike_chunk(chunk, dataflow, likeness, weights, variant)
+                self._compiled[key] = self._shared_chunk(chunk, dataflow, signature, weights, variant)
         return self._compiled[key]
 
-    def _alike_chunk(self, chunk, dataflow, likeness, weights, variant):
-        key = likeness.key, variant
-        if key not in self._alike:
-            function = self._function(chunk, dataflow, likeness.dropouts)
-            self._alike[key] = likeness, self._devices.compile(function, *weights)
-        other, function = self._alike[key]
-        return SharedChunk(function, other, likeness, *weights)
+    def _shared_chunk(self, chunk, dataflow, signature, weights, variant):
+        key = signature.key, variant
+        if key not in self._shared:
+            function = self._function(chunk, dataflow, signature.dropouts)
+            self._shared[key] = signature, self._devices.compile(function, *weights)
+        other, function = self._shared[key]
+        return SharedChunk(function, other, signature, *weights)
 
     def _function(self, chunk, dataflow, dropouts=None):
         """Return what is compiled; with a list of dropout layers it takes their numbers, too."""

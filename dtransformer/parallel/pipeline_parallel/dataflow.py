@@ -1,4 +1,4 @@
-"""What passes between the model chunks of a pipeline.
+"""Dataflow between the model chunks of a pipeline.
 
 What passes are results of placed layers. Which ones is found out by running the network once
 with placeholder outputs for all of them: it is not declared.

@@ -1,4 +1,4 @@
-"""What of a network this rank's pipeline stage has."""
+"""Local stage: what of a network this rank's pipeline stage has."""
 
 import keras
 

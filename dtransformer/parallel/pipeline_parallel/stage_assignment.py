@@ -1,4 +1,4 @@
-"""Which model chunk the layers of a network are in.
+"""Stage assignment: the model chunk of each layer of a network.
 
 A layer with a `pipeline_stage` is placed: the chunk of that number has its weights and computes
 it. `build_stage` gives a place to every layer with weights. Other layers have none, and every stage

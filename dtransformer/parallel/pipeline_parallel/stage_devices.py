@@ -1,4 +1,4 @@
-"""Where a pipeline stage computes: on this rank's device, or on its mesh.
+"""Executors of a pipeline stage: on this rank's device, or on its mesh.
 
 Both compile functions of a model chunk, and know which shards of what passes between stages
 this rank holds, sends and receives.

@@ -1,4 +1,4 @@
-"""What a call of a placed layer does while a network, or one model chunk of it, is traced.
+"""Stage dispatch of placed layers while a network, or one model chunk of it, is traced.
 
 Inside of `with view(...)` placed layers are called through a view: it computes those that are
 its own, and gives placeholder outputs, or what was received, for those of other stages.

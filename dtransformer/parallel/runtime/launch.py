@@ -1,4 +1,4 @@
-"""What `init` does before there is a job, and what is left when it ends.
+"""Start of Horovod and comparison of ranks before there is a job, and the way out when it ends.
 
 Horovod is started, where there are several ranks, which compare what they were started with.
 """

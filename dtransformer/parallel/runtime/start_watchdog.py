@@ -1,4 +1,4 @@
-"""How the watchdog comes to be: rank 0 listens, the others are told where, and connect."""
+"""Start of the watchdog: rank 0 listens, the others connect to its address."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which model chunk, as data.
+"""Placement of model chunks on the stages of a pipeline, as data.
 
 The layers of a network are divided into model chunks that follow each other; a stage has one of
 them, or several. Schedules, the simulator and the executor ask a `Placement` who is before and

@@ -41,7 +41,7 @@ class SharedBlocks:
 
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
-        self._functions = {}  # what alike blocks have in common -> function, scope of its names
+        self._functions = {}  # signature -> function, scope of its names
         self._like_inputs = set()  # what those have in common that keep shapes as they are
 
     def __reduce__(self):  # a copy traces its own
@@ -157,7 +157,7 @@ def _can_be_shared(block, layers):
 
 
 def _key(layers, training):
-    """Return what alike blocks have in common, and what they are traced for."""
+    """Return the signature of a block, and of what it is traced for."""
     context = trace.current()
     configs = [{**layer.get_config(), "name": None} for layer in layers]
     return (

@@ -33,7 +33,7 @@ class TraceContext:
         deferred: dict of what kernels are multiplied with whose gradients are left for later; None
             where they are computed at once. See `deferred_gradients`.
         told: dict of what layers tell besides their results; None where nobody listens. See `told`.
-        calls: dict of the scope of the names in a function that alike blocks share, and the list of
+        calls: dict of the scope of the names in a function that equal blocks share, and the list of
             the scopes in which it is called; None where nobody asks.
         tape_graph: the graph in which the tape of a step was opened; None where it is another's. In
             functions and loops inside of it nobody can say what a tape watches.

@@ -1,4 +1,4 @@
-"""What a rank does, and how long it may do it: pure."""
+"""Activity of a rank, and how long it may take: pure."""
 
 import dataclasses
 from collections.abc import Sequence

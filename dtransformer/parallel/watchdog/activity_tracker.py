@@ -1,4 +1,4 @@
-"""What this rank does, as the library's own code says it."""
+"""Activity tracker: what this rank does, as the library's own code says it."""
 
 import collections
 import contextlib

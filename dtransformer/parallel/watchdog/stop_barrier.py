@@ -1,4 +1,4 @@
-"""Where ranks stop together: each passes gates, between two steps, in the same order.
+"""Stop barrier: ranks stop together after a step that all agree on.
 
 When a rank is asked to stop, rank 0 asks all to hold. From then on a rank waits at its next gate,
 and answers how many it has passed; no rank can have passed more than one beyond another. The

@@ -1,1 +1,1 @@
-"""How a weight is stored, and which part of it a rank has."""
+"""Storage of weights, and the part of one that a rank has."""

@@ -1,4 +1,4 @@
-"""Which rectangular shards of a tensor a rank's local tensor consists of: pure functions.
+"""Rectangular shards that a rank's local tensor consists of: pure functions.
 
 The bounds of a shard are a tuple with its (start, stop) in each dimension. TensorFlow's
 checkpoints store such shards, and read any rectangle of a tensor, whatever shards it was written

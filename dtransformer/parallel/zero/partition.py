@@ -1,4 +1,4 @@
-"""Which ranks of the data-parallel group update which part of a weight: the plan, and its table.
+"""Partition of the update over the data-parallel group: the plan, and its table.
 
 There are two kinds. Flat: each weight is flattened, padded and divided into one shard a rank. Whole:
 each weight has one rank that updates all of it, so that any optimizer can; weights are given to

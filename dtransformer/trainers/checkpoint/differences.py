@@ -1,4 +1,4 @@
-"""How the state of all ranks differs from what a file holds."""
+"""Differences between the state of all ranks and what a file holds."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are kept: the newest ones, and the best."""
+"""Retention of checkpoints of a folder: the newest ones, and the best."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Which rank writes which shards of a checkpoint: a plan of pure data.
+"""Save plan: which rank writes which shards of a checkpoint, pure data.
 
 Several ranks may hold the same shard of a tensor. One of them writes it, so that each byte is
 written once and all ranks write about the same number of bytes.

@@ -1,4 +1,4 @@
-"""What runs the forward–backward of a batch: on one device, on the mesh, or in a pipeline."""
+"""Engines of a forward–backward: on one device, on the mesh, or in a pipeline."""
 
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.engines.local import LocalEngine

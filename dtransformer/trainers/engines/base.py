@@ -1,4 +1,4 @@
-"""What the engines have in common: what they compute, and what they are asked.
+"""Protocol of engines, and the forward step that all compute.
 
 An engine runs the forward–backward of a batch: on one device (`local`), on the mesh (`mesh`)
 or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.

@@ -45,7 +45,7 @@ class MeshEngine:
 
     def __init__(self, step):
         self._step = step
-        self.input_shapes, self._same_batch = None, ReplicaConsistency()
+        self.input_shapes, self._consistency = None, ReplicaConsistency()
         self._train = self._test = self._predict = None
 
     def build(self, first):
@@ -63,7 +63,7 @@ class MeshEngine:
         return times * audit.mesh_collectives(self._train.compiled, self._train.calls)
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        self._same_batch.check((inputs, labels, sample_weight), "train")
+        self._consistency.check((inputs, labels, sample_weight), "train")
         if self.input_shapes is None:
             _tell_of_chunks(self._step.network)
         batch = put_batch(inputs, labels, sample_weight)
@@ -79,14 +79,14 @@ class MeshEngine:
         return shards, _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
-        self._same_batch.check((inputs, labels, sample_weight), "test")
+        self._consistency.check((inputs, labels, sample_weight), "test")
         batch = put_batch(inputs, labels, sample_weight)
         outputs, sums = self._test(*batch, put_numbers(counts))
         self._check_added_rows(inputs, self._test)
         return _own_rows(outputs, inputs), tf.nest.map_structure(local_value, sums)
 
     def predict(self, inputs):
-        self._same_batch.check(inputs, "predict")
+        self._consistency.check(inputs, "predict")
         return _own_rows(self._predict(put_sharded(inputs)), inputs)
 
     def _check_added_rows(self, inputs, function, training=False):

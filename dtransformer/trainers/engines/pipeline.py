@@ -85,7 +85,7 @@ class PipelineEngine:
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
-        self.input_shapes, self._same_batch = None, ReplicaConsistency()
+        self.input_shapes, self._consistency = None, ReplicaConsistency()
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
@@ -115,7 +115,7 @@ class PipelineEngine:
         """As `Engine.forward_backward`; gradients are those of this stage's weights."""
         check_any_trained(self.first_trained < self.placement.num_chunks)
         batch, number = (inputs, labels, sample_weight), self._num_micro_batches
-        self._same_batch.check(batch, "train")
+        self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
         batches = [rows_of(batch, k, number, rows) for k in range(number)]
@@ -229,7 +229,7 @@ class PipelineEngine:
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         """As `Engine.evaluate`; outputs where metrics want them, on the stage that has them."""
-        self._same_batch.check((inputs, labels, sample_weight), "test")
+        self._consistency.check((inputs, labels, sample_weight), "test")
         rows = num_rows((inputs, labels))
         batch = self.devices.put_batch(inputs, labels, sample_weight)
         (outputs, sums), of_chunks = self._evaluate((*batch, self.devices.put_numbers(counts)))
@@ -251,7 +251,7 @@ class PipelineEngine:
     def predict(self, inputs):
         """As `Engine.predict`."""
         inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-        self._same_batch.check(inputs, "predict")
+        self._consistency.check(inputs, "predict")
         rows = num_rows(inputs)
         outputs, _ = self._predict(self.devices.put_sharded(inputs))
         return tf.nest.map_structure(lambda x: x[:rows], from_last(outputs, "outputs"))

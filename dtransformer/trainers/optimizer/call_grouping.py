@@ -1,4 +1,4 @@
-"""How items of which many are alike are put into few calls of even fewer functions."""
+"""Call grouping: work items of equal signatures share calls of few functions, traced once."""
 
 from collections.abc import Callable, Hashable, Sequence
 

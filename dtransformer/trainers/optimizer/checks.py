@@ -1,4 +1,4 @@
-"""What an optimizer has to do to update shards of weights."""
+"""Checks of an optimizer that is to update shards of weights."""
 
 import contextlib
 

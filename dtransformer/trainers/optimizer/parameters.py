@@ -1,4 +1,4 @@
-"""What the optimizer updates on this rank, made of what the rank stores; a unit is one variable of it.
+"""Optimizer parameters: what the Keras optimizer updates on this rank.
 
 A shard as it is stored; a flat part of one, for its value's time; or a weight of the mesh made whole:
 its shards' gradients and values are all-gathered over the mesh, every rank of the mesh updates

@@ -1,4 +1,4 @@
-"""What this rank stores of each weight, and who updates it: a plan for the optimizer step."""
+"""Shard plan of the optimizer step: what this rank stores of each weight, and who updates it."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What the families of language models have in common."""
+"""Base of the families of language models."""
 
 from dtransformer.models.pretrained.families.family import linear
 from dtransformer.models.pretrained.stored_tensor import StoredTensor

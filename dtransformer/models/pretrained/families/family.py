@@ -1,4 +1,4 @@
-"""What a family of published models is, and what the families' files have in common."""
+"""Base of families of published models, and of their files."""
 
 import dataclasses
 import json
