@@ -69,12 +69,12 @@ OLD_WORDS = [
         "shared block, shared chunk, call grouping; signature", PACKAGE),
     Old(r"loop_constants|around_loop|computed_once", "loop invariant, hoist", PACKAGE),
     Old(r"\blistening\b(?! (to|on|for))|\btold_as\b(?!_it_is)|tell_all", "report, collect", PACKAGE),
-    Old(r"first_values|same_batch\.|SameBatch|\brefit\.", "initial broadcast; replica consistency; elastic config",
-        PACKAGE),
-    Old(r"HeldParameter|UpdateUnits?\b|updated_shards|UpdatedShard", "parameter proxy, optimizer parameters, "
-        "shard plan", PACKAGE),
-    Old(r"call_views|CallViews|OwnStage|own_stage\b|OneDevice", "stage dispatch, local stage, local executor",
-        PACKAGE),
+    Old(r"first_values|same_batch\.|SameBatch|\brefit\.",
+        "initial broadcast; replica consistency; elastic config", PACKAGE),
+    Old(r"HeldParameter|UpdateUnits?\b|updated_shards|UpdatedShard",
+        "parameter proxy, optimizer parameters, shard plan", PACKAGE),
+    Old(r"call_views|CallViews|OwnStage|own_stage\b|OneDevice",
+        "stage dispatch, local stage, local executor", PACKAGE),
     # Checkpoints.
     Old(r"\b[Bb]ox(es)?\b|_box\b|box_", "bounds, or offsets and sizes", CHECKPOINT),
     Old(r"\b[Pp]ieces?\b|pieces_|_pieces?\b", "checkpoint shard", CHECKPOINT),

@@ -157,7 +157,7 @@ def check_micro_batches(data, first, batch_size=None, num_shards=1):
     """Check that the first batch, and an array's last, can be divided into micro-batches.
 
     Args:
-        data: as Keras takes them.
+        data: as Keras takes them, but no dataset.
         first: their first batch, see `peek`.
         batch_size: of arrays.
         num_shards: by how many data shards a batch is divided first.
@@ -166,10 +166,7 @@ def check_micro_batches(data, first, batch_size=None, num_shards=1):
         ValueError: see `check_rows`.
     """
     rows = lambda batch: int(number_of_rows(tf.nest.flatten(batch)[0]))
-    if isinstance(data, tf.data.Dataset):
-        for batch in data.take(1):
-            check_rows(rows(batch) / num_shards)
-    elif not _are_arrays(data):
+    if not _are_arrays(data):
         if first is not None:
             check_rows(rows(first) / num_shards)
     else:

@@ -49,12 +49,11 @@ def all_rows(outputs: object) -> object:
     return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def check_rows_of_ranks(data: object, first: object, shards: bool) -> None:
+def check_rows_of_ranks(first: object, shards: bool) -> None:
     """Compare the first rows of the ranks' data: shards of one batch, or shares of their own.
 
     Args:
-        data: as Keras takes them.
-        first: their first batch, see `peek`; None where it cannot be seen.
+        first: their first batch, or some rows of it; None where it cannot be seen.
         shards: whether each rank was to be given the same.
 
     Raises:
@@ -64,8 +63,6 @@ def check_rows_of_ranks(data: object, first: object, shards: bool) -> None:
     num_shards = job.data_shard()[1]
     if num_shards == 1:
         return
-    if isinstance(data, tf.data.Dataset):
-        first = next(iter(data.take(1)), ())
     own = None if first is None else checksums(arrays_of(first))
     found = all_gather_json([own, job.data_shard()[0]], "first_rows")
     sums = [own for own, _ in found]

@@ -7,6 +7,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
+from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
 from dtransformer.trainers.checkpoint.callback_states import CallbackStates, saved_after_states
 from dtransformer.trainers.data import (
@@ -15,6 +16,7 @@ from dtransformer.trainers.data import (
     check_batched,
     check_batches,
     check_micro_batches,
+    check_rows,
     peek,
 )
 from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
@@ -34,6 +36,7 @@ class FitLoop(StepFunctions):
     compute with.
     """
 
+    _is_unchecked = False  # whether a dataset's first batch is still to be compared
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
 
@@ -101,7 +104,8 @@ class FitLoop(StepFunctions):
         self._validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             of_validation, validation_data = peek(as_data(validation_data))
-            check_rows_of_ranks(validation_data, of_validation, self._validation_shard)
+            if not isinstance(validation_data, tf.data.Dataset):
+                check_rows_of_ranks(of_validation, self._validation_shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
         elif job.size() > 1 and shuffle:  # all ranks alike
@@ -169,6 +173,7 @@ class FitLoop(StepFunctions):
         if is_in_fit:  # for data that it has checked
             self._set_sharding(self._validation_shard)
             first, data = None, as_data(x)
+            self._is_unchecked = isinstance(data, tf.data.Dataset)
         else:
             first, data = self._take_data(x, shard, batch_size)
         self._prepare(first)
@@ -255,17 +260,31 @@ class FitLoop(StepFunctions):
         check_batched(first, self.network)
         self._set_sharding(shards_rows(x, shard))
         check_batches(data)
-        check_rows_of_ranks(data, first, self._shards_rows)
-        if trains and job.rows_multiple_of() > 1:
-            num_shards = job.data_shard()[1] if self._shards_rows else 1
-            check_micro_batches(data, first, batch_size, num_shards)
+        self._is_unchecked = isinstance(data, tf.data.Dataset)
+        if not self._is_unchecked:
+            check_rows_of_ranks(first, self._shards_rows)
+            if trains and job.rows_multiple_of() > 1:
+                check_micro_batches(data, first, batch_size, self._num_shares)
         return first, data
+
+    @property
+    def _num_shares(self):
+        return job.data_shard()[1] if self._shards_rows else 1
+
+    def _check_batch(self, batch, trains=True):
+        """Check a dataset's first batch between the ranks: looked at before, it would begin twice."""
+        if not self._is_unchecked:
+            return
+        self._is_unchecked = False
+        check_rows_of_ranks(batch, self._shards_rows)
+        if trains:
+            check_rows(number_of_rows(tf.nest.flatten(batch)[0]) / self._num_shares)
 
     def _take_batch(self, x, shard):
         """Know whose rows a batch's are; the first batch is checked between the ranks."""
         shards = shards_rows(x, shard)
         if shards != self._shards_rows or self._step is None:
-            check_rows_of_ranks(x, (x,), shards)
+            check_rows_of_ranks((x,), shards)
         self._set_sharding(shards)
 
     def _set_sharding(self, shards):

@@ -62,8 +62,8 @@ def _as_numbers(logs):
 class StepFunctions(keras.Model):
     """Makes Keras' train, test and predict functions of a trainer's steps.
 
-    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_step` and its
-    `_compiler`; `_throughput`, a `Throughput`; and `_work`, a dict.
+    A subclass has Keras' `train_step`, `test_step` and `predict_step`; `_check_batch`, which is called
+    before each; `_step` and its `_compiler`; `_throughput`, a `Throughput`; and `_work`, a dict.
 
     Attributes:
         num_steps: of the optimizer, as the host counts them.
@@ -112,10 +112,15 @@ class StepFunctions(keras.Model):
         return self.test_function
 
     def make_predict_function(self, force=False):
-        if not self._compiler.in_parts:
-            return super().make_predict_function(force)
+        if self.predict_function is not None and not force:
+            return self.predict_function
+        compiled = None if self._compiler.in_parts else super().make_predict_function(True)
 
         def predict(batches):
+            first = tf.nest.map_structure(_none_if_optional, batches[0])
+            self._check_batch(first, trains=False)
+            if compiled is not None:
+                return compiled(batches)
             outputs = [self.predict_step(batch) for batch in batches]
             return tf.nest.map_structure(lambda *xs: tf.concat(xs, 0), *outputs)
 
@@ -142,6 +147,7 @@ class StepFunctions(keras.Model):
                 break
             there, number = time.perf_counter(), number + 1
             batch = tf.nest.map_structure(_none_if_optional, batch)
+            self._check_batch(batch)
             logs = step(batch, specs)
             done(batch, begin, there)
         if logs is None:

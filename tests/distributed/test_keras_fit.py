@@ -55,5 +55,7 @@ def test_numbers_are_those_of_keras(run, ranks_of):
         if "log_folders" in rank:
             others = [f"rank_{number}" for number in range(1, len(ranks_of(run)))]
             assert rank["log_folders"] == [*others, "train"]
+        if "keeps" in run:
+            assert rank["begun"] == expected["begun"]
         for name in (name for name in expected if name.startswith("outputs/")):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)

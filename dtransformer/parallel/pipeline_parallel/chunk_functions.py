@@ -51,7 +51,9 @@ class ChunkFunctions:
                 function = self._function(chunk, dataflow)
                 self._compiled[key] = self._devices.compile(function, *weights)
             else:
-                self._compiled[key] = self._shared_chunk(chunk, dataflow, signature, weights, variant)
+                self._compiled[key] = self._shared_chunk(
+                    chunk, dataflow, signature, weights, variant
+                )
         return self._compiled[key]
 
     def _shared_chunk(self, chunk, dataflow, signature, weights, variant):

@@ -118,7 +118,27 @@ def keeps():
     if counts.weights:  # on its stage
         assert (int(counts.steps), float(counts.rows)) == (4, 32.0)
         assert float(keras.ops.sum(counts.mean)) == pytest.approx(8.0e-4, abs=2e-6)
-    return found
+    return {**found, "begun": begun()}
+
+
+def begun():
+    """How often datasets are begun: those of training, of validation and of a prediction."""
+    times = [0, 0, 0]
+
+    def dataset(number):
+        def rows():
+            times[number] += 1
+            yield from zip(X.reshape(-1, WIDTH * 3), VALUE[:, 0])
+
+        specs = (tf.TensorSpec((WIDTH * 3,)), tf.TensorSpec((1,)))
+        return tf.data.Dataset.from_generator(rows, output_signature=specs).batch(10)
+
+    model = keras.Sequential([keras.Input((WIDTH * 3,)), keras.layers.Dense(1)])
+    model = Trainer(model) if job.size() > 1 or job.mesh() is not None else model
+    model.compile("sgd", "mse")
+    model.fit(dataset(0), validation_data=dataset(1), epochs=2, verbose=0)
+    model.predict(dataset(2), verbose=0)
+    return times
 
 
 def tokens():
