@@ -15,4 +15,5 @@ Not part of the installed package. From the bottom up:
     quick.py       what tests leave out to compile quickly
     compare.py     differences from one process, within tolerances.py
     measure.py     a larger network, and what memory a step takes: for benchmarks
+    published_tables/   published figures beside the planner's
 """
