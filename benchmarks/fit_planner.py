@@ -3,7 +3,7 @@
     python benchmarks/fit_planner.py
 
 Fitted on table 1 of Narayanan et al., 2021, and on the measured layouts of the models that
-`dtransformer.planner.published.FITTED_MODELS` names; the others are held out. Also prints what other
+`harness.published_tables.published.FITTED_MODELS` names; the others are held out. Also prints what other
 halves to fit on would have given: mean error on what was held out each time. Least absolute errors
 of the logarithm, by Gauss-Newton with weights; no randomness.
 """
@@ -16,9 +16,9 @@ import json
 import numpy as np
 import paths  # noqa: F401
 
-from dtransformer.planner import published
 from dtransformer.planner.clusters import device_named
-from dtransformer.planner.systems import DEEPSPEED, MEGATRON, OVERLAPPING, predicted_seconds
+from harness.published_tables import published
+from harness.published_tables.systems import DEEPSPEED, MEGATRON, OVERLAPPING, predicted_seconds
 
 FITTED = (
     "product_share",

@@ -8,7 +8,7 @@ import pathlib
 
 import paths  # noqa: F401
 
-from dtransformer.planner.check import with_made_part
+from harness.published_tables.compared import with_made_part
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "planner.md"
 

@@ -9,11 +9,15 @@ layers call (the network is the user's); lines are those of code.
 """
 
 import argparse
-import ast
 import json
 import pathlib
 import sys
 import threading
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "dtransformer"
+sys.path.insert(0, str(PACKAGE.parent))  # harness/ is not installed
+
+from harness.code_lines import code_lines  # noqa: E402
 
 LAYOUTS = {
     "one_device": ({}, 1),
@@ -28,22 +32,7 @@ LAYOUTS = {
         1,
     ),
 }
-PACKAGE = pathlib.Path(__file__).parents[1] / "dtransformer"
 NETWORK = tuple(f"{PACKAGE}/{folder}/" for folder in ("layers", "models"))
-
-
-def code_lines(path):
-    """Return the number of lines that are code: no docstrings, comments, blank lines."""
-    source = path.read_text("utf-8")
-    dropped = set()
-    for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            value = body[0].value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                dropped |= set(range(value.lineno, value.end_lineno + 1))
-    lines = enumerate(source.splitlines(), 1)
-    return sum(n not in dropped and bool(x.strip()) and x.strip()[0] != "#" for n, x in lines)
 
 
 def walk(layout):

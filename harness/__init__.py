@@ -15,4 +15,6 @@ Not part of the installed package. From the bottom up:
     quick.py       what tests leave out to compile quickly
     compare.py     differences from one process, within tolerances.py
     measure.py     a larger network, and what memory a step takes: for benchmarks
+    code_lines.py  lines of code, of which tests hold a budget
+    published_tables/   published figures beside the planner's
 """

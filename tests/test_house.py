@@ -9,6 +9,8 @@ import statistics
 
 import pytest
 
+from harness.code_lines import code_lines
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "dtransformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -98,6 +100,9 @@ MAY_IMPORT_HOROVOD = ("parallel/runtime/job.py", "parallel/runtime/launch.py", "
 MAY_SET_GLOBALS = ("parallel/config/config.py", "parallel/runtime/job.py")
 OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 150
+# Of code in the package: without docstrings, comments and blank lines. What is new pays for itself by
+# what goes.
+BUDGET = 32_000
 
 
 # What is imported.
@@ -298,6 +303,12 @@ def test_sizes_of_files():
     told = f"{len(modules)} files of {sum(modules.values()):,} lines, median {median}"
     assert not large, f"more than {MAX_LINES} lines: {large}; {told}"
     assert median <= MAX_MEDIAN_LINES, f"the median is above {MAX_MEDIAN_LINES}: {told}"
+
+
+def test_the_budget():
+    by_folder = {path.name: code_lines(path) for path in PACKAGE.iterdir() if path.is_dir()}
+    number = code_lines(PACKAGE)
+    assert number <= BUDGET, f"{number:,} lines of code, {BUDGET:,} are there: {by_folder}"
 
 
 def test_globals_are_set_in_one_place():

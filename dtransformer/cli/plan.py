@@ -9,7 +9,6 @@ import pathlib
 from dtransformer.cli.options import number
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
-from dtransformer.tables import columns
 
 _MOST = 10**6
 # Sequences where nothing is said: published positions go far beyond what is trained.
@@ -64,7 +63,6 @@ def add_plan(commands) -> None:
         "--measure", metavar="FILE",
         help="measure this machine, under horovodrun with several ranks, and write it as a device",
     )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="print the errors on published tables")
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
@@ -73,9 +71,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: what is asked does not exist, or does not go together.
     """
-    if arguments.check:
-        print(check_text(arguments.json))
-        return
     if arguments.plot:
         from dtransformer.planner.picture import check_matplotlib
 
@@ -205,26 +200,3 @@ def device_of(name: str):
     if isinstance(fields.get("constants"), dict):
         fields["constants"] = checked(Constants, fields["constants"])
     return checked(Device, fields)
-
-
-def check_text(as_json: bool = False) -> str:
-    """Return every published table beside ours, as text or as JSON."""
-    from dtransformer.planner import check
-
-    found = check.tables()
-    if as_json:
-        tables = [
-            {
-                "title": table.title,
-                "unit": table.unit,
-                "mean_error": table.mean_error,
-                "worst_error": table.worst_error,
-                "regret": table.regret,
-                "rows": [dataclasses.asdict(row) for row in table.rows],
-            }
-            for table in found
-        ]
-        return json.dumps({"tables": tables, "held_out_error": check.held_out_error()}, indent=2)
-    form = lambda rows: columns(rows, right=(1, 2, 3))
-    lines = columns(check.summary(found), right=(1, 2, 3, 4))
-    return "\n".join([*lines, *check.lines_of(found, form)])

@@ -1,8 +1,8 @@
 """Sentence pairs and documents, from files to batches.
 
 Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the
-sample's, `embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`),
-`wmt14_examples`. Batches: `batching` (on `batch_plan`, `padding` and `packing`), `synthetic`.
+sample's, `embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`).
+Batches: `batching` (on `batch_plan`, `padding` and `packing`).
 
 Published tokenizers: `tokenizer_folder` (on `json_tokenizer` and `sentencepiece_tokenizer`, and these
 on `published_tokenizer` and `special_tokens`).
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dtransformer.datasets.next_sentences import NextSentenceBatches
     from dtransformer.datasets.shard_writer import write_token_shards
     from dtransformer.datasets.span_corruption import SpanCorruptionBatches
-    from dtransformer.datasets.synthetic import random_translation_batches
     from dtransformer.datasets.token_shards import TokenShards
     from dtransformer.datasets.tokenizer import SubwordTokenizer
     from dtransformer.datasets.tokenizer_folder import load_tokenizer
@@ -49,7 +48,6 @@ __all__ = [
     "clean_pairs",
     "load_tokenizer",
     "plan_batches",
-    "random_translation_batches",
     "read_documents",
     "read_lines",
     "read_pairs",
@@ -70,7 +68,6 @@ _HOMES = (
     "next_sentences",
     "shard_writer",
     "span_corruption",
-    "synthetic",
     "token_shards",
     "tokenizer_folder",
     "tokenizer",

@@ -8,6 +8,9 @@ import pathlib
 
 import tensorflow as tf
 import tensorflow_text as tf_text
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
 from dtransformer.datasets.special_tokens import CONFIG, SpecialTokens
@@ -22,7 +25,7 @@ _CLASSES = {
     "T5Tokenizer": (False, True),
 }
 _PIECES, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
-_UNKNOWN, _CONTROL = 2, 3  # types of pieces
+_CONTROL = 3  # a type of pieces
 
 
 class SentencePieceTokenizer(PublishedTokenizer):
@@ -93,43 +96,12 @@ class SentencePieceTokenizer(PublishedTokenizer):
 def _pieces(data):
     """Return (text, type) of each piece of a serialized `ModelProto`; [] where it is none."""
     try:
-        found = []
-        for number, value in _fields(data):
-            if number == _PIECES:
-                fields = dict(_fields(value))
-                found.append((fields[_TEXT].decode("utf-8"), fields.get(_TYPE, 1)))
-        return found
-    except (IndexError, KeyError, ValueError, AttributeError, TypeError):
+        pieces = [dict(_fields(value)) for number, value in _fields(data) if number == _PIECES]
+        return [(piece[_TEXT].decode("utf-8"), piece.get(_TYPE, 1)) for piece in pieces]
+    except (AttributeError, DecodeError, KeyError, TypeError, ValueError):
         return []
 
 
 def _fields(data):
-    """Yield (number, value) of each field of serialized bytes: an int, or bytes."""
-    place = 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        kind = key & 7
-        if kind == 0:
-            value, place = _varint(data, place)
-        elif kind in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(kind)
-            if size is None:
-                size, place = _varint(data, place)
-            value, place = data[place : place + size], place + size
-            if place > len(data):
-                raise ValueError("cut off")
-        else:
-            raise ValueError("no such kind")
-        yield key >> 3, value
-
-
-def _varint(data, place):
-    value = shift = 0
-    while True:
-        byte = data[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
-        if shift > 63:
-            raise ValueError("too long")
+    """Return (number, value) of each field of serialized bytes, whatever its message is."""
+    return [(x.field_number, x.data) for x in UnknownFieldSet(Empty.FromString(data))]

@@ -1,6 +1,6 @@
 """Planner: the cost of layouts, and which to take: pure NumPy, without devices and TensorFlow.
 
-`plan` searches, `cost` answers for one layout; `check` holds both beside published measurements.
+`plan` searches, `cost` answers for one layout.
 
 Example: four nodes of eight H100, and a Llama of 13 B.
 

@@ -19,10 +19,10 @@ import sys
 
 import keras
 import tensorflow as tf
+from faithful import EOT, PAD, faithful_examples
 
 import dtransformer
 from dtransformer.datasets import SubwordTokenizer, TranslationBatches, read_tsv
-from dtransformer.datasets.wmt14_examples import EOT, PAD, faithful_examples
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer

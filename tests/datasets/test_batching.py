@@ -8,7 +8,6 @@ import tensorflow as tf
 from dtransformer.datasets import (
     TranslationBatches,
     plan_batches,
-    random_translation_batches,
 )
 from dtransformer.datasets.batch_plan import length_buckets
 from tests.datasets.refused import refused
@@ -308,25 +307,6 @@ def test_sides_that_do_not_pair_up_are_refused():
     assert "3 source" in refused(TranslationBatches, ids, ids[:2], batch_size=2)
     message = refused(TranslationBatches, ids, ids, batch_size=2, max_length=2)
     assert "max_length=2" in message
-
-
-def test_random_batches_have_the_form_of_real_ones():
-    batches = random_translation_batches(3, 4, 7, 5, vocab_size=50, seed=1)
-    real = some_batches().as_dataset()
-    assert batches.cardinality() == 3
-    assert tf.nest.map_structure(lambda s: s.dtype, batches.element_spec) == (
-        tf.nest.map_structure(lambda s: s.dtype, real.element_spec)
-    )
-    for inputs, labels in batches:
-        assert inputs["source"].shape == (4, 7) and labels.shape == (4, 5)
-        assert (inputs["target"][:, 0] == START).numpy().all()
-        assert (labels[:, -1] == END).numpy().all()
-        assert (inputs["target"][:, 1:] == labels[:, :-1]).numpy().all()
-        assert 4 <= tf.reduce_min(inputs["source"]) <= tf.reduce_max(inputs["source"]) < 50
-    again = random_translation_batches(3, 4, 7, 5, vocab_size=50, seed=1)
-    assert as_lists(batches) == as_lists(again)
-    assert "vocab_size=4" in refused(random_translation_batches, 3, 4, 7, 5, vocab_size=4)
-    assert "least 1" in refused(random_translation_batches, 3, 4, 0, 5, vocab_size=9)
 
 
 def test_padding_to_buckets_leaves_no_more_shapes_than_buckets():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dtransformer.datasets import read_tsv, wmt14, write_sgm
-from dtransformer.datasets.wmt14_examples import faithful_examples
+from examples.wmt14.faithful import faithful_examples
 from tests.datasets.refused import refused
 
 ENGLISH, FRENCH = ["One & two.", "A\ttab."], ["Un & deux\u00a0?", "Un\u0085onglet."]

@@ -171,7 +171,7 @@ def test_placement_matters():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.tensorflow
 def test_published_models_have_as_many_parameters_as_their_networks(name):
-    """Each network counts its weights, by their shapes; `plan --check` has the papers' numbers."""
+    """Each network counts its weights, by their shapes; test_published.py has the papers' numbers."""
     from dtransformer import models
 
     architecture = ARCHITECTURES[name]
@@ -526,14 +526,6 @@ def test_without_matplotlib_a_picture_is_refused_in_one_line(capsys, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*ASK, "--plot", "plan.png"]) == 2
     assert "pip install 'dtransformer[plot]'" in capsys.readouterr().err
-
-
-def test_check_prints_every_table(capsys):
-    assert main(["plan", "--check"]) == 0
-    told = capsys.readouterr().out
-    assert "the layouts held out, together" in told and told.count("## ") == 13
-    assert main(["plan", "--check", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["held_out_error"] < 0.12
 
 
 # What is measured of ranks that share cores, and of Horovod's calls.

@@ -8,13 +8,13 @@ import pathlib
 
 import pytest
 
-from dtransformer.planner import check, published
-from dtransformer.planner.check import with_made_part
 from dtransformer.planner.clusters import A100, DEVICES
+from harness.published_tables import compared, published
+from harness.published_tables.compared import with_made_part
 
 
 @pytest.mark.parametrize(
-    "make", [check.sizes, check.step_seconds, check.model_states, check.activations]
+    "make", [compared.sizes, compared.step_seconds, compared.model_states, compared.activations]
 )
 def test_formulas_give_what_is_printed(make):
     assert [row for row in make().rows if not row.is_same] == []
@@ -28,13 +28,13 @@ def test_seconds_of_table_1_are_those_of_its_speeds():
 
 
 def test_steps_of_table_1():
-    table = check.table_1()
+    table = compared.table_1()
     assert table.mean_error <= 0.05
     assert table.worst_error <= 0.10
 
 
 def test_steps_of_table_5():
-    for table in check.table_5():
+    for table in compared.table_5():
         assert table.worst_error <= 0.10, table.title
 
 
@@ -42,7 +42,7 @@ def test_zero_3_alone_loses_where_tensor_and_pipeline_do_not():
     """Per device from 384 to 1,536, as table 2 has it: 144 to 44 TFLOP/s, and 153 to 141."""
     parallel, zero = (
         [row.ours for row in table.rows if row.what.startswith("gpt_175b")]
-        for table in check.table_2()
+        for table in compared.table_2()
     )
     assert zero[-1] * 1536 / (zero[0] * 384) >= 2.5
     assert parallel[-1] * 1536 / (parallel[0] * 384) <= 1.10
@@ -51,7 +51,7 @@ def test_zero_3_alone_loses_where_tensor_and_pipeline_do_not():
 def test_layouts_that_were_held_out():
     assert set(published.FITTED_MODELS).isdisjoint(published.HELD_OUT_MODELS)
     assert {*published.FITTED_MODELS, *published.HELD_OUT_MODELS} == {*published.LAYOUT_MODELS}
-    assert check.held_out_error() <= 0.12
+    assert compared.held_out_error() <= 0.12
 
 
 def test_all_layouts_are_there():
@@ -60,7 +60,7 @@ def test_all_layouts_are_there():
 
 @pytest.mark.parametrize("model", published.LAYOUT_MODELS)
 def test_what_it_chooses_is_nearly_the_best(model):
-    assert check.layouts_of(model).regret <= 0.05
+    assert compared.layouts_of(model).regret <= 0.05
 
 
 def test_one_set_of_constants_serves_all():

@@ -7,6 +7,8 @@ both for a whole sentence at the end.
 import functools
 import re
 
+from dtransformer.datasets.embedded.tables import rows
+
 PERSONS = ("je", "il", "nous", "vous", "ils")
 _ENDINGS = {
     "er": ("e", "e", "ons", "ez", "ent"),
@@ -15,23 +17,7 @@ _ENDINGS = {
     "future": ("ai", "a", "ons", "ez", "ont"),
     "imperfect": ("ais", "ait", "ions", "iez", "aient"),
 }
-# Infinitive: present of je, il, nous, vous, ils | stem of the future | participle.
-_IRREGULAR = """
-    acheter: achète achète achetons achetez achètent | achèter | acheté
-    aller: vais va allons allez vont | ir | allé
-    avoir: ai a avons avez ont | aur | eu
-    boire: bois boit buvons buvez boivent | boir | bu
-    devoir: dois doit devons devez doivent | devr | dû
-    écrire: écris écrit écrivons écrivez écrivent | écrir | écrit
-    être: suis est sommes êtes sont | ser | été
-    lire: lis lit lisons lisez lisent | lir | lu
-    partir: pars part partons partez partent | partir | parti
-    pouvoir: peux peut pouvons pouvez peuvent | pourr | pu
-    prendre: prends prend prenons prenez prennent | prendr | pris
-    venir: viens vient venons venez viennent | viendr | venu
-    voir: vois voit voyons voyez voient | verr | vu
-    vouloir: veux veut voulons voulez veulent | voudr | voulu
-"""
+_IRREGULAR = dict(rows("irregular verbs", ":"))  # infinitive -> present | future | participle
 _WITH_ETRE = frozenset("aller arriver partir rester venir".split())
 _STATES = frozenset("aimer avoir coûter être vouloir".split())  # their past is the imperfect
 # A tense as English has it -> the French tense, or the auxiliary whose present it takes.
@@ -39,11 +25,8 @@ TENSES = {"present": "present", "progressive": "present", "past progressive": "i
 TENSES |= {"past": "compound", "will": "future", "going to": "aller", "can": "pouvoir"}
 TENSES |= {"must": "devoir", "want to": "vouloir"}
 NEGATIONS = {"": "", "not": "pas", "never": "jamais", "no longer": "plus"}
-# English, then French before a masculine, a feminine and a plural noun.
-_DETERMINERS = """the le la les, a un une des, this ce cette ces, any de de de, my mon ma mes,
-    his son sa ses, her son sa ses, your votre votre vos, our notre notre nos,
-    their leur leur leurs"""
-_DETERMINERS = {words.split()[0]: words.split()[1:] for words in _DETERMINERS.split(",")}
+# English -> French before a masculine, a feminine and a plural noun.
+_DETERMINERS = {word: forms.split() for word, forms in rows("determiners", ":")}
 _BEFORE_VOWEL = {"ce": "cet", "ma": "mon", "sa": "son"}
 _BEFORE_VOWEL |= {"beau": "bel", "nouveau": "nouvel", "vieux": "vieil"}
 _VOWEL = r"(?!(?:huit|onze)\b)[aàâeéèêiîoôuœyh]"  # every other h of this corpus is mute
@@ -97,9 +80,9 @@ def determiner(kind, following, feminine, plural, mass, adjective_first):
 @functools.cache
 def _forms(infinitive):
     """Returns the five forms of the present, the stem of the future and the participle."""
-    irregular = re.search(rf"\b{infinitive}: (.*) \| (.*) \| (.*)", _IRREGULAR)
-    if irregular:
-        return irregular[1].split(), irregular[2], irregular[3]
+    if infinitive in _IRREGULAR:
+        present, future, participle = _IRREGULAR[infinitive].split(" | ")
+        return present.split(), future, participle
     stem, ending = infinitive[:-2], infinitive[-2:]
     present = [stem + end for end in _ENDINGS[ending]]
     if stem.endswith("g"):

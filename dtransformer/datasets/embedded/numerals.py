@@ -1,18 +1,10 @@
 """Numbers, clock times and dates as words, each as (English, French)."""
 
-_SMALL = """zero|zéro one|un two|deux three|trois four|quatre five|cinq six|six seven|sept
-    eight|huit nine|neuf ten|dix eleven|onze twelve|douze thirteen|treize fourteen|quatorze
-    fifteen|quinze sixteen|seize seventeen|dix-sept eighteen|dix-huit nineteen|dix-neuf"""
-_SMALL = [words.split("|") for words in _SMALL.split()]
-_TENS = """twenty|vingt thirty|trente forty|quarante fifty|cinquante sixty|soixante
-    seventy|soixante eighty|quatre-vingt ninety|quatre-vingt"""
-_TENS = [words.split("|") for words in _TENS.split()]
-_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
-_ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
-DAYS = """Monday|lundi Tuesday|mardi Wednesday|mercredi Thursday|jeudi Friday|vendredi
-    Saturday|samedi Sunday|dimanche""".split()
-MONTHS = """January|janvier February|février March|mars April|avril May|mai June|juin July|juillet
-    August|août September|septembre October|octobre November|novembre December|décembre""".split()
+from dtransformer.datasets.embedded.tables import words
+
+_SMALL, _TENS = ([pair.split("|") for pair in words(name)] for name in ("numbers", "tens"))
+_ORDINALS = dict(pair.split("|") for pair in words("ordinals"))
+DAYS, MONTHS = words("days"), words("months")
 
 
 def number(value, feminine=False):

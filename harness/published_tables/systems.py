@@ -9,8 +9,8 @@ from dtransformer.planner.job import System
 from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts
 from dtransformer.planner.memory import memory_of
 from dtransformer.planner.models import named
-from dtransformer.planner.published import Measured
 from dtransformer.planner.time import time_of
+from harness.published_tables.published import Measured
 
 MEGATRON = System(
     name="Megatron-LM, 2021",

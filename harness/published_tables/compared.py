@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dtransformer.planner import published
 from dtransformer.planner.formulas import micro_batches_alive, state_bytes
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.memory import activations_of_block
 from dtransformer.planner.models import named
-from dtransformer.planner.systems import (
+from harness.published_tables import published
+from harness.published_tables.systems import (
     DEEPSPEED,
     MEGATRON,
     OVERLAPPING,

@@ -1,0 +1,25 @@
+"""Tables of words, as `words.txt` has them: a heading in brackets, then a row a line."""
+
+import functools
+import pathlib
+
+
+@functools.cache
+def _tables():
+    tables, rows = {}, []
+    for line in pathlib.Path(__file__).with_name("words.txt").read_text("utf-8").splitlines():
+        if line.startswith("["):
+            rows = tables[line.strip("[]")] = []
+        elif line and not line.startswith("#"):
+            rows.append(line)
+    return tables
+
+
+def rows(name: str, separator: str | None = None) -> list[list[str]]:
+    """Returns the cells of a table's rows; white space separates them by default."""
+    return [[cell.strip() for cell in row.split(separator)] for row in _tables()[name]]
+
+
+def words(name: str) -> list[str]:
+    """Returns the words of a table, row after row."""
+    return " ".join(_tables()[name]).split()

@@ -1,0 +1,1 @@
+"""Published tables beside the planner: the numbers, the systems they were measured with, the errors."""
