@@ -9,7 +9,8 @@ import sys
 
 # Those with `@register`.
 CLASSES = """
-    AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward FixedSparseAttention
+    AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
+    FixedSparseAttention
     FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead MicroBatchInterleaved
     MoE MultiHeadAttention PaddedInitializer PositionEmbedding RMSNorm RelativePositionTable Router
     SentenceHead StackedInitializer TokenTypeEmbedding Trainer Transformer TransformerDecoder

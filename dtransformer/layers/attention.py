@@ -24,13 +24,22 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
-from dtransformer.layers.rotary import rotary_frequencies, rotate
+from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
+
+# The arguments that are kept by the same names.
+_CONFIG = (
+    *("hidden_size", "num_heads", "hidden_dropout_rate", "attention_dropout_rate"),
+    *("softmax_compute_type", "kernel_initializer", "num_kv_heads", "head_dim", "use_bias"),
+    *("qkv_bias", "rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
+    *("relative_max_distance", "query_scale", "soft_cap", "qk_norm", "qk_norm_epsilon"),
+    "implementation",
+)
 
 
 @register
@@ -69,8 +78,9 @@ class MultiHeadAttention(Layer):
         query_scale: what queries are multiplied with; 1 / √d by default. First values of their
             kernel make up for it, so that the first scores do not depend on it.
         soft_cap: scores x become c·tanh(x / c); None for not. See `attention`.
-        qk_norm: the norm of each head's queries and keys before they turn, `"rms_norm"` or
-            `"layer_norm"`; None for none (Henry et al., 2020, arXiv 2010.04245, §2).
+        qk_norm: the norm of each head's queries and keys before they turn, a name of `make_norm`;
+            None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
+            of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
         implementation: `"auto"`, `"reference"` or `"blockwise"`; see `attention`.
 
@@ -148,15 +158,14 @@ class MultiHeadAttention(Layer):
         self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
         self.rotary_scaling = rotary_scaling
         if rotary_base is not None:
-            self._frequencies = rotary_frequencies(
-                self.head_dim, rotary_base, rotary_fraction, rotary_scaling
-            )
+            rotary = rotary_base, rotary_fraction, rotary_scaling
+            self._frequencies = rotary_frequencies(self.head_dim, *rotary)
+            self._rotary_factor = attention_factor(rotary_scaling)
         self.causal, self.alibi = causal, alibi
         self.window = None if window is None else check_size("window", window)
         self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
-        self.query_scale, self.soft_cap = query_scale, soft_cap
-        if soft_cap is not None and not soft_cap > 0:
-            raise ValueError(f"soft_cap must be more than 0, got {soft_cap}")
+        self.query_scale = query_scale
+        self.soft_cap = elementwise.check_soft_cap(soft_cap)
         self.qk_norm, self.qk_norm_epsilon = qk_norm, qk_norm_epsilon
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
@@ -213,7 +222,7 @@ class MultiHeadAttention(Layer):
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
         for norm in filter(None, (self.query_norm, self.key_norm)):
-            norm.build((None, None, None, d))
+            norm.build((None, n if norm is self.query_norm else m, None, d))
         self.built = True
 
     def call(
@@ -292,7 +301,7 @@ class MultiHeadAttention(Layer):
             return q, k
         start = cache.get("index", 0) + prefix_length(cache)
         positions = start + tf.range(static_or_dynamic_shape(q)[2])
-        return [rotate(x, positions, self._frequencies) for x in (q, k)]
+        return [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
 
     def _normalized(self, q, k):
         if self.query_norm is None:
@@ -375,26 +384,5 @@ class MultiHeadAttention(Layer):
     def get_config(self) -> dict:
         return {
             **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "num_heads": self.num_heads,
-            "hidden_dropout_rate": self.hidden_dropout_rate,
-            "attention_dropout_rate": self.attention_dropout_rate,
-            "softmax_compute_type": self.softmax_compute_type,
-            "kernel_initializer": self.kernel_initializer,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "use_bias": self.use_bias,
-            "qkv_bias": self.qkv_bias,
-            "rotary_base": self.rotary_base,
-            "rotary_fraction": self.rotary_fraction,
-            "rotary_scaling": self.rotary_scaling,
-            "causal": self.causal,
-            "window": self.window,
-            "alibi": self.alibi,
-            "relative_max_distance": self.relative_max_distance,
-            "query_scale": self.query_scale,
-            "soft_cap": self.soft_cap,
-            "qk_norm": self.qk_norm,
-            "qk_norm_epsilon": self.qk_norm_epsilon,
-            "implementation": self.implementation,
+            **{name: getattr(self, name) for name in _CONFIG},
         }

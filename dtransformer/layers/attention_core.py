@@ -7,7 +7,7 @@ from dtransformer.layers.attention_scores import context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.elementwise import add_to_each, scale, select
+from dtransformer.layers.elementwise import add_to_each, scale, select, soft_capped
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
@@ -76,7 +76,7 @@ def attention(
     scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
     if soft_cap is not None:
-        scores = soft_cap * tf.tanh(scores / soft_cap)
+        scores = soft_capped(scores, soft_cap)
     s, t = static_or_dynamic_shape(scores)[2:]
     if bias is not None:
         if isinstance(bias, PositionBias):

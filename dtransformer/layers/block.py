@@ -9,9 +9,16 @@ from dtransformer import _compat
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.base import Layer, check_size
+from dtransformer.layers.block_pattern import (
+    Pattern,
+    arguments_of_block,
+    check_pattern,
+    has_experts,
+)
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
+from dtransformer.layers.norm_placement import ends_with_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel import parallelize
@@ -91,7 +98,7 @@ class TransformerBlock(Layer):
 class BlockStack(Layer):
     """A stack of blocks of the class `layer_class`.
 
-    A norm at the end follows blocks that normalize first.
+    A norm at the end follows blocks that do not normalize the sum.
 
     Args:
         num_layers: number of blocks.
@@ -103,6 +110,7 @@ class BlockStack(Layer):
             None for no such positions. See `relative_bias`.
         moe_every: with a `moe_config` of several experts, which blocks have them: every so many,
             the last of them; a `lambda_func` may choose others by `use_experts`.
+        block_pattern: what differs from block to block; see `block_pattern`. None for nothing.
         **layer_arguments: other arguments of the blocks.
     """
 
@@ -119,6 +127,7 @@ class BlockStack(Layer):
         network_layers: int | None = None,
         relative_ranges: int | None = None,
         moe_every: int = 1,
+        block_pattern: Pattern | None = None,
         **layer_arguments,
     ):
         own = {
@@ -137,6 +146,7 @@ class BlockStack(Layer):
             "network_layers": network_layers,
             "relative_ranges": relative_ranges,
             "moe_every": check_size("moe_every", moe_every),
+            "block_pattern": block_pattern,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
@@ -147,16 +157,17 @@ class BlockStack(Layer):
                 ffn_hidden_size,
                 dtype=self.dtype_policy,
                 name=f"block_{number}",
-                **layer_arguments,
+                **self._of_block(layer_arguments, number),
             )
             for number in range(num_layers)
         ]
         shared = SharedBlocks(num_layers)
-        for number, block in enumerate(self.blocks, 1):
+        for number, block in enumerate(self.blocks):
             block.shared = shared
             block.recompute(get_parallel_config().recompute)
-            if layer_arguments.get("moe_config") is not None and number % moe_every:
-                block.use_experts(False)
+            has_some = has_experts(self.arguments, number)
+            if "experts" in arguments_of_block(self.arguments, number) or not has_some:
+                block.use_experts(has_some)
         place_blocks(self.blocks, lambda_func or spread_evenly, offset, network_layers)
         for block in self.blocks:
             block.complete()
@@ -168,7 +179,7 @@ class BlockStack(Layer):
             )
             self.position_table.pipeline_stage = self.blocks[0].pipeline_stage
         self.final_norm = None
-        if num_layers and not layer_arguments.get("post_layernorm_residual", False):
+        if num_layers and ends_with_norm(layer_arguments):
             self.final_norm = make_norm(
                 layer_arguments.get("norm", "layer_norm"),
                 layer_arguments.get("norm_epsilon"),
@@ -177,6 +188,12 @@ class BlockStack(Layer):
                 name="final_norm",
             )
             self.final_norm.pipeline_stage = self.blocks[-1].pipeline_stage
+
+    def _of_block(self, layer_arguments, number):
+        """Return the arguments of a block that all have, or that the pattern gives it."""
+        pattern = check_pattern(self.arguments["block_pattern"])
+        own = pattern[number % len(pattern)]
+        return {**layer_arguments, **{x: own[x] for x in own if x != "experts"}}
 
     def build(self, input_shape: tuple, *args) -> None:
         for layer in [self.position_table, *self.blocks, self.final_norm]:

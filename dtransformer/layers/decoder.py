@@ -47,11 +47,11 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
     """
 
     def add_sublayers(self) -> None:
-        self.self_attention_norm = self.make_norm("self_attention_norm")
+        self.add_norms("self_attention", self.arguments["attention_norm"])
         self.self_attention = self.make_attention("self_attention")
-        self.cross_attention_norm = self.make_norm("cross_attention_norm")
+        self.add_norms("cross_attention")
         self.cross_attention = self.make_attention("cross_attention", to_itself=False)
-        self.feed_forward_norm = self.make_norm("feed_forward_norm")
+        self.add_norms("feed_forward")
         self.add_feed_forward()
 
     def call(
@@ -102,8 +102,8 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
         def attend_to_memory(x):
             return attend("memory", self.cross_attention, x, encoder_output, memory_mask)
 
-        x = self.residual(self.self_attention_norm, attend_to_itself, inputs)
-        x = self.residual(self.cross_attention_norm, attend_to_memory, x)
+        x = self.residual("self_attention", attend_to_itself, inputs)
+        x = self.residual("cross_attention", attend_to_memory, x)
         x = self._fed_forward(x, training, decoder_mask, drops=cache is None)
         return x if cache is None else (x, new_cache)
 

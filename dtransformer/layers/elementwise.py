@@ -65,6 +65,22 @@ def select(mask: tf.Tensor, x: tf.Tensor, other: float) -> tf.Tensor:
     return chosen(x)
 
 
+def soft_capped(x: tf.Tensor, cap: float) -> tf.Tensor:
+    """Return c·tanh(x / c): numbers x that stay below a cap c (Gemma Team, 2024, 2408.00118, §2)."""
+    return cap * tf.tanh(x / cap)
+
+
+def check_soft_cap(cap: float | None) -> float | None:
+    """Return a cap; None for none.
+
+    Raises:
+        ValueError: it is not more than 0.
+    """
+    if cap is not None and not cap > 0:
+        raise ValueError(f"soft_cap must be more than 0, got {cap}")
+    return cap
+
+
 def _are_alike(shape, other):
     return shape.rank is not None and shape == other
 

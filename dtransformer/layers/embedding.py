@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.elementwise import check_soft_cap, soft_capped
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
@@ -171,6 +172,9 @@ class VocabHead(_VocabLayer):
         tied: whether the kernel is an embedding's table, given in the call, instead
             of a weight of its own.
         kernel_initializer: a Keras initializer, or its name.
+        scale: what logits are multiplied with.
+        soft_cap: logits x become c·tanh(x / c) after that (Gemma Team, 2024, arXiv 2408.00118,
+            §2); None for not.
         keeps_padding: whether logits stay padded to a multiple of model_parallel, and so
             sharded, where it does not divide V; `CrossEntropyLoss(vocab_size=V)` takes them.
             By default they have V entries, for which padded ones are made whole first.
@@ -195,6 +199,8 @@ class VocabHead(_VocabLayer):
         tied: bool = False,
         kernel_initializer: str | keras.initializers.Initializer = "glorot_uniform",
         keeps_padding: bool = False,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -202,6 +208,7 @@ class VocabHead(_VocabLayer):
         self.vocab_size = check_size("vocab_size", vocab_size)
         self.use_bias = use_bias
         self.tied = tied
+        self.scale, self.soft_cap = scale, check_soft_cap(soft_cap)
         self.kernel_initializer = kernel_initializer
         self.keeps_padding = keeps_padding
 
@@ -235,6 +242,10 @@ class VocabHead(_VocabLayer):
             (logits,) = column_parallel(inputs, [self.kernel], ("vocab",))
         if self.use_bias:
             logits += tf.cast(self.bias, logits.dtype)
+        if self.scale != 1:
+            logits *= tf.cast(self.scale, logits.dtype)
+        if self.soft_cap is not None:
+            logits = soft_capped(logits, self.soft_cap)
         logits = mask_padding(logits, self.vocab_size)
         if self.keeps_padding or logits.shape[-1] == self.vocab_size:
             return logits
@@ -253,4 +264,6 @@ class VocabHead(_VocabLayer):
             "tied": self.tied,
             "kernel_initializer": self.kernel_initializer,
             "keeps_padding": self.keeps_padding,
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
         }

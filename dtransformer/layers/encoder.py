@@ -11,10 +11,11 @@ from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
 from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
-from dtransformer.layers.elementwise import add
+from dtransformer.layers.elementwise import add, scale
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
+from dtransformer.layers.norm_placement import placement_of
 from dtransformer.layers.settings import as_config, as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
@@ -58,9 +59,13 @@ class TransformerEncoderLayer(TransformerBlock):
         hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
         hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         post_layernorm_residual: whether to normalize after the residual.
+        norm_placement: a name of `norm_placement.PLACEMENTS`, for other places of norms; None for
+            what `post_layernorm_residual` says.
+        residual_scale: what each sublayer's output is multiplied with before it is added.
+        attention_norm: whether attention has the norm of its input, which is there by default.
         layernorm_compute_type: type that norms are computed in.
         softmax_compute_type: type that the softmax is computed in.
-        norm: `"layer_norm"` or `"rms_norm"`.
+        norm: a name of `make_norm`.
         norm_epsilon: what the norms add to the variance; their own default where it is None.
         gated: whether the feed-forward layer is; see `FeedForward`.
         use_bias: whether the dense layers have a bias.
@@ -101,6 +106,9 @@ class TransformerEncoderLayer(TransformerBlock):
         gated: bool = False,
         use_bias: bool = True,
         moe_config: MoEConfig | dict | None = None,
+        norm_placement: str | None = None,
+        residual_scale: float = 1.0,
+        attention_norm: bool = True,
         **kwargs,
     ):
         names = {*_OF_ATTENTION, *_OF_OWN_ATTENTION}
@@ -121,19 +129,35 @@ class TransformerEncoderLayer(TransformerBlock):
             "gated": gated,
             "use_bias": use_bias,
             "moe_config": moe_config,
+            "norm_placement": norm_placement,
+            "residual_scale": residual_scale,
+            "attention_norm": attention_norm,
             **of_attention,
         }
+        self.placement = placement_of(self.arguments)
         self.moe_config = None if moe_config is None else as_moe_config(moe_config)
         self.has_experts = self.may_have_experts
-        self.post_layernorm_residual = post_layernorm_residual
         self.add_sublayers()
 
     def add_sublayers(self) -> None:
         """Make the sublayers: attention and the feed-forward layer, and their norms."""
-        self.attention_norm = self.make_norm("attention_norm")
+        self.add_norms("attention", self.arguments["attention_norm"])
         self.attention = self.make_attention("attention")
-        self.feed_forward_norm = self.make_norm("feed_forward_norm")
+        self.add_norms("feed_forward")
         self.add_feed_forward()
+
+    def add_norms(self, sublayer: str, of_input: bool = True) -> None:
+        """Make the norms of a sublayer by its name: `"…_norm"`, and `"…_output_norm"` of a second.
+
+        Args:
+            sublayer: the name.
+            of_input: whether there is the one that its placement has of the input.
+        """
+        is_there = of_input or not self.placement.of_input
+        names = [f"{sublayer}_norm"] * is_there
+        names += [f"{sublayer}_output_norm"] * (self.placement.number > 1)
+        for name in names:
+            setattr(self, name, self.make_norm(name))
 
     @property
     def may_have_experts(self) -> bool:
@@ -195,11 +219,21 @@ class TransformerEncoderLayer(TransformerBlock):
             "dtype": self.dtype_policy,
         }
 
-    def residual(self, norm: Callable, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
-        """Apply a sublayer, with its norm and the residual connection around both."""
-        if self.post_layernorm_residual:
-            return norm(add(inputs, sublayer(inputs)))
-        return add(inputs, sublayer(norm(inputs)))
+    def residual(self, name: str, sublayer: Callable, inputs: tf.Tensor) -> tf.Tensor:
+        """Apply a sublayer of a name, with its norms and the residual connection around it."""
+        norms = [getattr(self, f"{name}{kind}", None) for kind in ("_norm", "_output_norm")]
+        norm, output_norm = norms
+        if self.placement.of_sum:
+            return norm(add(inputs, self._scaled(sublayer(inputs))))
+        x = norm(inputs) if self.placement.of_input and norm is not None else inputs
+        x = sublayer(x)
+        if self.placement.of_output:
+            x = (output_norm or norm)(x)
+        return add(inputs, self._scaled(x))
+
+    def _scaled(self, x):
+        factor = self.arguments["residual_scale"]
+        return x if factor == 1 else scale(x, tf.cast(factor, x.dtype))
 
     def build(self, input_shape: tuple, *args) -> None:
         self.complete()
@@ -233,7 +267,7 @@ class TransformerEncoderLayer(TransformerBlock):
     def _compute(self, inputs, attention_mask, training, position_table=None):
         options = {"position_table": position_table, "training": training}
         attend = lambda x: self.attention(x, x, x, attention_mask, **options)
-        x = self.residual(self.attention_norm, attend, inputs)
+        x = self.residual("attention", attend, inputs)
         return self._fed_forward(x, training, attention_mask)
 
     def _decode(self, inputs, attention_mask, cache, prefix_mask, position_table):
@@ -245,14 +279,14 @@ class TransformerEncoderLayer(TransformerBlock):
             new.update(extended)
             return output
 
-        x = self.residual(self.attention_norm, attend, inputs)
+        x = self.residual("attention", attend, inputs)
         return self._fed_forward(x, drops=False), new
 
     def _fed_forward(self, x, training=False, mask=None, drops=True):
         """Apply the feed-forward layer; experts take no padding, and in decoding every token."""
         options = {"mask": tokens_of_mask(mask), "drops": drops} if self.has_experts else {}
         apply = lambda x: self.feed_forward(x, training=training, **options)
-        return self.residual(self.feed_forward_norm, apply, x)
+        return self.residual("feed_forward", apply, x)
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1

@@ -44,7 +44,7 @@ class MoE(BaseFeedForward):
 
     Args:
         hidden_size: size h of the input and the output.
-        ffn_hidden_size: size f inside of each expert.
+        ffn_hidden_size: size f inside of each expert, where `moe_config` does not say.
         moe_config: a `MoEConfig`, or a dict of its fields.
         dropout_rate: dropout of the output, in [0, 1).
         hidden_act, kernel_initializer, gated, use_bias: of each expert, as `FeedForward`'s.
@@ -81,6 +81,8 @@ class MoE(BaseFeedForward):
         use_bias: bool = True,
         **kwargs,
     ):
+        self.config = as_moe_config(moe_config)
+        ffn_hidden_size = self.config.ffn_hidden_size or ffn_hidden_size
         super().__init__(
             hidden_size,
             ffn_hidden_size,
@@ -91,7 +93,6 @@ class MoE(BaseFeedForward):
             use_bias,
             **kwargs,
         )
-        self.config = as_moe_config(moe_config)
         policy = self.dtype_policy
         self.router = Router(self.config, kernel_initializer, dtype=policy, name="router")
         check_layout(self.config)

@@ -1,4 +1,4 @@
-"""Layer normalization and root-mean-square normalization, computed in float32."""
+"""Layer normalization and root-mean-square normalization, computed in float32, by their names."""
 
 import tensorflow as tf
 
@@ -9,7 +9,9 @@ from dtransformer.parallel.recompute.recompute import recomputed
 
 
 class _Norm(Layer):
-    """What both share: a gain for every feature and the type to compute in."""
+    """What all share: a gain for every feature and the type to compute in."""
+
+    gain_initializer = "ones"
 
     def __init__(self, epsilon, compute_type="float32", **kwargs):
         super().__init__(**kwargs)
@@ -20,7 +22,7 @@ class _Norm(Layer):
     def build(self, input_shape):
         self.takes(input_shape[-1])
         self.gamma = self.add_weight(
-            (input_shape[-1],), "ones", axes=("norm",), name="gamma", autocast=False
+            (input_shape[-1],), self.gain_initializer, axes=("norm",), name="gamma", autocast=False
         )
         self.built = True
 
@@ -56,6 +58,7 @@ class LayerNorm(_Norm):
     Args:
         epsilon: added to the variance.
         compute_type: type to compute in; the result has the layer's compute type.
+        use_beta: whether there is a shift.
 
     Input shape:
         [..., h]
@@ -64,29 +67,41 @@ class LayerNorm(_Norm):
         [..., h]
     """
 
-    def __init__(self, epsilon: float = 1e-5, compute_type: str = "float32", **kwargs):
+    def __init__(
+        self,
+        epsilon: float = 1e-5,
+        compute_type: str = "float32",
+        use_beta: bool = True,
+        **kwargs,
+    ):
         super().__init__(epsilon, compute_type, **kwargs)
+        self.use_beta = use_beta
 
     def build(self, input_shape: tuple) -> None:
         super().build(input_shape)
-        self.beta = self.add_weight(
-            (input_shape[-1],), "zeros", axes=("norm",), name="beta", autocast=False
-        )
+        if self.use_beta:
+            self.beta = self.add_weight(
+                (input_shape[-1],), "zeros", axes=("norm",), name="beta", autocast=False
+            )
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
-        def layer_norm(x, gamma, beta):
+        def layer_norm(x, gamma, *beta):
             centered = x - mean_of_features(x)
             unit, inverse = _divide_by_rms(centered, self.epsilon)
 
             def gradient(dy):
                 dx, dgamma = _rms_gradient(dy, unit, gamma)
                 dx = (dx - mean_of_features(dy, gamma)) * inverse
-                return dx, dgamma, sum_to_features(dy)
+                return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
-            return unit * gamma + beta, gradient
+            return unit * gamma + beta[0] if beta else unit * gamma, gradient
 
-        return layer_norm(x, self.weight(self.gamma), self.weight(self.beta))
+        beta = [self.weight(self.beta)] if self.use_beta else []
+        return layer_norm(x, self.weight(self.gamma), *beta)
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "use_beta": self.use_beta}
 
 
 @register
@@ -99,6 +114,8 @@ class RMSNorm(_Norm):
     Args:
         epsilon: added to the mean square.
         compute_type: type to compute in; the result has the layer's compute type.
+        unit_offset: whether the scale is 1 + gamma, which is 0 at first, so that weight decay
+            pulls towards 1 (Gemma Team, 2024, arXiv 2403.08295, as published in its code).
 
     Input shape:
         [..., h]
@@ -107,49 +124,108 @@ class RMSNorm(_Norm):
         [..., h]
     """
 
-    def __init__(self, epsilon: float = 1e-6, compute_type: str = "float32", **kwargs):
+    axes = -1
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        compute_type: str = "float32",
+        unit_offset: bool = False,
+        **kwargs,
+    ):
         super().__init__(epsilon, compute_type, **kwargs)
+        self.unit_offset = unit_offset
+        self.gain_initializer = "zeros" if unit_offset else "ones"
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def rms_norm(x, gamma):
-            unit, inverse = _divide_by_rms(x, self.epsilon)
+            unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
 
             def gradient(dy):
-                dx, dgamma = _rms_gradient(dy, unit, gamma)
+                dx, dgamma = _rms_gradient(dy, unit, gamma, self.axes)
                 return dx * inverse, dgamma
 
             return unit * gamma, gradient
 
         return rms_norm(x, self.weight(self.gamma))
 
+    def weight(self, variable):
+        gain = super().weight(variable)
+        return gain + 1 if self.unit_offset else gain
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "unit_offset": self.unit_offset}
+
+
+@register
+class AllHeadsRMSNorm(RMSNorm):
+    """Divide queries or keys by the root mean square over all heads together, then scale.
+
+    Where heads are sharded, what devices send each other is one number of a position.
+
+    Reference: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656, §3.1.
+
+    Args:
+        epsilon, compute_type, unit_offset: as `RMSNorm`'s.
+
+    Input shape:
+        [b, n, s, d]
+
+    Output shape:
+        [b, n, s, d]
+    """
+
+    axes = (1, 3)
+
+    def build(self, input_shape: tuple) -> None:
+        shape = (input_shape[1], 1, input_shape[3])
+        self.gamma = self.add_weight(
+            shape,
+            self.gain_initializer,
+            axes=("heads", None, "head_dim"),
+            name="gamma",
+            autocast=False,
+        )
+        self.built = True
+
 
 # The gradients are written by hand: a third fewer passes over the activations than through
 # each step of the computation, of which only the result `unit` is kept.
 
 
-def _divide_by_rms(x, epsilon):
+def _divide_by_rms(x, epsilon, axes=-1):
     """Return x over its root mean square, and the reciprocal of that [..., 1]."""
-    mean_square = mean_of_features(tf.square(x))
+    mean_square = mean_of_features(tf.square(x), axes=axes)
     inverse = tf.math.rsqrt(mean_square + epsilon)
     return x * inverse, inverse
 
 
-def _rms_gradient(dy, unit, gamma):
+def _rms_gradient(dy, unit, gamma, axes=-1):
     """Return the gradient of x, times its root mean square, and that of gamma."""
     product = dy * unit
-    dx = dy * gamma - unit * mean_of_features(product, gamma)
-    return dx, sum_to_features(product)
+    dx = dy * gamma - unit * mean_of_features(product, gamma, axes)
+    if axes == -1:
+        return dx, sum_to_features(product)
+    return dx, tf.reduce_sum(product, axis=(0, 2))[:, None, :]
 
 
-_NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+# The name of a norm -> its class, and what makes it so.
+_NORMS = {
+    "layer_norm": (LayerNorm, {}),
+    "layer_norm_without_beta": (LayerNorm, {"use_beta": False}),
+    "rms_norm": (RMSNorm, {}),
+    "rms_norm_unit_offset": (RMSNorm, {"unit_offset": True}),
+    "rms_norm_all_heads": (AllHeadsRMSNorm, {}),
+}
 
 
 def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) -> _Norm:
-    """Return a norm by its name, `"layer_norm"` or `"rms_norm"`.
+    """Return a norm by its name.
 
     Args:
-        kind: the name.
+        kind: `"layer_norm"`, `"layer_norm_without_beta"`, `"rms_norm"`, `"rms_norm_unit_offset"`,
+            or, of queries and keys alone, `"rms_norm_all_heads"`.
         epsilon: the norm's own default where it is None.
         **kwargs: other arguments of the norm.
 
@@ -158,4 +234,5 @@ def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) 
     """
     if kind not in _NORMS:
         raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {kind!r}")
-    return _NORMS[kind](**({} if epsilon is None else {"epsilon": epsilon}), **kwargs)
+    norm, options = _NORMS[kind]
+    return norm(**options, **({} if epsilon is None else {"epsilon": epsilon}), **kwargs)

@@ -5,17 +5,23 @@ import math
 import numpy as np
 import tensorflow as tf
 
-# What each way of scaling has to be told.
+_LENGTH = "original_max_position_embeddings"
+# What each way of scaling has to be told, and what it may be told.
 _SCALING = {
     "linear": ("factor",),
     "ntk": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+    "yarn": ("factor", _LENGTH),
 }
+_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "attention_factor": None,
+    "truncate": True,
+}
+_OPTIONAL = {"yarn": _YARN}
 
 
 def rotary_frequencies(
@@ -29,15 +35,19 @@ def rotary_frequencies(
     stays. Llama 3's is that of Grattafiori et al., 2024, arXiv 2407.21783, as its configs give
     it: wavelengths that fit into the original length less than `low_freq_factor` times grow by
     `factor`, those that fit more than `high_freq_factor` times stay, and those between do a part
-    of both.
+    of both. YaRN (Peng et al., §3.2) does so, too, by numbers of turns `beta_slow` and `beta_fast`
+    within the original length, along the numbers of the features; see also `attention_factor`.
 
     Args:
         head_dim: number d of features of a head.
         base: the longest wavelength is about 2π·base positions.
         fraction: share of the features that turn, the first ones; in (0, 1].
-        scaling: None; `{"type": "linear", "factor": …}`; `{"type": "ntk", "factor": …}`; or
+        scaling: None; `{"type": "linear", "factor": …}`; `{"type": "ntk", "factor": …}`;
             `{"type": "llama3", "factor": …, "low_freq_factor": …, "high_freq_factor": …,
-            "original_max_position_embeddings": …}`.
+            "original_max_position_embeddings": …}`; or `{"type": "yarn", "factor": …,
+            "original_max_position_embeddings": …}`, with `"beta_fast"` (32), `"beta_slow"` (1),
+            `"truncate"` (True: to whole features), `"attention_factor"`, `"mscale"` and
+            `"mscale_all_dim"` where they are given.
 
     Returns:
         A float64 array [r / 2], r being the number of features that turn; radians.
@@ -65,10 +75,52 @@ def rotary_frequencies(
     factor = scaling["factor"]
     if kind == "linear":
         return frequencies / factor
-    times = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((times - low) / (high - low), 0, 1)
+    if kind == "yarn":
+        kept = 1 - _ramp_of_features({**_YARN, **scaling}, base, turning)
+    else:
+        times = scaling[_LENGTH] * frequencies / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = np.clip((times - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / factor)
+
+
+def _ramp_of_features(scaling, base, turning):
+    """Return the share of each pair's angle that YaRN interpolates: [r / 2], in [0, 1]."""
+
+    def feature(turns):
+        """Return which feature turns so many times within the original length."""
+        return turning * math.log(scaling[_LENGTH] / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = feature(scaling["beta_fast"]), feature(scaling["beta_slow"])
+    if scaling["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turning - 1)
+    high += 0.001 * (low == high)
+    return np.clip((np.arange(turning // 2) - low) / (high - low), 0, 1)
+
+
+def attention_factor(scaling: dict | None) -> float:
+    """Return what cosines and sines are multiplied with, and so scores with its square.
+
+    YaRN's is 0.1·ln(factor) + 1 (Peng et al., 2023, arXiv 2309.00071, §3.4), or the quotient of two
+    such numbers, of `"mscale"` and `"mscale_all_dim"` (DeepSeek-V2, arXiv 2405.04434, as published
+    in its code); or `"attention_factor"`. Of other ways of scaling it is 1.
+
+    Args:
+        scaling: as `rotary_frequencies`' scaling.
+    """
+    if scaling is None or scaling["type"] != "yarn":
+        return 1.0
+    given = {**_YARN, **scaling}
+
+    def of(scale):
+        return 0.1 * scale * math.log(given["factor"]) + 1 if given["factor"] > 1 else 1.0
+
+    if given["attention_factor"] is not None:
+        return float(given["attention_factor"])
+    if given["mscale"] and given["mscale_all_dim"]:
+        return of(given["mscale"]) / of(given["mscale_all_dim"])
+    return of(1)
 
 
 def ntk_base(base: float, factor: float, turning: int) -> float:
@@ -95,12 +147,14 @@ def _check_scaling(scaling):
     kind = scaling.get("type")
     if kind not in _SCALING:
         raise ValueError(f"rotary_scaling has the type {kind!r}, expected one of {list(_SCALING)}")
-    fields = _SCALING[kind]
-    wrong = [name for name in fields if not _is_positive(scaling.get(name))]
-    if wrong or set(scaling) != {"type", *fields}:
+    fields, optional = _SCALING[kind], _OPTIONAL.get(kind, {})
+    numbers = [*fields, *(name for name in optional if scaling.get(name) is not None)]
+    wrong = [x for x in numbers if x != "truncate" and not _is_positive(scaling.get(x))]
+    if wrong or not {"type", *fields} <= set(scaling) <= {"type", *fields, *optional}:
+        besides = f", and may have {', '.join(optional)}" * bool(optional)
         raise ValueError(
-            f"rotary_scaling of the type {kind!r} has the fields {', '.join(fields)}, numbers of "
-            f"more than 0; got {scaling}"
+            f"rotary_scaling of the type {kind!r} has the fields {', '.join(fields)}{besides}, "
+            f"numbers of more than 0; got {scaling}"
         )
     return kind
 
@@ -109,7 +163,9 @@ def _is_positive(value):
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Tensor:
+def rotate(
+    x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray, factor: float = 1.0
+) -> tf.Tensor:
     """Turn the pairs (i, i + r / 2) of the first r features of each position.
 
     Products of queries and keys then depend on the distance of their positions alone, so that
@@ -119,14 +175,15 @@ def rotate(x: tf.Tensor, positions: tf.Tensor, frequencies: np.ndarray) -> tf.Te
         x: tensor [b, n, s, d].
         positions: int tensor [s].
         frequencies: array [r / 2], from `rotary_frequencies`.
+        factor: what cosines and sines are multiplied with; see `attention_factor`.
     """
     half = len(frequencies)
     # Angles in float32 are off by 1e-7 of themselves; 16 bits would lose far positions.
     angles = tf.cast(positions, "float32")[:, None] * tf.constant(frequencies, "float32")
-    cos, sin = (
-        tf.cast(function(angles), x.dtype)[None, None, :, :] for function in (tf.cos, tf.sin)
-    )
-
+    of_angles = [tf.cos(angles), tf.sin(angles)]
+    if factor != 1:
+        of_angles = [factor * values for values in of_angles]
+    cos, sin = (tf.cast(values, x.dtype)[None, None, :, :] for values in of_angles)
     first, second = x[..., :half], x[..., half : 2 * half]
     turned = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:

@@ -39,14 +39,17 @@ class Router(Layer):
     """Choose k of E experts for each token; everything is computed in float32.
 
     With `router_type="softmax"` these are the k most probable, and where k > 1 their
-    probabilities are divided by their sum (Shazeer et al., 2017, arXiv 1701.06538, §2.1; Lepikhin et
+    probabilities are divided by their sum, unless `normalizes_gates=False` (OLMoE: Muennighoff et
+    al., 2024, arXiv 2409.02060) (Shazeer et al., 2017, arXiv 1701.06538, §2.1; Lepikhin et
     al., 2020, GShard, arXiv 2006.16668, §2.2). A single one keeps its probability, from which the
     router learns (Fedus et al., 2021, Switch Transformers, arXiv 2101.03961, §2.1).
 
     With `"sigmoid"` the choice is by the sigmoid of the logits plus a bias of each expert, which
     has no part in the gates: the sigmoids of those chosen, divided by their sum where k > 1
     (DeepSeek-V3, arXiv 2412.19437, §2.1.2). Of `routing_groups` of experts a token chooses the
-    `routing_groups_chosen` whose two best experts have the highest sum.
+    `routing_groups_chosen` whose two best experts have the highest sum, or with
+    `group_score="max"` the best expert (DeepSeek-V2, arXiv 2405.04434, §2.2.2). In the end gates
+    are multiplied with `gate_scale`.
 
     Args:
         moe_config: a `MoEConfig`, or a dict of its fields.
@@ -111,8 +114,10 @@ class Router(Layer):
         # As a product: the gradient of a look-up would be scattered.
         is_choice = tf.one_hot(choices, self.config.expert_num)  # [b, s, k, E]
         gates = tf.reduce_sum(is_choice * scores[:, :, None, :], axis=-1)
-        if chosen > 1:
+        if chosen > 1 and self.config.normalizes_gates:
             gates = tf.math.divide_no_nan(gates, tf.reduce_sum(gates, axis=-1, keepdims=True))
+        if self.config.gate_scale != 1:
+            gates *= self.config.gate_scale
         return Routing(choices, gates, probabilities, logits)
 
     def _in_best_groups(self, scores):
@@ -123,7 +128,8 @@ class Router(Layer):
         shape = static_or_dynamic_shape(scores)
         members = shape[-1] // groups
         grouped = tf.reshape(scores, [*shape[:-1], groups, members])
-        best = tf.math.top_k(grouped, min(2, members)).values
+        counted = min({"top2": 2, "max": 1}[self.config.group_score], members)
+        best = tf.math.top_k(grouped, counted).values
         best = tf.math.top_k(tf.reduce_sum(best, axis=-1), chosen).indices
         is_best = tf.reduce_sum(tf.one_hot(best, groups), axis=-2)[..., None]
         return tf.reshape(tf.where(is_best > 0, grouped, float("-inf")), shape)

@@ -35,6 +35,9 @@ _BLOCK_ARGUMENTS = (
     "implementation",
     "moe_config",
     "moe_every",
+    "norm_placement",
+    "residual_scale",
+    "block_pattern",
 )
 
 # Arguments of networks that are sizes of at least 1, and those that are rates of dropout.
@@ -127,7 +130,7 @@ class TokenModel(KeepsSettings, keras.Model):
         (54624, 29088)
         """
         return sum(
-            round(math.prod(shape) * active_share(path, self.arguments))
+            round(math.prod(shape) * active_share(path, shape, self.arguments))
             for path, shape in self.weight_shapes().items()
         )
 
@@ -148,6 +151,8 @@ class TokenModel(KeepsSettings, keras.Model):
             use_bias=self.arguments["head_bias"],
             tied=self.arguments["tied_head"],
             keeps_padding=True,
+            scale=self.arguments.get("logits_scale", 1.0),
+            soft_cap=self.arguments.get("logits_soft_cap"),
             dtype=self.dtype_policy,
             name="head",
         )

@@ -1,12 +1,13 @@
 """A decoder-only Transformer: a language model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
+from dtransformer.layers.block_pattern import check_pattern
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
@@ -58,6 +59,10 @@ class CausalLM(OneStackModel):
             `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
+        norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
+        block_pattern: what differs from block to block: their windows, rotary positions and
+            experts; see `layers.block_pattern`. None for nothing.
+        logits_scale, logits_soft_cap: of the head; see `VocabHead`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
         prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
@@ -136,6 +141,11 @@ class CausalLM(OneStackModel):
         prefix: bool = False,
         moe_config: MoEConfig | dict | None = None,
         moe_every: int = 1,
+        norm_placement: str | None = None,
+        residual_scale: float = 1.0,
+        block_pattern: Sequence[Mapping] | None = None,
+        logits_scale: float = 1.0,
+        logits_soft_cap: float | None = None,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -178,15 +188,21 @@ class CausalLM(OneStackModel):
             "prefix": prefix,
             "moe_config": moe_config,
             "moe_every": moe_every,
+            "norm_placement": norm_placement,
+            "residual_scale": residual_scale,
+            "block_pattern": block_pattern,
+            "logits_scale": logits_scale,
+            "logits_soft_cap": logits_soft_cap,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
         if positions not in _POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
-        if prefix and window is not None:
+        windows = [window, *(one.get("window") for one in check_pattern(block_pattern))]
+        if prefix and any(windows):
             raise ValueError(
-                f"prefix=True does not work with window={window}, which would hide the prefix from "
-                "what comes later: leave one of them out"
+                f"prefix=True does not work with window={max(filter(None, windows))}, which would hide "
+                "the prefix from what comes later: leave one of them out"
             )
         check_ids(vocab_size, pad_id=pad_id, start_id=start_id, end_id=end_id)
         self.pad_id, self.start_id, self.end_id = pad_id, start_id, end_id

@@ -3,6 +3,7 @@
 All are functions of a network's arguments, and of which of its blocks have experts.
 """
 
+from dtransformer.layers.block_pattern import has_experts
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 
@@ -30,8 +31,15 @@ def with_experts(arguments: dict, **stacks) -> dict:
     return {**arguments, "has_experts": found}
 
 
+def experts_by_arguments(arguments: dict) -> dict:
+    """Return the arguments of a network of one stack, and which blocks its arguments give experts."""
+    number, is_there = arguments["num_layers"], experts_of(arguments) is not None
+    found = [is_there and has_experts(arguments, i) for i in range(number)]
+    return {**arguments, "has_experts": {"blocks": found}}
+
+
 def moe_shapes(arguments: dict, feed_forward: Shapes) -> Shapes:
-    """Return the shapes of a `MoE`'s weights, of those of a feed-forward layer alone."""
+    """Return the shapes of a `MoE`'s weights, of those of one expert alone."""
     config, h = experts_of(arguments), arguments["hidden_size"]
     experts = config.expert_num
     shapes = {name: (experts, *shape) for name, shape in feed_forward.items()}
@@ -66,19 +74,27 @@ def feed_forward_products(arguments: dict, stack: str) -> float:
         stack: name of the stack.
     """
     config, h = experts_of(arguments), arguments["hidden_size"]
-    dense = (3 if arguments.get("gated") else 2) * h * arguments["ffn_hidden_size"]
-    blocks = arguments["has_experts"][stack]
+    each = (3 if arguments.get("gated") else 2) * h
+    dense, blocks = each * arguments["ffn_hidden_size"], arguments["has_experts"][stack]
     if config is None:
         return dense * len(blocks)
     active = config.num_experts_chosen + config.shared_experts
-    of_experts = active * dense + h * config.expert_num
-    return sum(of_experts if has_experts else dense for has_experts in blocks)
+    size = config.ffn_hidden_size or arguments["ffn_hidden_size"]
+    of_experts = active * each * size + h * config.expert_num
+    return sum(of_experts if is_sent else dense for is_sent in blocks)
 
 
-def active_share(path: str, arguments: dict) -> float:
-    """Return which share of a weight's elements a token is computed with."""
-    config = experts_of(arguments)
+def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:
+    """Return which share of a weight's elements a token is computed with.
+
+    Args:
+        path: the weight's.
+        shape: its shape; experts are its first dimension.
+        arguments: the network's.
+    """
+    config, of_expert = experts_of(arguments), {"kernel": 3, "bias": 2}
     is_one = config is not None and "/feed_forward/" in path
-    if not is_one or "/router/" in path or "/shared_experts/" in path:
+    rank = of_expert.get(path.split("_")[-1])
+    if not is_one or "/router/" in path or "/shared_experts/" in path or len(shape) != rank:
         return 1.0
     return config.num_experts_chosen / config.expert_num

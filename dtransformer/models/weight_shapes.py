@@ -6,7 +6,9 @@ layout is: without a vocabulary's padding. Arguments are those of `experts.with_
 
 from collections.abc import Iterable
 
-from dtransformer.models.experts import moe_shapes
+from dtransformer.layers.block_pattern import arguments_of_block
+from dtransformer.layers.norm_placement import ends_with_norm, placement_of
+from dtransformer.models.experts import experts_of, moe_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -87,24 +89,27 @@ def _stack(name, arguments, number=None, attentions: Iterable[str] = ("attention
     number = arguments["num_layers"] if number is None else number
     has_experts, shapes = arguments["has_experts"][name.split("/")[-1]], {}
     for i in range(number):
-        dense = _feed_forward(arguments)
-        own = moe_shapes(arguments, dense) if has_experts[i] else dense
+        own = _experts(arguments) if has_experts[i] else _feed_forward(arguments)
         block = {**_sublayer("feed_forward", own, arguments)}
         for attention in attentions:
-            block |= _sublayer(attention, _attention(arguments), arguments)
+            is_normed = arguments_of_block(arguments, i).get("attention_norm", True)
+            is_normed |= attention != attentions[0]
+            block |= _sublayer(attention, _attention(arguments), arguments, is_normed)
         shapes |= {f"{name}/block_{i}/{path}": shape for path, shape in block.items()}
     if number and arguments.get("positions") == "relative":
         table = (arguments["relative_ranges"], arguments["num_heads"])
         shapes[f"{name}/relative_positions/table"] = table
-    if number and not arguments["post_layernorm_residual"]:
+    if number and ends_with_norm(arguments):
         shapes |= _norm(f"{name}/final_norm", arguments)
     return shapes
 
 
-def _sublayer(name, shapes, arguments):
-    """Return the shapes of a sublayer and its norm, by their paths in the block."""
-    own = {f"{name}/{path}": shape for path, shape in shapes.items()}
-    return {**own, **_norm(f"{name}_norm", arguments)}
+def _sublayer(name, shapes, arguments, is_normed=True):
+    """Return the shapes of a sublayer and its norms, by their paths in the block."""
+    found, placement = {f"{name}/{path}": s for path, s in shapes.items()}, placement_of(arguments)
+    if is_normed or not placement.of_input:
+        found |= _norm(f"{name}_norm", arguments)
+    return found | (_norm(f"{name}_output_norm", arguments) if placement.number > 1 else {})
 
 
 def _attention(arguments):
@@ -116,9 +121,11 @@ def _attention(arguments):
         shapes[f"{name}_kernel"] = (h, heads, d)
         if use_bias if qkv_bias is None else qkv_bias:
             shapes[f"{name}_bias"] = (heads, d)
-    if kind := arguments.get("qk_norm"):
-        for name in ("query", "key"):
-            shapes |= _norm(f"{name}_norm", {"hidden_size": d, "norm": kind})
+    kind = arguments.get("qk_norm")
+    for name, heads in {"query": n, "key": m}.items() if kind else ():
+        shapes |= _norm(f"{name}_norm", {"hidden_size": d, "norm": kind})
+        if kind == "rms_norm_all_heads":
+            shapes[f"{name}_norm/gamma"] = (heads, 1, d)
     return {**shapes, "output_bias": (h,)} if use_bias else shapes
 
 
@@ -129,6 +136,11 @@ def _feed_forward(arguments):
     if not arguments.get("use_bias", True):
         return shapes
     return {**shapes, **{f"{name}_bias": (f,) for name in mappings}, "projection_bias": (h,)}
+
+
+def _experts(arguments):
+    size = experts_of(arguments).ffn_hidden_size or arguments["ffn_hidden_size"]
+    return moe_shapes(arguments, _feed_forward({**arguments, "ffn_hidden_size": size}))
 
 
 def _norm(name, arguments):

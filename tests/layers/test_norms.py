@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.layers import LayerNorm, RMSNorm
+from dtransformer.layers.norm import make_norm
 from tests.layers import reference
 from tests.layers import reference_weights as weights_of
 from tests.layers.reference_compare import compare, dtype_policy, each_policy
@@ -62,3 +63,44 @@ def test_weights_stay_float32_under_mixed_precision(policy, norm, function, make
         layer = norm()
     assert layer(tf.ones((2, 4))).dtype == layer.compute_dtype
     assert {variable.dtype for variable in layer.trainable_variables} == {"float32"}
+
+
+def _of_all_heads(x, gamma, epsilon):
+    mean_square = tf.reduce_mean(x**2, axis=(1, 3), keepdims=True)
+    return x / tf.sqrt(mean_square + epsilon) * gamma
+
+
+def _without_beta(x, gamma, epsilon):
+    mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+    return (x - mean) / tf.sqrt(variance + epsilon) * gamma
+
+
+@pytest.mark.parametrize(
+    "name, formula, first",
+    [
+        ("rms_norm_all_heads", _of_all_heads, 1),
+        ("layer_norm_without_beta", _without_beta, 1),
+        (
+            "rms_norm_unit_offset",
+            lambda x, w, e: x / tf.sqrt(tf.reduce_mean(x**2, -1, keepdims=True) + e) * (1 + w),
+            0,
+        ),
+    ],
+)
+def test_other_norms_are_their_formulas(name, formula, first):
+    """In float64, with the gradients that TensorFlow derives from the formulas."""
+    layer = make_norm(name, 1e-3, compute_type="float64", dtype="float64")
+    x = tf.random.stateless_normal((2, 3, 4, 6), (1, 2), dtype="float64")
+    layer(x)
+    (gamma,) = layer.trainable_variables
+    np.testing.assert_array_equal(gamma, first * np.ones(gamma.shape))
+    gamma.assign(tf.random.stateless_normal(gamma.shape, (3, 4), dtype="float64"))
+    found = []
+    for function in (layer, lambda x: formula(x, tf.convert_to_tensor(gamma.value), 1e-3)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+            loss = tf.reduce_sum(y * tf.reshape(tf.range(144.0, dtype="float64"), x.shape))
+        found.append([y, *tape.gradient(loss, [x, gamma.value])])
+    for own, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-9, atol=1e-9)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers.rotary import rotary_frequencies, rotate
+from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
 
 LLAMA_3 = {
     "type": "llama3",
@@ -85,7 +85,7 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
         ({"head_dim": 8, "fraction": 0.1}, "are 0"),
         ({"head_dim": 8, "fraction": 1.5}, r"rotary_fraction in \(0, 1\], got .* 1.5"),
         ({"head_dim": 8, "base": 1.0}, "rotary_base must be more than 1"),
-        ({"head_dim": 8, "scaling": {"type": "yarn"}}, "'yarn', expected one of"),
+        ({"head_dim": 8, "scaling": {"type": "su"}}, "'su', expected one of"),
         ({"head_dim": 8, "scaling": {"type": "linear"}}, "has the fields factor"),
         ({"head_dim": 8, "scaling": {"type": "linear", "factor": -1}}, "more than 0"),
         ({"head_dim": 2, "scaling": {"type": "ntk", "factor": 2}}, "needs 4 features that turn"),
@@ -95,3 +95,28 @@ def test_ntk_scaling_stretches_the_longest_wavelength():
 def test_wrong_arguments(arguments, told):
     with pytest.raises(ValueError, match=told):
         rotary_frequencies(**arguments)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"truncate": False},
+    ],
+)
+def test_yarn_is_that_of_transformers(own):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, **own}
+    theirs = {"rope_type": "yarn", "rope_theta": 500.0, **scaling}
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, rope_parameters=theirs, max_position_embeddings=512
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    ours = {"type": "yarn", **scaling}
+    np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=ours), expected, rtol=1e-5)
+    assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    assert attention_factor({"type": "linear", "factor": 2.0}) == 1

@@ -18,7 +18,21 @@ LLAMA = {
 PRE = {"post_layernorm_residual": False, "tied_head": False, "gated": True}
 BLOCKS = {"hidden_size": 16, "num_heads": 4, "encoder_layers": 1, "decoder_layers": 2}
 DEEP_SEEK = MoEConfig(expert_num=4, router_type="sigmoid", shared_experts=2)
+GEMMA = {"norm": "rms_norm_unit_offset", "norm_placement": "sandwich", "qk_norm": "rms_norm"}
+OLMO = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads"}
+SMALL_EXPERTS = MoEConfig(expert_num=4, num_experts_chosen=2, ffn_hidden_size=9, shared_experts=1)
 NETWORKS = {
+    "gemma": lambda: CausalLM(23, **SIZES, **{**LLAMA, **GEMMA}),
+    "olmo": lambda: CausalLM(23, **SIZES, **LLAMA, **OLMO),
+    "dense_first": lambda: CausalLM(
+        23, **SIZES, moe_config=SMALL_EXPERTS, block_pattern=[{"experts": False}, {}]
+    ),
+    "no_first_norm": lambda: CausalLM(
+        23,
+        **SIZES,
+        norm="layer_norm_without_beta",
+        block_pattern=[{"attention_norm": False}, {"window": 3}],
+    ),
     "gpt2": lambda: CausalLM(23, **SIZES, max_length=12),
     "sinusoidal": lambda: CausalLM(23, **SIZES, positions="sinusoidal", head_bias=True),
     "post": lambda: CausalLM(23, **SIZES, post_layernorm_residual=True),

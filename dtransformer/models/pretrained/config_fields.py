@@ -31,6 +31,8 @@ SILENT = {
     # Ids of tokens that a network does not ask for.
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
     *("mask_token_id", "decoder_start_token_id", "vocab_size"),
+    # Of blocks that predict several tokens, which are left out; and of Phi-3, where longrope asks.
+    *("num_nextn_predict_layers", "original_max_position_embeddings", "output_router_logits"),
     # Of Llama, where rope_parameters say it; and of those that have no windows.
     *(
         "extra_pos_embeddings",

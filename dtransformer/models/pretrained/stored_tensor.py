@@ -19,6 +19,8 @@ class StoredTensor:
         is_row: whether it has a first dimension of 1, which our weights have not.
         expert: number of the expert of which it holds the weights: ours have those of all, along
             their first dimension. None where they are of no experts.
+        order: of the last dimension of our weights: number i of ours is number `order[i]` there.
+            None for the same order.
     """
 
     name: str
@@ -27,6 +29,7 @@ class StoredTensor:
     num_inputs: int = 1
     is_row: bool = False
     expert: int | None = None
+    order: tuple[int, ...] | None = None
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tensor's shape, from those of our weights.
@@ -45,16 +48,22 @@ class StoredTensor:
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
-        """Return one of our weights, or an expert's, as a view of the tensor: nothing is read."""
+        """Return one of our weights, or an expert's, as a view of the tensor: nothing is read.
+
+        Where the order is another one it is a copy.
+        """
         shapes = self._own(shapes)
         ends = np.cumsum([0, *(math.prod(shape[self._inputs(shape) :]) for shape in shapes)])
         columns = (stored.T if self.is_transposed else stored)[..., ends[number] : ends[number + 1]]
-        return columns.reshape(shapes[number])
+        own = columns.reshape(shapes[number])
+        return own if self.order is None else own[..., list(self.order)]
 
     def join(self, values: list[np.ndarray]) -> np.ndarray:
         """Return the tensor of our weights: the opposite of `of`."""
         flat = []
         for value in values if self.expert is None else [value[self.expert] for value in values]:
+            if self.order is not None:
+                value = value[..., np.argsort(self.order)]
             rows = value.shape[: self._inputs(value.shape)]
             flat.append(value.reshape([math.prod(rows), -1] if rows else [-1]))
         joint = np.concatenate(flat, axis=-1)

@@ -1,5 +1,7 @@
 """The tensors of a folder of published weights, by the paths of our weights."""
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -37,6 +39,7 @@ class StoredWeights:
         tensors = family.tensors(network.arguments)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
+        unused -= _left_out(unused, family.left_out(network.arguments), content.path)
         message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         message += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
@@ -90,6 +93,15 @@ class StoredWeights:
         )
         padding = [(0, stop - start - n) for (start, stop), n in zip(bounds, value.shape)]
         return np.pad(value, padding) if np.any(padding) else value
+
+
+def _left_out(unused, beginnings, path):
+    """Return which names of tensors are of no part of the network, and say so."""
+    found = {name for name in unused if beginnings and name.startswith(beginnings)}
+    if found:
+        told = ", ".join(sorted(beginnings))
+        warnings.warn(f"{path}: {len(found)} tensors of {told} are left out", stacklevel=4)
+    return found
 
 
 def _message(path, message):

@@ -84,18 +84,20 @@ class MoEConfig(validators.Checked):
         capacity_factor: tokens an expert takes, as a multiple of an even share.
         aux_loss_factor: weight of the load-balancing loss.
         num_experts_chosen: number k of experts that each token is sent to.
-        expert_group_size: number of tokens that share the places of the experts: at most so many,
-            which follow each other in one sequence; None for all tokens of the global batch.
-        z_loss_factor: weight of the mean square of the router's logsumexp, which keeps logits
-            small (Zoph et al., 2022, arXiv 2202.08906, §3.3).
+        expert_group_size: most tokens of a sequence that share experts' places; None for the batch.
+        z_loss_factor: weight of the mean square of the router's logsumexp (Zoph et al., 2022, arXiv
+            2202.08906, §3.3).
         router_jitter: the router's inputs are multiplied with random numbers of 1 ± this in
             training (Fedus et al., 2021, arXiv 2101.03961, §2.4).
-        router_type: `"softmax"`; or `"sigmoid"`, with a bias for the choice (DeepSeek-V3, arXiv
-            2412.19437, §2.1.2).
+        router_type: `"softmax"`; or `"sigmoid"`, with a bias; see `Router`.
         shared_experts: number of experts that every token is sent to besides.
         dropless: whether experts take all tokens that are sent to them, whatever their capacity.
         routing_groups: number of groups of experts, of which a token may choose a few.
         routing_groups_chosen: how many; those of the highest scores.
+        group_score: what ranks groups: `"top2"` or `"max"`; see `Router`.
+        normalizes_gates: whether the gates of the chosen experts are divided by their sum.
+        gate_scale: what gates are multiplied with in the end.
+        ffn_hidden_size: inner size of each expert; that of other feed-forward layers where None.
     """
 
     expert_num: int = validators.field(1, validators.count)
@@ -110,6 +112,10 @@ class MoEConfig(validators.Checked):
     dropless: bool = validators.field(False, validators.flag)
     routing_groups: int = validators.field(1, validators.count)
     routing_groups_chosen: int = validators.field(1, validators.count)
+    group_score: str = validators.field("top2", validators.one_of("top2", "max"))
+    normalizes_gates: bool = validators.field(True, validators.flag)
+    gate_scale: float = validators.field(1.0, validators.positive)
+    ffn_hidden_size: int | None = validators.field(None, validators.optional_count)
 
 
 @dataclasses.dataclass

@@ -30,11 +30,14 @@ def sum_to_features(x: tf.Tensor, rank: int = 1) -> tf.Tensor:
     return tf.reduce_sum(x, axis=list(range(x.shape.rank - rank)))
 
 
-def mean_of_features(x: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
+def mean_of_features(
+    x: tf.Tensor, weights: tf.Tensor | None = None, axes: int | tuple[int, ...] = -1
+) -> tf.Tensor:
     """Return the mean of x · weights over the features: [..., h] -> [..., 1].
 
     Args:
         x: tensor [..., h].
         weights: tensor [h]; None for 1.
+        axes: dimensions that are features.
     """
-    return tf.reduce_mean(x if weights is None else x * weights, axis=-1, keepdims=True)
+    return tf.reduce_mean(x if weights is None else x * weights, axis=axes, keepdims=True)

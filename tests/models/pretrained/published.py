@@ -10,6 +10,8 @@ import tempfile
 import numpy as np
 import pytest
 
+from tests.models.pretrained import family_rows
+
 FAMILY_OF = {
     "gpt2": "gpt2",
     "llama": "llama",
@@ -25,9 +27,10 @@ FAMILY_OF = {
     "marian": "marian",
     "t5": "t5",
     "t5_gated": "t5",
+    **family_rows.FAMILIES,
 }
-TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "mixtral", "qwen2"
-PAIRS = "bart", "marian", "t5", "t5_gated"
+TEXTS = "gpt2", "llama", "llama_3", "llama_tied", "mistral", "mixtral", "qwen2", *family_rows.TEXTS
+PAIRS = "bart", "marian", "t5", "t5_gated", *family_rows.PAIRS
 # As `reference_kinds.py` has them.
 PROMPTS = [[5, 9, 33], [7], [40, 41, 42, 43, 44, 45, 46], [8, 8]]
 NEW_TOKENS, END = 20, 2

@@ -14,7 +14,9 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.models.pretrained import family_rows
 from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Pairs, Texts
 from tests.models.pretrained.reference_searches import results_of_searches, save_rules
 from tests.models.pretrained.search_cases import SEARCHED
@@ -127,6 +129,12 @@ MODELS = {
     "t5_gated": (transformers.T5ForConditionalGeneration, T5_GATED, Pairs(PADDING)),
     "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
 }
+for _names, _usual, _rows, _kind in (
+    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SIZES, family_rows.TEXTS, Texts()),
+):
+    for _name, _row in _rows.items():
+        _class = getattr(transformers, _names[family_rows.FAMILIES[_name]])
+        MODELS[_name] = (_class, {**_usual, **_row.config}, _kind)
 STEPS = 3
 FAMILIES = sorted({model_class.config_class.model_type for model_class, _, _ in MODELS.values()})
 

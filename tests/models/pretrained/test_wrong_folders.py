@@ -98,7 +98,7 @@ def test_weights_of_another_format(folder):
         ({"hidden_size": KeyError}, "lacks the field 'hidden_size'"),
         ({"hidden_act": "mish"}, "the activation 'mish' is none of"),
         ({"attention_bias": True}, "attention_bias=true is not built"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn', expected one of"),
+        ({"rope_parameters": {"rope_type": "su", "factor": 2.0}}, "'su', expected one of"),
         ({"num_hidden_layers": 2}, "it lacks model.layers.1.input_layernorm.weight"),
         ({"intermediate_size": 32}, r"gate_proj.weight is [24, 16], not [32, 16]"),
         ({"vocab_size": 21}, "embed_tokens.weight is [20, 16], not [21, 16]"),

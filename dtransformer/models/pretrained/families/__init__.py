@@ -2,10 +2,24 @@
 
 from dtransformer.models.pretrained.families.bart import BART, MARIAN
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
+from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
 from dtransformer.models.pretrained.families.family import Family
+from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
+from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
 from dtransformer.models.pretrained.families.gpt2 import GPT2
-from dtransformer.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2
-from dtransformer.models.pretrained.families.mixtral import MIXTRAL
+from dtransformer.models.pretrained.families.llama import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
+from dtransformer.models.pretrained.families.olmo import OLMO2, OLMO3, OLMOE
 from dtransformer.models.pretrained.families.t5 import T5
 
 # The `model_type` of a config -> the family.
@@ -15,6 +29,23 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "phi3": PHI3,
+    "starcoder2": STARCODER2,
+    "stablelm": STABLELM,
+    "seed_oss": SEED_OSS,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "olmoe": OLMOE,
+    "glm": GLM,
+    "glm4": GLM4,
+    "glm4_moe": GLM4_MOE,
     "bert": BERT,
     "roberta": ROBERTA,
     "bart": BART,

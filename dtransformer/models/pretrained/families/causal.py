@@ -8,11 +8,16 @@ PLAIN = {
     "embedding_scale": 1.0,
     "head_bias": False,
     "post_layernorm_residual": False,
+    "norm_placement": None,
+    "residual_scale": 1.0,
+    "logits_scale": 1.0,
+    "logits_soft_cap": None,
     "query_scale": None,
     "soft_cap": None,
     "qk_norm": None,
     "prefix": False,
     "moe_config": None,
+    "block_pattern": None,
 }
 
 

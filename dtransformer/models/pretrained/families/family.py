@@ -40,6 +40,8 @@ class Family:
         copies: names of tensors that hold once more what another one does.
         ignored: endings of names that hold no weights of the network.
         renamed: dict of endings of names in older files, and what they are now.
+        left_out: a function of the arguments that returns what names begin with of tensors that are
+            left out, with a notice.
         settled: a function of the arguments and of the names of a file's tensors that returns the
             arguments: it settles what the config leaves open.
     """
@@ -57,6 +59,7 @@ class Family:
     copies: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
     settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def own_name(self, name: str) -> str:

@@ -1,0 +1,76 @@
+"""Patterns of blocks: what differs from block to block of a stack, as data.
+
+A pattern is a list of dicts of arguments, of blocks that follow each other; after the last it begins
+anew. Gemma 2's `[{"window": 4096}, {}]` slides in every other block. A list as long as the stack says
+it of each block.
+"""
+
+from collections.abc import Mapping, Sequence
+
+Pattern = Sequence[Mapping]
+
+# What a pattern may say of a block: the arguments of `TransformerEncoderLayer` that may differ, and
+# whether it has the experts of `moe_config`, and a norm before its attention.
+FIELDS = (
+    *("window", "rotary_base", "rotary_fraction", "rotary_scaling"),
+    *("experts", "attention_norm"),
+)
+
+
+def check_pattern(pattern: Pattern | None) -> list[dict]:
+    """Return a pattern as a list of dicts; `[{}]` where it is None.
+
+    Raises:
+        ValueError: it is empty, or names what cannot differ.
+    """
+    found = [dict(one) for one in ([{}] if pattern is None else pattern)]
+    if not found:
+        raise ValueError("block_pattern is empty: give a dict for each of some blocks, or None")
+    for one in found:
+        if others := sorted(one.keys() - set(FIELDS)):
+            raise ValueError(
+                f"block_pattern has {others[0]!r}, expected some of {', '.join(FIELDS)}: other "
+                "arguments are those of all blocks"
+            )
+    return found
+
+
+def arguments_of_block(arguments: Mapping, number: int) -> dict:
+    """Return a network's arguments as they are of one of its blocks.
+
+    Args:
+        arguments: a network's, with its `block_pattern`.
+        number: the block's, from 0.
+
+    Example:
+
+    >>> arguments_of_block({"window": None, "block_pattern": [{"window": 4}, {}]}, 2)["window"]
+    4
+    """
+    pattern = check_pattern(arguments.get("block_pattern"))
+    return {**arguments, **pattern[number % len(pattern)]}
+
+
+def has_experts(arguments: Mapping, number: int) -> bool:
+    """Return whether a block is to have experts, as `moe_every` and the pattern say.
+
+    Args:
+        arguments: with a `moe_config` of several experts.
+        number: the block's, from 0.
+    """
+    usual = (number + 1) % arguments.get("moe_every", 1) == 0
+    return arguments_of_block(arguments, number).get("experts", usual)
+
+
+def shortest(blocks: Pattern) -> list[dict]:
+    """Return the shortest pattern of a stack whose blocks have these arguments.
+
+    Example:
+
+    >>> shortest([{"window": 4}, {}, {"window": 4}, {}, {"window": 4}])
+    [{'window': 4}, {}]
+    """
+    blocks = list(map(dict, blocks))
+    periods = range(1, len(blocks) + 1)
+    fits = lambda p: all(one == blocks[number % p] for number, one in enumerate(blocks))
+    return blocks[: next(filter(fits, periods), 0)]

@@ -1,0 +1,207 @@
+"""Fields of published configs that differ from block to block: windows and rotary positions."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from dtransformer.errors import InputError
+from dtransformer.layers.block_pattern import arguments_of_block, shortest
+from dtransformer.layers.rotary import ntk_base
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
+
+
+def every(number: int, first: int = 1, kind: str = FULL, other: str = SLIDING) -> Callable:
+    """Return a rule by which block i is of a kind where i + first is a multiple of a number."""
+    return lambda config, i: other if (i + first) % number else kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What configs of a family say of each block's attention.
+
+    Args:
+        base: base of rotary positions where nothing is said.
+        fraction: share of features that turn where nothing is said.
+        is_partial: whether configs may say another one.
+        kind_of: a function of a config and a block's number that returns `FULL` or `SLIDING`, where
+            there are no `layer_types`; None where no block slides.
+        window: the window where nothing is said; None for none.
+        window_field: the field of it.
+        window_of: a function of that field that returns our window, and one that is its opposite.
+        has_types: whether configs have `layer_types`.
+        by_kind: whether `rope_parameters` are by kind. Older configs have fields then:
+        older: names of these, of the bases of each kind.
+        sliding_base: base of blocks that slide, where nothing is said and they have their own.
+        dense: a function of a config and a block's number that returns whether it has a feed-forward
+            layer where others have experts, and one of the list of that by block that returns the
+            fields which say it; None where all blocks are alike.
+        turns: name of a field that lists whether each block has rotary positions, and how often
+            they are left out where it lacks; None for everywhere.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    is_partial: bool = False
+    kind_of: Callable[[Mapping, int], str] | None = None
+    window: int | None = None
+    window_field: str = "sliding_window"
+    window_of: tuple[Callable, Callable] = (lambda x: x, lambda x: x)
+    has_types: bool = False
+    by_kind: bool = False
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sliding_base: float | None = None
+    dense: tuple[Callable, Callable] | None = None
+    turns: tuple[str, str, int] | None = None
+    arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        number, kinds = config["num_hidden_layers"], self._kinds(config)
+        turns = self._turns(config)
+        of_kind = {kind: self._of_kind(config, kind) for kind in dict.fromkeys(kinds)}
+        blocks = [dict(of_kind[kind]) for kind in kinds]
+        for i in range(number):
+            if turns is not None and not turns[i]:
+                blocks[i]["rotary_base"] = None
+            if self.dense is not None:
+                blocks[i]["experts"] = not self.dense[0](config, i)
+        return factored(blocks) if blocks else of_kind.get(FULL, self._of_kind(config, FULL))
+
+    def _kinds(self, config):
+        number, given = config["num_hidden_layers"], config.get("layer_types")
+        kinds = {FULL} if self.kind_of is None else {FULL, SLIDING}
+        if others := sorted({*(given or ())} - kinds):
+            raise InputError(
+                f"layer_types has {others[0]!r}, attention of some blocks: it is not built"
+            )
+        if given:
+            if len(given) != number:
+                raise InputError(f"layer_types has {len(given)} entries for {number} blocks")
+        rule = self.kind_of or (lambda config, i: FULL)
+        by_rule = [rule(config, i) for i in range(number)]
+        return list(given or by_rule)
+
+    def _of_kind(self, config, kind):
+        """Return the arguments of blocks of a kind."""
+        window = None
+        if self.kind_of is not None:
+            window = config.get(self.window_field, self.window)
+        window = None if kind == FULL or window is None else self.window_of[0](window)
+        return {"window": window, **self._rotary(config, kind)}
+
+    def _rotary(self, config, kind):
+        """Return the arguments of rotary positions, which configs hold in one of three forms."""
+        given, is_local = config.get("rope_parameters") or {}, self.by_kind and kind == SLIDING
+        if FULL in given or SLIDING in given:
+            own = dict(given.get(kind) or {})
+        else:
+            scaling = {} if is_local else config.get("rope_scaling") or {}
+            own = {**scaling, **(given if not is_local else {})}
+        usual = self.sliding_base if is_local and self.sliding_base else self.base
+        field = self.older.get(kind, "rope_theta")
+        base = own.pop("rope_theta", None) or config.get(field) or usual
+        name = own.pop("rope_type", None) or own.pop("type", "default")
+        own.pop("type", None)
+        own.pop("max_position_embeddings", None)
+        fraction = own.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+        own = {key: value for key, value in own.items() if value is not None}
+        return {
+            "rotary_base": float(base),
+            "rotary_fraction": float(fraction or self.fraction),
+            "rotary_scaling": None if name == "default" else {"type": name, **own},
+        }
+
+    def _turns(self, config):
+        """Return of each block whether it has rotary positions; None where all have."""
+        if self.turns is None:
+            return None
+        field, interval, usual = self.turns
+        period, number = config.get(interval) or usual, config["num_hidden_layers"]
+        return config.get(field) or [int((i + 1) % period != 0) for i in range(number)]
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the blocks have what no config of the family says.
+        """
+        blocks = [arguments_of_block(arguments, i) for i in range(arguments["num_layers"])]
+        windows = {block["window"] for block in blocks} - {None}
+        fractions = {block["rotary_fraction"] for block in blocks}
+        if windows and self.kind_of is None:
+            _refuse("window", windows, None)
+        if len(windows) > 1:
+            _refuse("window", windows, "one")
+        if fractions != {1.0} and self.fraction == 1 and not self.is_partial:
+            _refuse("rotary_fraction", fractions - {1.0}, 1.0)
+        turning = [block for block in blocks if block["rotary_base"] is not None] or blocks
+        by_kind = {kind: [b for b in turning if _kind(b) == kind] for kind in (FULL, SLIDING)}
+        groups = by_kind.values() if self.by_kind else [turning]
+        for group in groups:
+            if any(one[name] != group[0][name] for one in group for name in _ROTARY):
+                _refuse(
+                    "rotary positions of several kinds", {b["rotary_base"] for b in group}, "one"
+                )
+        found = {}
+        if self.kind_of is not None:
+            window = next(iter(windows), None)
+            found[self.window_field] = None if window is None else self.window_of[1](window)
+        if self.has_types:
+            found["layer_types"] = [_kind(block) for block in blocks]
+        if self.turns is not None:
+            found[self.turns[0]] = [int(block["rotary_base"] is not None) for block in blocks]
+        if self.dense is not None:
+            found |= self.dense[1]([not block.get("experts", True) for block in blocks])
+        elif any("experts" in block for block in blocks):
+            _refuse("blocks with experts", {"some"}, "all")
+        if self.turns is None and len(turning) < len(blocks):
+            raise InputError(
+                "some of the network's blocks have no rotary positions: its family's do"
+            )
+        if self.by_kind:
+            own = {kind: _parameters(group[0]) for kind, group in by_kind.items() if group}
+            first = next(iter(own.values()))
+            return {**found, "rope_parameters": {FULL: first, SLIDING: first, **own}}
+        own = _parameters(turning[0])
+        return {**found, "rope_theta": own["rope_theta"], "rope_parameters": own}
+
+
+def _refuse(name, values, theirs):
+    """Say that a network has what its family's configs do not."""
+    own = ", ".join(map(str, values))
+    raise InputError(
+        f"the network has {name}={own}, the published family {theirs}: it cannot be saved as one of "
+        "that family"
+    )
+
+
+def all_slide(config: Mapping, number: int) -> str:
+    """Return the kind of every block of a family whose blocks slide where there is a window."""
+    return SLIDING
+
+
+def _kind(block):
+    return FULL if block["window"] is None else SLIDING
+
+
+def factored(blocks: list[dict]) -> dict:
+    """Return the arguments of blocks: what all have, and the pattern of what differs."""
+    same = {name for name in blocks[0] if all(one[name] == blocks[0][name] for one in blocks)}
+    pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
+    if len(same) == len(blocks[0]):
+        pattern = None
+    common = {name: value for name, value in blocks[0].items() if name != "experts"}
+    return {**common, "block_pattern": pattern}
+
+
+def _parameters(block):
+    """Return `rope_parameters` of a block's arguments."""
+    base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
+    if scaling["type"] == "ntk":  # configs say it by the base
+        turning = int((block["head_dim"] or 0) * block["rotary_fraction"])
+        turning = turning or block["hidden_size"] // block["num_heads"]
+        base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
+    found = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
+    fraction = block["rotary_fraction"]
+    return found if fraction == 1 else {**found, "partial_rotary_factor": fraction}

@@ -1,0 +1,241 @@
+"""Families of decoders as rows of a table: what each says and stores in its own way.
+
+What a row does not say is Llama's.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from dtransformer.errors import InputError
+from dtransformer.models import weight_shapes
+from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.experts import experts_by_arguments
+from dtransformer.models.pretrained.families.blocks import Blocks
+from dtransformer.models.pretrained.families.causal import PLAIN, head
+from dtransformer.models.pretrained.families.family import Family, bias, linear, refuse, table
+from dtransformer.models.pretrained.families.parts import (
+    HEADS,
+    Activation,
+    Field,
+    Part,
+    epsilon,
+    head_dim,
+    kv_heads,
+)
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
+
+# What configs of decoders cannot say otherwise, where no part of theirs does.
+_FIXED = {
+    **PLAIN,
+    "positions": "rotary",
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "qkv_bias": False,
+    "moe_every": 1,
+}
+# What changes no result, or is written for all families alike.
+_FREE = {
+    *("dropout_rate", "attention_dropout_rate", "embedding_dropout_rate", "implementation"),
+    *("pad_id", "start_id", "end_id", "vocab_size", "lambda_func", "tied_head"),
+}
+LLAMA_PARTS = (
+    Field("hidden_size", "hidden_size"),
+    HEADS,
+    kv_heads(),
+    head_dim(),
+    Field("num_layers", "num_hidden_layers"),
+    Field("ffn_hidden_size", "intermediate_size"),
+    Field("max_length", "max_position_embeddings"),
+    epsilon(1e-6),
+    Field("attention_dropout_rate", "attention_dropout", 0.0),
+    Field("tied_head", "tie_word_embeddings", False),
+    Activation(),
+    Blocks(),
+)
+# Their names of products within a block -> ours, whose tensors follow each other in theirs.
+ATTENTION = {
+    "self_attn.q_proj": ("attention/query",),
+    "self_attn.k_proj": ("attention/key",),
+    "self_attn.v_proj": ("attention/value",),
+    "self_attn.o_proj": ("attention/output",),
+}
+FUSED_ATTENTION = {
+    "self_attn.qkv_proj": ("attention/query", "attention/key", "attention/value"),
+    "self_attn.o_proj": ("attention/output",),
+}
+GATED = {
+    "mlp.gate_proj": ("feed_forward/gate",),
+    "mlp.up_proj": ("feed_forward/mapping",),
+    "mlp.down_proj": ("feed_forward/projection",),
+}
+FUSED_GATED = {
+    "mlp.gate_up_proj": ("feed_forward/gate", "feed_forward/mapping"),
+    "mlp.down_proj": ("feed_forward/projection",),
+}
+SHARED = {
+    name.replace("mlp.", "mlp.shared_experts."): (own.replace("/", "/shared_experts/"),)
+    for name, (own,) in GATED.items()
+}
+# Their names of the tensors of experts: `{}` is the expert's number.
+EXPERTS = {
+    "mlp.experts.{}.gate_proj": "feed_forward/gate",
+    "mlp.experts.{}.up_proj": "feed_forward/mapping",
+    "mlp.experts.{}.down_proj": "feed_forward/projection",
+}
+PRE = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "feed_forward_norm",
+    "self_attn.q_norm": "attention/query_norm",
+    "self_attn.k_norm": "attention/key_norm",
+}
+# What files may have besides.
+_SPARE = {"copies": ("lm_head.weight",), "ignored": ("rotary_emb.inv_freq",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A family of decoders.
+
+    Args:
+        architecture: the class in `transformers`.
+        parts: `Part`s that replace Llama's of the same arguments, or come besides.
+        fixed: arguments that are always so.
+        refused: fields, and the only values that are built.
+        ids: what fields of special tokens mean that a config lacks.
+        attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
+            those of feed-forward layers, and of what is beside experts.
+        router: what the router's kernel is called.
+        router_bias: the whole name of its bias.
+        is_interleaved: whether neighbouring features turn together: theirs are put in our order.
+        others: other fields of `Family`.
+    """
+
+    architecture: str
+    parts: tuple[Part, ...] = ()
+    fixed: Mapping = dataclasses.field(default_factory=dict)
+    refused: Mapping = dataclasses.field(default_factory=dict)
+    ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    attention: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: ATTENTION)
+    dense: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: GATED)
+    experts: Mapping[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
+    norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: PRE)
+    router: str = "mlp.gate"
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    is_interleaved: bool = False
+    others: Mapping = dataclasses.field(default_factory=dict)
+
+    def all_parts(self) -> list[Part]:
+        """Return the family's parts, and those of Llama's that they do not replace."""
+        own = {name for part in self.parts for name in part.arguments}
+        return [*(x for x in LLAMA_PARTS if not own & set(x.arguments)), *self.parts]
+
+    def of_config(self, config: Mapping) -> dict:
+        """Return the arguments of a network of a config.
+
+        Raises:
+            InputError: the config asks for what is not built.
+        """
+        refuse(config, self.architecture, **self.refused)
+        found = {**_FIXED, **self.fixed, "dropout_rate": 0.0}
+        for part in self.all_parts():
+            found |= part.read(config)
+        return found
+
+    def to_config(self, arguments: Mapping) -> dict:
+        """Return the config of a network of some arguments.
+
+        Raises:
+            InputError: the network has what no config of the family says.
+        """
+        parts = self.all_parts()
+        said = {name for part in parts for name in part.arguments} | _FREE
+        for name, value in {**_FIXED, **self.fixed}.items():
+            own = _meant(arguments, name)
+            if name not in said and own != value:
+                raise InputError(
+                    f"the network has {name}={own!r}, the published family {value!r}: it cannot be "
+                    "saved as one of that family"
+                )
+        found = dict(self.refused)
+        for part in parts:
+            found |= part.written(arguments)
+        return found
+
+    def tensors(self, arguments: Mapping) -> list[StoredTensor]:
+        """Return the tensors of a file of a network of some arguments."""
+        shapes = weight_shapes.causal_lm(experts_by_arguments(arguments))
+        found = [table("model.embed_tokens.weight", "embedding/table")]
+        found += _vectors("model.norm", "blocks/final_norm", shapes)
+        found += head(arguments)
+        for number in range(arguments["num_layers"]):
+            theirs, ours = f"model.layers.{number}.", f"blocks/block_{number}/"
+            own = {x.removeprefix(ours): s for x, s in shapes.items() if x.startswith(ours)}
+            for tensor in self._block(own, arguments):
+                paths = tuple(f"{ours}{path}" for path in tensor.weights)
+                name = f"{theirs}{tensor.name}"
+                found.append(dataclasses.replace(tensor, name=name, weights=paths))
+        return found
+
+    def _block(self, shapes, arguments):
+        """Return the tensors of a block's weights, by their paths within it."""
+        has_experts, found = "feed_forward/router/kernel" in shapes, []
+        for name, ours in self.norms.items():
+            found += _vectors(name, ours, shapes)
+        for name, ours in {**self.attention, **self.dense}.items():
+            is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
+            if is_dense and f"{ours[0]}_kernel" in shapes:
+                found += self._product(name, ours, shapes, arguments)
+        if has_experts:
+            found.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
+            if "feed_forward/router/bias" in shapes:
+                found.append(bias(self.router_bias, "feed_forward/router/bias"))
+            for name, ours in self.experts.items():
+                path = f"{ours}_kernel"
+                for i in range(shapes[path][0]):
+                    found.append(linear(f"{name.format(i)}.weight", path, expert=i))
+        return found
+
+    def _product(self, name, ours, shapes, arguments):
+        kernels = [f"{path}_kernel" for path in ours]
+        order, inputs = None, 2 if ours == ("attention/output",) else 1
+        if self.is_interleaved and ours in (("attention/query",), ("attention/key",)):
+            features = shapes[kernels[0]][-1]
+            order = _evens_first(features, int(features * arguments["rotary_fraction"]))
+        found = [linear(f"{name}.weight", *kernels, num_inputs=inputs)]
+        if f"{ours[0]}_bias" in shapes:
+            found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
+        return [dataclasses.replace(tensor, order=order) for tensor in found]
+
+    def family(self) -> Family:
+        """Return the `Family` of the row."""
+        return Family(
+            self.architecture,
+            CausalLM,
+            self.of_config,
+            self.to_config,
+            self.tensors,
+            usual_ids=self.ids,
+            **{**_SPARE, **self.others},
+        )
+
+
+def _vectors(name, ours, shapes):
+    """Return the tensors of a norm that is there, with a shift or without."""
+    parts = {"weight": "gamma", "bias": "beta"}.items()
+    return [bias(f"{name}.{x}", f"{ours}/{y}") for x, y in parts if f"{ours}/{y}" in shapes]
+
+
+def _meant(arguments, name):
+    """Return an argument, or what None means of it."""
+    value = arguments[name]
+    if name == "qkv_bias" and value is None:
+        return arguments["use_bias"]
+    if name == "norm_placement" and value == "pre":
+        return None
+    return value
+
+
+def _evens_first(features, turning):
+    """Return our order of a head's features: of the pairs that turn first all first ones."""
+    return (*range(0, turning, 2), *range(1, turning, 2), *range(turning, features))

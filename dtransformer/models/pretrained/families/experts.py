@@ -1,0 +1,155 @@
+"""Fields of published configs that say experts, and the families that are Llama's blocks with them.
+
+References: Jiang et al., 2024, "Mixtral of experts", arXiv 2401.04088; Yang et al., 2025, "Qwen3
+technical report", arXiv 2505.09388.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from dtransformer.errors import InputError
+from dtransformer.models.experts import experts_of
+from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
+from dtransformer.models.pretrained.families.decoder import Decoder
+from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
+from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
+from dtransformer.parallel.config.config import MoEConfig
+
+# No token is dropped, and the load is balanced sequence by sequence.
+_ALWAYS = {"dropless": True, "expert_group_size": 4096}
+_COEFFICIENT = "router_aux_loss_coef"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """What configs of a family say of its experts.
+
+    Args:
+        fields: fields of `MoEConfig`, and theirs with what a config means that does not say it.
+        aux_loss: weight of the load-balancing loss where nothing is said; None where none is.
+        fixed: other fields of `MoEConfig`.
+        renamed: older names of their fields.
+    """
+
+    fields: Mapping[str, tuple]
+    aux_loss: float | None = 0.001
+    fixed: Mapping = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arguments: tuple[str, ...] = ("moe_config",)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        found = {**_ALWAYS, **self.fixed, "aux_loss_factor": 0.0}
+        for own, (field, usual) in self.fields.items():
+            value = config.get(field)
+            value = config.get(self.renamed.get(field)) if value is None else value
+            found[own] = usual if value is None else value
+        # That is what the loss depends on there.
+        if self.aux_loss is not None:
+            factor = config.get(_COEFFICIENT)
+            factor = self.aux_loss if factor is None else factor
+            found["aux_loss_factor"] = factor if config.get("output_router_logits") else 0.0
+        return {"moe_config": MoEConfig(**found)}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the network has no experts, or others than the family.
+        """
+        moe = experts_of(arguments)
+        if moe is None:
+            raise InputError("the family's blocks have experts, and the network has none")
+        own = {"aux_loss_factor", *_ALWAYS, *self.fields}
+        plain = MoEConfig(**{**_ALWAYS, **self.fixed})
+        for name, value in vars(plain).items():
+            if getattr(moe, name) != value and (name not in own or name == "dropless"):
+                raise InputError(
+                    f"the family has experts with {name}={value!r}, the network {name}="
+                    f"{getattr(moe, name)!r}: it cannot be saved as one of that family"
+                )
+        found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
+        if self.aux_loss is None:
+            return found
+        factor = moe.aux_loss_factor
+        return {
+            **found,
+            "output_router_logits": factor > 0,
+            _COEFFICIENT: factor or self.aux_loss,
+        }
+
+
+def _mlp_only(config, number):
+    """Return whether a block of Qwen3's has no experts."""
+    step = config.get("decoder_sparse_step") or 1
+    return number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+
+
+def _mlp_only_layers(are_dense):
+    dense = [number for number, is_dense in enumerate(are_dense) if is_dense]
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def first_dense(usual: int) -> tuple:
+    """Return the rule by which the first blocks have no experts, as `Blocks.dense`.
+
+    Args:
+        usual: how many, where nothing is said.
+    """
+    field = "first_k_dense_replace"
+
+    def is_dense(config, number):
+        given = config.get(field)
+        return number < (usual if given is None else given)
+
+    def fields(are_dense):
+        number = sum(are_dense)
+        if not all(are_dense[:number]):
+            raise InputError("blocks without experts come first in the family, not between others")
+        return {field: number}
+
+    return is_dense, fields
+
+
+_MIXTRAL_NAMES = {"w1": "gate", "w3": "mapping", "w2": "projection"}
+MIXTRAL = Decoder(
+    "MixtralForCausalLM",
+    parts=(
+        kv_heads(8),
+        epsilon(1e-5),
+        Blocks(base=1e6, kind_of=all_slide),
+        Experts(
+            {
+                "expert_num": ("num_local_experts", 8),
+                "num_experts_chosen": ("num_experts_per_tok", 2),
+            }
+        ),
+    ),
+    # There it multiplies what experts see, too.
+    refused={"router_jitter_noise": 0.0},
+    ids=USUAL_IDS,
+    router="block_sparse_moe.gate",
+    experts={
+        f"block_sparse_moe.experts.{{}}.{name}": f"feed_forward/{own}"
+        for name, own in _MIXTRAL_NAMES.items()
+    },
+).family()
+QWEN3_MOE = Decoder(
+    "Qwen3MoeForCausalLM",
+    parts=(
+        QK_EPSILON,
+        kv_heads(4),
+        Blocks(dense=(_mlp_only, _mlp_only_layers)),
+        Experts(
+            {
+                "expert_num": ("num_local_experts", 128),
+                "num_experts_chosen": ("num_experts_per_tok", 8),
+                "ffn_hidden_size": ("moe_intermediate_size", 768),
+                "normalizes_gates": ("norm_topk_prob", False),
+            },
+            renamed={"num_local_experts": "num_experts"},
+        ),
+    ),
+    fixed={"qk_norm": "rms_norm"},
+    refused={"attention_bias": False, "use_sliding_window": False},
+).family()

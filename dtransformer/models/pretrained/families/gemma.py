@@ -1,0 +1,85 @@
+"""Gemma 1 to 3.
+
+References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 2408.00118; 2025,
+"Gemma 3 technical report", arXiv 2503.19786.
+"""
+
+from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
+from dtransformer.models.pretrained.families.decoder import PRE, Decoder
+from dtransformer.models.pretrained.families.parts import (
+    Activation,
+    Field,
+    epsilon,
+    head_dim,
+    kv_heads,
+)
+
+_FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
+_REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
+_IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_HEADS = head_dim(256), Field("tied_head", "tie_word_embeddings", True)
+_NORMS = {
+    **PRE,
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "feed_forward_norm",
+    "post_feedforward_layernorm": "feed_forward_output_norm",
+}
+_CAPS = (
+    Field("query_scale", "query_pre_attn_scalar", 256, lambda x: x**-0.5, lambda y: round(y**-2)),
+    Activation("hidden_activation", "gelu_pytorch_tanh"),
+    kv_heads(4),
+)
+
+
+def _period(config, number):
+    """Return the kind of a block: by default each sixth is full."""
+    period = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern") or 6
+    return every(period)(config, number)
+
+
+# Its first configs say "gelu", and mean the approximation by tanh.
+_ACTIVATION = Activation("hidden_act", "gelu_pytorch_tanh", means={"gelu": "gelu_pytorch_tanh"})
+GEMMA = Decoder(
+    "GemmaForCausalLM",
+    parts=(*_HEADS, kv_heads(16), _ACTIVATION),
+    fixed=_FIXED,
+    refused=_REFUSED,
+    ids=_IDS,
+).family()
+GEMMA2 = Decoder(
+    "Gemma2ForCausalLM",
+    parts=(
+        *_HEADS,
+        *_CAPS,
+        Blocks(kind_of=every(2), window=4096, has_types=True),
+        Field("soft_cap", "attn_logit_softcapping", 50.0, takes_null=True),
+        Field("logits_soft_cap", "final_logit_softcapping", 30.0, takes_null=True),
+    ),
+    fixed={**_FIXED, "norm_placement": "sandwich"},
+    refused=_REFUSED,
+    ids=_IDS,
+    norms=_NORMS,
+).family()
+GEMMA3 = Decoder(
+    "Gemma3ForCausalLM",
+    parts=(
+        *_HEADS,
+        *_CAPS,
+        epsilon(1e-6, same=("qk_norm_epsilon",)),
+        Blocks(
+            base=1e6,
+            sliding_base=1e4,
+            kind_of=_period,
+            window=4096,
+            has_types=True,
+            by_kind=True,
+            older={FULL: "rope_theta", SLIDING: "rope_local_base_freq"},
+        ),
+        Field("soft_cap", "attn_logit_softcapping", None),
+        Field("logits_soft_cap", "final_logit_softcapping", None),
+    ),
+    fixed={**_FIXED, "norm_placement": "sandwich", "qk_norm": "rms_norm_unit_offset"},
+    refused=_REFUSED,
+    ids=_IDS,
+    norms=_NORMS,
+).family()

@@ -1,0 +1,64 @@
+"""GLM-4, of 9 and of 32 billion weights, and GLM-4.5 with its experts.
+
+References: Team GLM, 2024, "ChatGLM", arXiv 2406.12793; GLM-4.5 Team, 2025, "GLM-4.5", arXiv
+2508.06471.
+"""
+
+from dtransformer.models.pretrained.families.blocks import Blocks
+from dtransformer.models.pretrained.families.decoder import FUSED_GATED, GATED, SHARED, Decoder
+from dtransformer.models.pretrained.families.experts import Experts, first_dense
+from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
+
+_PARTS = (
+    kv_heads(2),
+    head_dim(128),
+    epsilon(1.5625e-7),
+    Blocks(fraction=0.5),
+    Field("qkv_bias", "attention_bias", True),
+)
+_IDS = {"pad_token_id": 151329, "eos_token_id": 151329}
+
+GLM = Decoder(
+    "GlmForCausalLM", parts=_PARTS, dense=FUSED_GATED, ids=_IDS, is_interleaved=True
+).family()
+GLM4 = Decoder(
+    "Glm4ForCausalLM",
+    parts=_PARTS,
+    fixed={"norm_placement": "sandwich"},
+    dense=FUSED_GATED,
+    ids=_IDS,
+    norms={
+        "input_layernorm": "attention_norm",
+        "post_self_attn_layernorm": "attention_output_norm",
+        "post_attention_layernorm": "feed_forward_norm",
+        "post_mlp_layernorm": "feed_forward_output_norm",
+    },
+    is_interleaved=True,
+).family()
+GLM4_MOE = Decoder(
+    "Glm4MoeForCausalLM",
+    parts=(
+        kv_heads(8),
+        epsilon(1e-5, same=("qk_norm_epsilon",)),
+        Blocks(fraction=0.5, dense=first_dense(1)),
+        Field("qkv_bias", "attention_bias", False),
+        Field("qk_norm", "use_qk_norm", False, lambda x: "rms_norm" if x else None, bool),
+        Experts(
+            {
+                "expert_num": ("n_routed_experts", 128),
+                "num_experts_chosen": ("num_experts_per_tok", 8),
+                "ffn_hidden_size": ("moe_intermediate_size", 1408),
+                "shared_experts": ("n_shared_experts", 1),
+                "gate_scale": ("routed_scaling_factor", 1.0),
+                "routing_groups": ("n_group", 1),
+                "routing_groups_chosen": ("topk_group", 1),
+                "normalizes_gates": ("norm_topk_prob", True),
+            },
+            aux_loss=None,
+            fixed={"router_type": "sigmoid"},
+        ),
+    ),
+    dense={**GATED, **SHARED},
+    # What predicts several tokens comes after the last block, and is left out.
+    others={"left_out": lambda arguments: (f"model.layers.{arguments['num_layers']}.",)},
+).family()

@@ -1,0 +1,64 @@
+"""OLMo 2 and 3, and OLMoE.
+
+References: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656; Muennighoff et al., 2024, "OLMoE",
+arXiv 2409.02060; OLMo 3 by its published code.
+"""
+
+from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
+from dtransformer.models.pretrained.families.decoder import PRE, Decoder
+from dtransformer.models.pretrained.families.experts import Experts
+from dtransformer.models.pretrained.families.parts import epsilon
+
+_FIXED = {"qk_norm": "rms_norm_all_heads"}
+_EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
+_IDS = {"pad_token_id": 1, "eos_token_id": 50279}
+_NORMS = {
+    **PRE,
+    "post_attention_layernorm": "attention_norm",
+    "post_feedforward_layernorm": "feed_forward_norm",
+}
+_NORMS.pop("input_layernorm")
+
+OLMO2 = Decoder(
+    "Olmo2ForCausalLM",
+    parts=(_EPSILON,),
+    fixed={**_FIXED, "norm_placement": "output"},
+    refused={"attention_bias": False},
+    ids=_IDS,
+    norms=_NORMS,
+).family()
+OLMO3 = Decoder(
+    "Olmo3ForCausalLM",
+    parts=(
+        _EPSILON,
+        Blocks(
+            base=5e5,
+            kind_of=every(4),
+            window=4096,
+            has_types=True,
+            by_kind=True,
+            older=dict.fromkeys((FULL, SLIDING), "rope_theta"),
+        ),
+    ),
+    fixed={**_FIXED, "norm_placement": "output"},
+    refused={"attention_bias": False},
+    ids=_IDS,
+    norms=_NORMS,
+).family()
+OLMOE = Decoder(
+    "OlmoeForCausalLM",
+    parts=(
+        _EPSILON,
+        Experts(
+            {
+                "expert_num": ("num_experts", 64),
+                "num_experts_chosen": ("num_experts_per_tok", 8),
+                "normalizes_gates": ("norm_topk_prob", False),
+            },
+            aux_loss=0.01,
+        ),
+    ),
+    fixed=_FIXED,
+    refused={"attention_bias": False, "clip_qkv": None},
+    ids=_IDS,
+).family()

@@ -1,0 +1,177 @@
+"""Parts of published configs: which fields say which arguments of a network, both ways, as data."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtransformer.errors import InputError
+from dtransformer.models.pretrained.families.family import activation, published_activation
+
+_REQUIRED = object()
+
+
+class Part(typing.Protocol):
+    """Some fields of a config, and the arguments that they say.
+
+    Attributes:
+        arguments: names of the arguments.
+    """
+
+    arguments: tuple[str, ...]
+
+    def read(self, config: Mapping) -> dict:
+        """Return the arguments of a config."""
+
+    def written(self, arguments: Mapping) -> dict:
+        """Return the fields of a network's arguments: the opposite of `read`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field that says one argument.
+
+    Args:
+        argument: our name.
+        field: theirs.
+        usual: what a config means that does not say it; an error by default.
+        ours, theirs: functions of a value there, and here, that return the other one.
+        same: names of arguments that have the same value.
+        takes_null: whether null is a value of its own, and not the usual one.
+    """
+
+    argument: str
+    field: str
+    usual: Any = _REQUIRED
+    ours: Callable = lambda value: value
+    theirs: Callable = lambda value: value
+    same: tuple[str, ...] = ()
+    takes_null: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the argument and of those of the same value."""
+        return (self.argument, *self.same)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`; a field that lacks, or is null, is the usual one."""
+        if self.usual is _REQUIRED:
+            value = config[self.field]
+        else:
+            value = config.get(self.field, self.usual)
+            value = self.usual if value is None and not self.takes_null else value
+        return dict.fromkeys(self.arguments, self.ours(value))
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: arguments that have to be the same differ.
+        """
+        values = {name: self.theirs(arguments[name]) for name in self.arguments}
+        if len({*map(repr, values.values())}) > 1:
+            raise InputError(
+                f"the network has {values}, for which the family has one field, {self.field}: it "
+                "cannot be saved as one of that family"
+            )
+        return {self.field: values[self.argument]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """A field that a config may leave to others.
+
+    Args:
+        argument: our name.
+        field: theirs.
+        usual: a function of the other fields that returns what it is then.
+        own: a function of a network's arguments that returns what None means there.
+    """
+
+    argument: str
+    field: str
+    usual: Callable[[Mapping], Any]
+    own: Callable[[Mapping], Any]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The name of the argument."""
+        return (self.argument,)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        value = config.get(self.field)
+        return {self.argument: self.usual(config) if value is None else value}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        value = arguments[self.argument]
+        return {self.field: self.own(arguments) if value is None else value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """The field of the feed-forward layers' activation.
+
+    Args:
+        field: its name.
+        usual: what a config means that does not say it.
+        means: dict of names that mean others.
+    """
+
+    field: str = "hidden_act"
+    usual: str = "silu"
+    means: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arguments: tuple[str, ...] = ("hidden_act",)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        name = config.get(self.field) or self.usual
+        return {"hidden_act": activation(self.means.get(name, name))}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        return {self.field: published_activation(arguments)}
+
+
+def reciprocal(value: float) -> float:
+    """Return 1 / value."""
+    return 1 / value
+
+
+def epsilon(
+    usual: float, field: str = "rms_norm_eps", same: tuple[str, ...] = (), own: float = 1e-6
+) -> Field:
+    """Return the field of what norms add to the variance.
+
+    Args:
+        usual: what a config means that does not say it.
+        field: its name.
+        same: other arguments that it says, such as `qk_norm_epsilon`.
+        own: what None means in a network.
+    """
+    given = lambda value: own if value is None else value
+    return Field("norm_epsilon", field, usual, theirs=given, same=same)
+
+
+HEADS = Field("num_heads", "num_attention_heads")
+
+
+def kv_heads(usual: int | None = None) -> Derived:
+    """Return the field of grouped heads; what it is where nothing is said, or as many as heads."""
+    return Derived(
+        "num_kv_heads",
+        "num_key_value_heads",
+        lambda config: usual or config["num_attention_heads"],
+        lambda arguments: arguments["num_heads"],
+    )
+
+
+def head_dim(usual: int | None = None) -> Derived:
+    """Return the field of heads' sizes; what it is where nothing is said, or h / n."""
+    return Derived(
+        "head_dim",
+        "head_dim",
+        lambda config: usual or config["hidden_size"] // config["num_attention_heads"],
+        lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+    )

@@ -1,0 +1,99 @@
+"""Promise: patterns give each block of a stack its own window, positions, experts and norms."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import TransformerEncoder
+from dtransformer.layers.block_pattern import arguments_of_block, has_experts, shortest
+
+BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
+NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
+
+
+def test_a_pattern_begins_anew():
+    arguments = {"window": 7, "block_pattern": [{"window": 3}, {}, {"window": None}]}
+    found = [arguments_of_block(arguments, i)["window"] for i in range(7)]
+    assert found == [3, 7, None, 3, 7, None, 3]
+    assert arguments_of_block({"window": 7}, 2)["window"] == 7
+
+
+@pytest.mark.parametrize(
+    "every, pattern, expected",
+    [
+        (1, None, [True, True, True, True]),
+        (2, None, [False, True, False, True]),
+        (1, [{"experts": False}, {}, {}, {}], [False, True, True, True]),
+        (2, [{"experts": True}, {}], [True, True, True, True]),
+    ],
+)
+def test_which_blocks_have_experts(every, pattern, expected):
+    arguments = {"moe_every": every, "block_pattern": pattern}
+    assert [has_experts(arguments, i) for i in range(4)] == expected
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_the_shortest_pattern(period):
+    pattern = [{"window": i + 1} for i in range(period)]
+    assert shortest([pattern[i % period] for i in range(11)]) == pattern
+    assert shortest([]) == []
+
+
+def test_each_block_computes_by_its_own_arguments():
+    """A stack of a pattern is one block after the other, each made alone."""
+    pattern = [{"window": 2, "rotary_base": 100.0}, {"rotary_base": None}]
+    stack = TransformerEncoder(3, **BLOCK, **NO_DROPOUT, rotary_base=9.0, block_pattern=pattern)
+    x = tf.random.stateless_normal((2, 6, 8), (1, 2))
+    y, expected = stack(x), x
+    for i in range(3):
+        own = {"rotary_base": 9.0, **pattern[i % 2]}
+        alone = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **own)
+        alone.build((None, None, 8))
+        for weight, value in zip(alone.blocks[0].weights, stack.blocks[i].weights, strict=True):
+            weight.assign(value)
+        expected = alone.blocks[0](expected)
+    np.testing.assert_allclose(y, stack.final_norm(expected), rtol=1e-5, atol=1e-6)
+    again = TransformerEncoder.from_config(stack.get_config())
+    assert [block.arguments for block in again.blocks] == [b.arguments for b in stack.blocks]
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"block_pattern": []}, "block_pattern is empty"),
+        ({"block_pattern": [{"hidden_size": 3}]}, "block_pattern has 'hidden_size', expected some"),
+        ({"block_pattern": [{"experts": True}]}, "has no experts to use"),
+        ({"norm_placement": "both"}, "norm_placement must be one of pre, post, output, sandwich"),
+        ({"norm_placement": "pre", "post_layernorm_residual": True}, "differ: give one"),
+    ],
+)
+def test_what_does_not_fit(options, told):
+    with pytest.raises(ValueError, match=told):
+        TransformerEncoder(2, **BLOCK, **options)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
+def test_where_norms_are(placement):
+    """Against the formulas of each placement, by the block's own sublayers."""
+    options = {"norm": "rms_norm", "norm_placement": placement, "residual_scale": 0.5}
+    stack = TransformerEncoder(1, **BLOCK, **NO_DROPOUT, **options)
+    x = tf.random.stateless_normal((2, 5, 8), (1, 2))
+    y, block = stack(x), stack.blocks[0]
+    for weight in block.weights:
+        if "norm" in weight.path:
+            weight.assign(
+                tf.random.stateless_uniform(weight.shape, (3, len(weight.path)), 0.5, 2.0)
+            )
+    y = stack(x)
+    attend = lambda x: block.attention(x, x, x)
+    for name, apply in {"attention": attend, "feed_forward": block.feed_forward}.items():
+        norm = getattr(block, f"{name}_norm")
+        x = {
+            "pre": lambda: x + 0.5 * apply(norm(x)),
+            "post": lambda: norm(x + 0.5 * apply(x)),
+            "output": lambda: x + 0.5 * norm(apply(x)),
+            "sandwich": lambda: x + 0.5 * getattr(block, f"{name}_output_norm")(apply(norm(x))),
+        }[placement]()
+    assert (stack.final_norm is None) == (placement == "post")
+    expected = x if placement == "post" else stack.final_norm(x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,126 @@
+"""Families of published models as rows: a tiny config of each, and a field that is refused.
+
+A row has at least one whole period of the family's blocks, and windows shorter than its texts.
+"""
+
+import typing
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class Row(typing.NamedTuple):
+    """A family.
+
+    Args:
+        config: fields besides those of all rows of its kind.
+        refused: fields that the family's blocks do not have, and what the error says.
+        family: its `model_type`; the row's name by default.
+    """
+
+    config: dict
+    refused: tuple[dict, str]
+    family: str | None = None
+
+
+NO_BIAS = {"attention_bias": True}, "attention_bias=true is not built"
+LONGROPE = {"rope_type": "longrope", "factor": 2.0}, "'longrope', expected one of"
+NOT_ROTARY = {"rope_parameters": LONGROPE[0]}, LONGROPE[1]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+}
+BY_KIND = {
+    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+}
+EXPERTS = {"num_experts_per_tok": 2}
+# Decoders: besides SIZES of `reference_models`.
+TEXTS = {
+    "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
+    "qwen3": Row({"head_dim": 12}, NO_BIAS),
+    "phi3": Row({"sliding_window": 5}, NOT_ROTARY),
+    "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
+    "stablelm": Row(
+        {"use_qkv_bias": True},
+        ({"use_parallel_residual": True}, "use_parallel_residual=true is not built"),
+    ),
+    "seed_oss": Row(
+        {"head_dim": 12, "residual_dropout": 0.0},
+        ({"attention_out_bias": True}, "attention_out_bias=true is not built"),
+    ),
+    "smollm3": Row({"num_hidden_layers": 4}, NO_BIAS),
+    "granite": Row(
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+        NO_BIAS,
+    ),
+    "gemma": Row({"head_dim": 12}, NO_BIAS),
+    "gemma2": Row(
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not built"),
+    ),
+    "gemma3": Row(
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 10,
+            "rope_parameters": BY_KIND,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, SLIDING, FULL],
+        },
+        NO_BIAS,
+        "gemma3_text",
+    ),
+    "olmo2": Row({}, NO_BIAS),
+    "olmo3": Row(
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 4,
+            "rope_parameters": {**BY_KIND, FULL: YARN},
+        },
+        NO_BIAS,
+    ),
+    "olmoe": Row({"num_experts": 4, **EXPERTS}, ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not built")),
+    "qwen3_moe": Row(
+        {
+            "num_local_experts": 4,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            **EXPERTS,
+        },
+        NO_BIAS,
+    ),
+    "glm": Row({"head_dim": 12}, NOT_ROTARY),
+    "glm4": Row({"head_dim": 8}, NOT_ROTARY),
+    "glm4_moe": Row(
+        {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+            **EXPERTS,
+        },
+        NOT_ROTARY,
+    ),
+}
+# Encoders: besides BERT of `reference_models`.
+MASKED = {}
+# Encoder–decoders: besides BART of `reference_models`.
+PAIRS = {}
+ROWS = {**TEXTS, **MASKED, **PAIRS}
+FAMILIES = {name: row.family or name for name, row in ROWS.items()}
