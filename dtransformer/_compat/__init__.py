@@ -38,7 +38,9 @@ from dtransformer._compat.of_keras import (
     without_autocast,
 )
 from dtransformer._compat.of_tensorflow import (
+    barrier,
     call_of_function,
+    call_stablehlo,
     called_by_shapes,
     captures_replaced,
     constants_are_copied,

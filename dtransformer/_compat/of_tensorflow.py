@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.dtensor.python import api
 from tensorflow.python import _pywrap_dtensor_device
 from tensorflow.python.eager import context, core, record
@@ -184,6 +185,38 @@ def _first_of(number, specs):
     with tf.init_scope():
         function = tf.function(lambda *tensors: list(tensors[:number]), autograph=False)
         return function.get_concrete_function(*(tf.TensorSpec(*spec) for spec in specs))
+
+
+def call_stablehlo(module: str, operands: list, results: list, target: str) -> list[tf.Tensor]:
+    """Return the results of a StableHLO module, in a function that XLA compiles.
+
+    Unnecessary if TensorFlow took custom calls of XLA's, or had an operation of cuDNN's attention.
+
+    Args:
+        module: its text; the first argument of its main function is a platform's number.
+        operands: list of tensors, the others.
+        results: list of (shape, type) of each result.
+        target: name of the custom call in it.
+    """
+    shapes, types = zip(*results)
+    return xla.call_module(
+        operands,
+        version=9,
+        module=module.encode(),
+        Tout=list(types),
+        Sout=[list(shape) for shape in shapes],
+        platforms=["CPU", "CUDA"],
+        disabled_checks=[f"custom_call:{target}"],  # that old programs can be run by new versions
+    )
+
+
+def barrier(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the same tensors, of which none is used before all are known, where XLA compiles.
+
+    It computes nothing across, nor takes what was computed from the tensors themselves. Unnecessary
+    if it respected control dependencies.
+    """
+    return xla.optimization_barrier(*tensors) if is_compiled_by_xla() else tensors
 
 
 def constants_are_copied() -> contextlib.AbstractContextManager:

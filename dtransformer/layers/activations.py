@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.recompute.recompute import computed_anew
 
 
 @register
@@ -62,15 +63,14 @@ def _computed_again(compute, *args):
     """Return compute(*args), of which the gradient keeps the arguments alone.
 
     What is computed again waits for the result's gradient: else TensorFlow would take the first
-    results, and keep them. On a mesh and with XLA, which respect a dependence on values only, the
-    compiler decides.
+    results, and keep them. On a mesh, where DTensor respects a dependence on values only, it decides.
     """
 
     @custom_gradient
     def activate(*args):
         def gradients(dy):
             with tf.control_dependencies([dy]), tf.GradientTape() as tape:
-                again = [tf.identity(arg) for arg in args]
+                again = [computed_anew(arg, dy) for arg in args]
                 tape.watch(again)
                 y = compute(*again)
             return tape.gradient(y, again, dy)

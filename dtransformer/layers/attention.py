@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer.layers import elementwise
-from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, chosen_implementation
+from dtransformer.layers.attention_core import IMPLEMENTATIONS, attention, implementation_for
 from dtransformer.layers.attention_inputs import (
     as_sequences,
     check_inputs,
@@ -82,7 +82,7 @@ class MultiHeadAttention(Layer):
             None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
             of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
-        implementation: `"auto"`, `"reference"` or `"blockwise"`; see `attention`.
+        implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
 
     Call arguments:
         query: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
@@ -168,10 +168,8 @@ class MultiHeadAttention(Layer):
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
         self.qk_norm, self.qk_norm_epsilon = qk_norm, qk_norm_epsilon
         if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got "
-                f"{implementation!r}: TensorFlow calls no fused attention of cuDNN's"
-            )
+            names = ", ".join(IMPLEMENTATIONS)
+            raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
         self.implementation = implementation
         check_layout(hidden_size, num_heads, self.num_kv_heads, implementation)
         self.hidden_dropout_rate = check_rate("hidden_dropout_rate", hidden_dropout_rate)
@@ -320,10 +318,11 @@ class MultiHeadAttention(Layer):
             return self._attend(q, [k], [v], mask, self._bias(*tables), **options)
 
         tensors = [q, k, v] if table is None else [q, k, v, table]
-        implementation = chosen_implementation(self.implementation, q.shape[2], k.shape[2])
-        # Blocks keep no scores that could be computed again.
-        if self.recomputes and training and implementation == "reference":
-            return recomputed(attend, tensors, [])
+        if self.recomputes and training:
+            others = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
+            others |= {"mask": mask, "bias": self.alibi or table is not None, **options}
+            if implementation_for(self.implementation, q, k, **others) == "reference":
+                return recomputed(attend, tensors, [])  # the others keep no scores
         return attend(*tensors)
 
     def _attend(self, q, keys, values, mask, bias, **options):

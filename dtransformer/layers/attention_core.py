@@ -1,11 +1,16 @@
 """The core of attention: queries, keys, values and a mask give the context."""
 
+import functools
+import warnings
+
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
 from dtransformer.layers.attention_scores import context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
+from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import add_to_each, scale, select, soft_capped
 from dtransformer.layers.position_bias import PositionBias
@@ -13,7 +18,7 @@ from dtransformer.parallel.context_parallel.exchange import context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-IMPLEMENTATIONS = "auto", "reference", "blockwise"
+IMPLEMENTATIONS = "auto", "reference", "blockwise", "cudnn"
 # From so many scores of a head on, "auto" takes blocks.
 _MANY_SCORES = 2048 * 1024
 
@@ -56,20 +61,24 @@ def attention(
             `seen_blocks`. None for none.
         softmax_compute_type: type that the softmax is computed in.
         implementation: `"reference"` keeps all scores, `"blockwise"` none, whose backward pass
-            computes them again; `"auto"` takes blocks where there are many scores.
+            computes them again; `"cudnn"` neither, by cuDNN's kernels; what these do not compute
+            is computed by blocks, with a warning. `"auto"` takes cuDNN on GPUs, where it can,
+            and blocks where there are many scores.
 
     Returns:
         A tensor [b, n, s, d].
     """
+    options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
     if len(keys) > 1 or isinstance(bias, tf.Tensor):
         implementation = "reference"
     if implementation != "reference":
         exchange = context_exchange(q, keys[0], reach(mask, causal, window)[0], bias is not None)
         if exchange is not None:
-            options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
             return context_attention(exchange, q, keys[0], values[0], *options)
-    if chosen_implementation(implementation, q.shape[2], keys[0].shape[2]) == "blockwise":
-        options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
+    chosen = implementation_for(implementation, q, keys[0], *options)
+    if chosen == "cudnn":
+        return cudnn_attention(q, keys[0], values[0], mask, causal, window)
+    if chosen == "blockwise":
         return blockwise_attention(q, keys[0], values[0], *options)
     scores = [scores_of(q, k) for k in keys]
     scores = joined(scores, axis=-1)
@@ -104,19 +113,54 @@ def attention(
     return constrain_both(context, ("batch", "heads", None, "head_dim"))
 
 
-def chosen_implementation(
-    implementation: str, num_queries: int | None, num_keys: int | None
+def implementation_for(
+    implementation: str,
+    q: tf.Tensor,
+    k: tf.Tensor,
+    mask: tf.Tensor | Segments | None = None,
+    bias: PositionBias | bool | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    dropout: DropoutMasks | None = None,
+    softmax_compute_type: str = "float32",
 ) -> str:
-    """Return how attention is computed: `"reference"` or `"blockwise"`.
+    """Return how attention of tensors is computed: what `chosen_implementation` does.
+
+    Args:
+        implementation: what was asked for.
+        q, k: tensors [b, n, s, d] and [b, m, t, d], or their specs.
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type: see `attention`; a bias
+            may be said to be there.
+    """
+    reason = None
+    if implementation == "cudnn" or (implementation == "auto" and is_taken_by_itself()):
+        has_bias, has_dropout = bias not in (None, False), dropout is not None
+        others = (mask, has_bias, causal, window, soft_cap, has_dropout, softmax_compute_type)
+        reason = obstacle(q.shape, k.shape, q.dtype.name, *others)
+        if reason is None:
+            return "cudnn"
+    return chosen_implementation(implementation, q.shape[2], k.shape[2], reason)
+
+
+def chosen_implementation(
+    implementation: str, num_queries: int | None, num_keys: int | None, obstacle: str | None = None
+) -> str:
+    """Return how attention is computed: `"reference"`, `"blockwise"` or `"cudnn"`.
 
     Args:
         implementation: what was asked for; see `attention`.
         num_queries, num_keys: numbers s and t; None where they are not known.
+        obstacle: why cuDNN does not compute it; None where it does if it is asked for.
 
     Raises:
         ValueError: "blockwise" is asked for where they are not known.
     """
     is_known = num_queries is not None and num_keys is not None
+    if implementation == "cudnn" and obstacle is not None:
+        if not _compat.in_symbolic_scope():  # where a network is built, of no shapes yet
+            _warn_once(obstacle)
+        implementation = "blockwise" if is_known else "reference"
     if implementation == "blockwise" and not is_known:
         raise ValueError(
             "attention by blocks needs lengths that are known when it is traced: give batches of "
@@ -126,6 +170,14 @@ def chosen_implementation(
         is_long = is_known and num_queries * num_keys >= _MANY_SCORES
         return "blockwise" if is_long else "reference"
     return implementation
+
+
+@functools.cache
+def _warn_once(obstacle):
+    warnings.warn(
+        f'attention with implementation="cudnn" is computed without cuDNN: {obstacle}',
+        stacklevel=2,
+    )
 
 
 def _dropped_by_rows(dropout, probabilities, causal, window):

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.layers.base import Layer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.feature_reductions import mean_of_features, sum_to_features
@@ -87,11 +88,12 @@ class LayerNorm(_Norm):
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
         def layer_norm(x, gamma, *beta):
-            centered = x - mean_of_features(x)
-            unit, inverse = _divide_by_rms(centered, self.epsilon)
+            mean = mean_of_features(x)
+            unit, inverse = _divide_by_rms(x - mean, self.epsilon)
+            unit_again = _unit_again(unit, x, inverse, mean)
 
             def gradient(dy):
-                dx, dgamma = _rms_gradient(dy, unit, gamma)
+                dx, dgamma = _rms_gradient(dy, unit_again(), gamma)
                 dx = (dx - mean_of_features(dy, gamma)) * inverse
                 return dx, dgamma, *(sum_to_features(dy) for _ in beta)
 
@@ -141,9 +143,10 @@ class RMSNorm(_Norm):
         @custom_gradient
         def rms_norm(x, gamma):
             unit, inverse = _divide_by_rms(x, self.epsilon, self.axes)
+            unit_again = _unit_again(unit, x, inverse)
 
             def gradient(dy):
-                dx, dgamma = _rms_gradient(dy, unit, gamma, self.axes)
+                dx, dgamma = _rms_gradient(dy, unit_again(), gamma, self.axes)
                 return dx * inverse, dgamma
 
             return unit * gamma, gradient
@@ -199,6 +202,21 @@ def _divide_by_rms(x, epsilon, axes=-1):
     mean_square = mean_of_features(tf.square(x), axes=axes)
     inverse = tf.math.rsqrt(mean_square + epsilon)
     return x * inverse, inverse
+
+
+def _unit_again(unit, x, inverse, mean=None):
+    """Return a function that gives `unit` in the backward pass.
+
+    XLA is given the numbers of each row, so that it need not compute them in each kernel.
+    """
+    if not _compat.is_compiled_by_xla():
+        return lambda: unit
+
+    def again():
+        own = _compat.barrier([inverse] if mean is None else [inverse, mean])
+        return (x if mean is None else x - own[1]) * own[0]
+
+    return again
 
 
 def _rms_gradient(dy, unit, gamma, axes=-1):

@@ -248,7 +248,7 @@ def _of_block(block, shape, lengths, item, config):
         recomputes_block=choice.recompute,
         is_input_sharded=choice.recompute_slice_activation,
         recomputed=choice.select,
-        by_blocks=[_implementation(block, s, length) == "blockwise" for length in lengths],
+        by_blocks=[_implementation(block, s, length) != "reference" for length in lengths],
         **experts,
     )
 

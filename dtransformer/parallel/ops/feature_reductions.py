@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.tracing import trace
 
@@ -20,9 +21,21 @@ def add_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
 
     @custom_gradient
     def add(x, bias):
-        return x + bias, lambda dy: (dy, sum_to_features(dy, rank))
+        return x + bias, lambda dy: (dy, _sum_of_rows(dy, rank))
 
     return add(x, bias)
+
+
+def _sum_of_rows(x, rank):
+    """Return the sum over all dimensions but the last ones, of 16 bits as a product with ones."""
+    if x.dtype.size > 2:
+        return sum_to_features(x, rank)
+    features = x.shape[x.shape.rank - rank :]
+    rows = tf.reshape(x, [-1, features.num_elements()])
+    # Ones of its own: XLA would join all such products. And what it sums are the 16 bits: else it
+    # would write the rows once more, of 32.
+    ones, rows = _compat.barrier([tf.ones_like(rows[:, :1]), rows])
+    return tf.reshape(tf.matmul(ones, rows, transpose_a=True), features)
 
 
 def sum_to_features(x: tf.Tensor, rank: int = 1) -> tf.Tensor:

@@ -179,6 +179,18 @@ def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
 
 
+def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
+    """Return x: what is computed from it XLA does not take from where it was computed before.
+
+    It would write that to memory, which is often slower than computing it twice.
+
+    Args:
+        x: a tensor.
+        known: a tensor that is known by then.
+    """
+    return after(x, known) if _compat.is_compiled_by_xla() else tf.identity(x)
+
+
 def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     """Return the seed once dy is known: else masks are kept, as they depend on shapes only.
 

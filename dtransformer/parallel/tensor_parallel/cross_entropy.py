@@ -17,10 +17,11 @@ def token_nll(
 ) -> tf.Tensor:
     """Return the negative log-likelihood of each label.
 
-    The gradient is written by hand: the softmax is kept once, in the logits' place,
-    instead of through each step of its computation. Logits that are sharded over the mesh
-    along the vocabulary stay so: what devices send each other is numbers of a token
-    (Shoeybi et al., 2019, arXiv 1909.08053, §3).
+    The gradient is written by hand: the softmax is computed again from the logits, whatever
+    their type, and a label is found by a comparison, so that a compiler reads the logits three times
+    and keeps no other tensor of their shape. Logits that are sharded over the mesh along the
+    vocabulary stay so: what devices send each other is numbers of a token (Shoeybi et al., 2019,
+    arXiv 1909.08053, §3).
 
     Args:
         logits: tensor [..., V'].
@@ -39,27 +40,31 @@ def token_nll(
     vocab_size = vocab_size or width
     on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
     is_entry = tf.range(width) < vocab_size if vocab_size < width else None
+    compute_type = "float64" if logits.dtype == "float64" else "float32"
+
+    def entries(logits, other):
+        """Return the logits in the compute type; another number where there is no entry."""
+        x = tf.cast(logits, compute_type)
+        return x if is_entry is None else tf.where(is_entry, x, tf.cast(other, x.dtype))
 
     @custom_gradient
     def nll(logits):
-        x = tf.cast(logits, "float64" if logits.dtype == "float64" else "float32")
-        if is_entry is not None:
-            x = tf.where(is_entry, x, x.dtype.min)
-        x -= tf.reduce_max(x, axis=-1, keepdims=True)
-        exponentials = tf.exp(x)
-        total = tf.reduce_sum(exponentials, axis=-1, keepdims=True)
-        target = on * label_values(x, labels)
+        x = entries(logits, logits.dtype.min)
+        highest = tf.reduce_max(x, axis=-1, keepdims=True)
+        total = tf.reduce_sum(tf.exp(x - highest), axis=-1, keepdims=True)
+        own = tf.cast(label_values(logits, labels), compute_type)
+        target = on * (own - tf.squeeze(highest, -1))
         if label_smoothing:
-            counted = x if is_entry is None else tf.where(is_entry, x, 0.0)
-            target += off * tf.reduce_sum(counted, axis=-1)
+            target += off * tf.reduce_sum(entries(logits, highest) - highest, axis=-1)
 
         def gradient(upstream):
-            dx = exponentials * (upstream[..., None] / total)
+            upstream = upstream[..., None]
+            dx = tf.exp(entries(logits, logits.dtype.min) - highest) * (upstream / total)
             if label_smoothing:
-                dx -= off * upstream[..., None]
-                if is_entry is not None:
-                    dx = tf.where(is_entry, dx, 0.0)
-            dx = subtract_from_labels(dx, labels, on * upstream)
+                smoothed = dx - off * upstream
+                dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
+            is_label = tf.range(width) == labels[..., None]
+            dx = tf.where(is_label, dx - on * upstream, dx)
             return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
         return tf.squeeze(tf.math.log(total), -1) - target, gradient
@@ -93,22 +98,3 @@ def _axes(logits):
     """Return the logical axes of [N, V], [b, s, V] or [b, ..., V]."""
     between = ("inner_length", *[None] * (len(logits.shape) - 3)) if len(logits.shape) > 2 else ()
     return ("batch", *between, "vocab")
-
-
-def subtract_from_labels(x: tf.Tensor, labels: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Subtract a value from what a tensor has for each label.
-
-    Args:
-        x: tensor [N, V]; [..., V] on a mesh.
-        labels: int32 tensor [N], or [...].
-        values: tensor [N], or [...].
-
-    Returns:
-        A tensor of x's shape.
-    """
-    if not trace.is_on_mesh():
-        rows = tf.range(tf.shape(labels)[0])
-        return tf.tensor_scatter_nd_sub(x, tf.stack([rows, labels], 1), values)
-    # A mask instead of a scatter, for which DTensor would all-gather a sharded dimension.
-    is_label = tf.range(x.shape[-1]) == labels[..., None]
-    return tf.where(is_label, x - values[..., None], x)

@@ -1,0 +1,194 @@
+"""Attention by cuDNN's fused kernels, which keep no scores.
+
+References: Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1, which cuDNN computes on the
+card; `cudnn_call` has the calls. They are compiled by XLA, in a function of their own, so that
+steps that nothing else is compiled of take them, too. Elsewhere than on a GPU the same
+calls, with the same operands, are computed by TensorFlow.
+
+Causality and windows of queries and keys of the same positions are the calls' own. What else a mask
+says is added to scores, [b, 1, s, t] of 16 bits, made where it is used, forward and backward.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from dtransformer import _compat
+from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
+from dtransformer.layers.attention_scores import scores_of
+from dtransformer.layers.cudnn_call import CudnnCall, why_not
+from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients
+from dtransformer.parallel.ops import gpu_calls
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
+
+_LARGEST_MASK = 2**30  # bytes
+
+
+def obstacle(
+    queries: Sequence[int | None],
+    keys: Sequence[int | None],
+    dtype: str,
+    mask: tf.Tensor | Segments | None = None,
+    has_bias: bool = False,
+    causal: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    has_dropout: bool = False,
+    softmax_compute_type: str = "float32",
+) -> str | None:
+    """Return why cuDNN cannot compute an attention here, or None where it can.
+
+    Args:
+        queries: (b, n, s, d), the shape of queries.
+        keys: (b, m, t, d), that of keys and of values.
+        dtype: name of their type.
+        mask, causal, window, soft_cap, softmax_compute_type: see `attention`.
+        has_bias: whether a bias is added to scores.
+        has_dropout: whether probabilities are dropped out.
+    """
+    found = {
+        "shapes are not known when it is traced": None in (*queries, *keys),
+        "scores have a bias by position": has_bias,
+        "scores are capped": soft_cap is not None,
+        "probabilities are dropped out, by masks that cuDNN could not draw again": has_dropout,
+        "the softmax is of float64": gpu_calls.is_on_gpu() and softmax_compute_type == "float64",
+    }
+    reason = gpu_calls.obstacle_to_calls() or next((text for text in found if found[text]), None)
+    if reason is not None:
+        return reason
+    call = _call(queries, keys, dtype, mask, causal, window)
+    if call.bias is not None and 2 * math.prod(call.bias) > _LARGEST_MASK:
+        return f"its mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
+    return why_not(call) if gpu_calls.is_on_gpu() else None
+
+
+def is_taken_by_itself() -> bool:
+    """Return whether "auto" takes cuDNN where it can: on GPUs, where functions are traced."""
+    return gpu_calls.is_on_gpu() and not tf.executing_eagerly()
+
+
+def cudnn_attention(
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    mask: tf.Tensor | Segments | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> tf.Tensor:
+    """Return the context of queries; see `attention`. There is no `obstacle`."""
+    if mask is not None:  # int32 would be copied to the host: functions take it there
+        mask = tf.nest.map_structure(
+            lambda x: tf.cast(x, "int64") if x is not None and x.dtype == "int32" else x, mask
+        )
+    call = _call(q.shape, k.shape, q.dtype.name, mask, causal, window)
+    bias_of = functools.partial(_bias_of, call, causal=causal, window=window)
+
+    @_compiled
+    def forward(q, k, v, mask):
+        bias, any_seen = bias_of(mask)
+        context, log_sums = _forward(call, *map(_swapped, (q, k, v)), *bias)
+        return _only(any_seen, _swapped(context)), log_sums
+
+    @_compiled
+    def backward(q, k, v, log_sums, context, dy, mask):
+        bias, any_seen = bias_of(mask)
+        dy = _swapped(_only(any_seen, dy))
+        inputs = [_swapped(x) for x in (q, k, v)]
+        gradients = _backward(call, *inputs, log_sums, dy, *bias, _swapped(context))
+        return [_swapped(x) for x in gradients]
+
+    @custom_gradient
+    def attend(q, k, v):
+        # The functions have no gradients of their own, which a tape would ask for.
+        q, k, v = (tf.stop_gradient(x) for x in (q, k, v))
+        context, log_sums = forward(q, k, v, mask)
+        return context, lambda dy: backward(q, k, v, log_sums, context, dy, mask)
+
+    return attend(q, k, v)
+
+
+def _compiled(function: Callable) -> Callable:
+    return tf.function(
+        function, autograph=False, jit_compile=True if gpu_calls.is_on_gpu() else None
+    )
+
+
+def _call(queries, keys, dtype, mask, causal, window):
+    """Return the call for queries [b, n, s, d] and keys [b, m, t, d]."""
+    (b, n, s, d), (_, m, t, _) = queries, keys
+    own_causal, own_window = reach(mask, causal, window)
+    own_causal &= s == t
+    if mask is not None or not own_causal:
+        own_window = None
+    bias = None
+    if mask is not None or (own_causal, own_window) != (causal, window):
+        has_heads = mask is not None and not isinstance(mask, Segments) and mask.shape.rank == 4
+        bias = (1 if mask is None else b, mask.shape[1] if has_heads else 1, s, t)
+    return CudnnCall((b, s, n, d), (b, t, m, d), dtype, own_causal, own_window, bias)
+
+
+def _bias_of(call, mask, causal, window):
+    """Return a list of what is added to scores, and which queries see something; None for all."""
+    if call.bias is None:
+        return [], None
+    s, t = call.bias[2:]
+    seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
+    hidden = tf.constant(call.hidden_score, call.dtype)
+    bias = tf.where(tf.broadcast_to(seen, call.bias), tf.zeros([], call.dtype), hidden)
+    return [bias], None if mask is None else tf.reduce_any(seen, axis=-1, keepdims=True)
+
+
+def _only(any_seen, x):
+    """Return x [b, n, s, d], 0 where a query sees nothing."""
+    return x if any_seen is None else tf.where(any_seen, x, tf.zeros([], x.dtype))
+
+
+def _swapped(x):
+    """[b, n, s, d] -> [b, s, n, d], and back."""
+    return tf.transpose(x, [0, 2, 1, 3])
+
+
+def _forward(call, q, k, v, *bias):
+    """Return the context [b, s, n, d], and log_sums [b, n, s]."""
+    if gpu_calls.is_on_gpu():
+        results = [(call.queries, q.dtype), (call.log_sums, tf.float32)]
+        return _compat.call_stablehlo(call.forward(), [q, k, v, *bias], results, call.name())
+    softmax, v = OnlineSoftmax(), _swapped(v)
+    scores = _scores(call, _swapped(q), _swapped(k), *bias)
+    softmax.add(scores, lambda p: block_context(p, v, None, None, scores.dtype))
+    context, log_sums = softmax.results()
+    return tf.cast(_swapped(context), q.dtype), tf.squeeze(log_sums, -1)
+
+
+def _backward(call, q, k, v, log_sums, dy, *others):
+    """Return the gradients of q, k and v; the others are what was added to scores, and the context."""
+    *bias, context = others
+    if gpu_calls.is_on_gpu():
+        operands = [q, k, v, log_sums, dy, *bias, context]
+        results = [(call.queries, q.dtype), (call.keys, q.dtype), (call.keys, q.dtype)]
+        return _compat.call_stablehlo(call.backward(), operands, results, call.name(True))
+    q, k, v, dy, context = (_swapped(x) for x in (q, k, v, dy, context))
+    own_dy, own_context = (tf.cast(x, log_sums.dtype) for x in (dy, context))
+    means = tf.reduce_sum(own_dy * own_context, axis=-1, keepdims=True)
+    (dq, dk), dv = block_gradients(
+        lambda q, k: _scores(call, q, k, *bias),
+        lambda p, v: block_context(p, v, None, None, log_sums.dtype),
+        [q, k],
+        v,
+        dy,
+        log_sums[..., None],
+        means,
+    )
+    return [_swapped(x) for x in (dq, dk, dv)]
+
+
+def _scores(call, q, k, *bias):
+    """Return the scores [b, n, s, t] of q [b, n, s, d] and k [b, m, t, d]."""
+    scores = scores_of(q, k)
+    scores = tf.cast(scores, "float64" if q.dtype == "float64" else "float32")
+    for x in bias:
+        scores += tf.cast(x, scores.dtype)
+    near = is_near(*(tf.range(n) for n in scores.shape[2:]), call.causal, call.window)
+    return scores if near is None else tf.where(near, scores, tf.constant(-math.inf, scores.dtype))

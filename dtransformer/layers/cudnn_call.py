@@ -1,0 +1,167 @@
+"""Calls of cuDNN's fused attention, as StableHLO text: pure, no TensorFlow.
+
+The names, operands, layouts and the config of the calls are XLA's; JAX lowers its
+`dot_product_attention(implementation="cudnn")` to the same ones, which tests compare. Letters: b
+sequences, s queries, t keys, n heads of queries, m heads of keys and values, d features of a head.
+"""
+
+import dataclasses
+import json
+
+# Of a type of elements: its names in StableHLO, in the config, and what hides a score. Less than
+# that cuDNN cannot subtract from itself.
+_TYPES = {"bfloat16": ("bf16", "BF16", -(2.0**41)), "float16": ("f16", "F16", -(2.0**15))}
+_LARGEST_HEAD = 128
+# Products of the forward and the backward pass: contracted dimension of each operand, and the two
+# that both have, the batch and the heads, by which XLA tells where they are.
+_FORWARD = {"bmm1": ("33", "02", "02"), "bmm2": ("31", "01", "02")}
+_BACKWARD = {
+    "bmm1_grad_gemm1": ("21", "01", "02"),
+    "bmm1_grad_gemm2": ("31", "01", "02"),
+    "bmm2_grad_gemm1": ("21", "01", "02"),
+    "bmm2_grad_gemm2": ("33", "02", "02"),
+}
+# What the config says of a layout besides the order.
+_POINTERS = "index", "pointer"
+_SIZES = "element_size_in_bits", "memory_space", "dynamic_shape_metadata_prefix_bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnCall:
+    """One kind of call: all that its text depends on.
+
+    Args:
+        queries: (b, s, n, d), the shape of queries.
+        keys: (b, t, m, d), that of keys and of values.
+        dtype: name of the type of all of them.
+        causal: whether a query may attend to no later position; s is t then.
+        window: how many positions a query attends to, its own and those before it; None for all.
+        bias: the shape (b, n or 1, s, t) of what is added to scores; None for nothing.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: str
+    causal: bool = False
+    window: int | None = None
+    bias: tuple[int, ...] | None = None
+
+    @property
+    def log_sums(self) -> tuple[int, ...]:
+        """The shape (b, n, s) of the logarithms of sums of exponentials, which are float32."""
+        b, s, n, _ = self.queries
+        return b, n, s
+
+    @property
+    def hidden_score(self) -> float:
+        """What is added to a score to hide it."""
+        return _TYPES.get(self.dtype, _TYPES["bfloat16"])[2]
+
+    def forward(self) -> str:
+        """Return the module of (q, k, v[, bias]) -> (context, log_sums)."""
+        operands = [*self._inputs(), *self._biases()]
+        return self._module("", _FORWARD, operands, [self.queries], [(*self.log_sums,)])
+
+    def backward(self) -> str:
+        """Return the module of (q, k, v, log_sums, dy[, bias], context) -> (dq, dk, dv)."""
+        own = self._type(self.queries)
+        sums = _tensor(self.log_sums, "f32")
+        operands = [*self._inputs(), sums, own, *self._biases(), own]
+        return self._module("Backward", _BACKWARD, operands, [self.queries, *[self.keys] * 2], [])
+
+    def name(self, backward: bool = False) -> str:
+        """Return the name by which XLA knows the call."""
+        bias = "" if self.bias is None else "ScaleBias"
+        return f"__cudnn$fmha{bias}Softmax{'Backward' if backward else ''}"
+
+    def config(self, products: dict) -> dict:
+        """Return what XLA reads besides the operands."""
+        (b, s, n, _), t = self.queries, self.keys[1]
+        unknown = {"dim_level_types": [], "dim_unique": [], "dim_ordered": [], "tiles": []}
+        unknown |= {f"{name}_primitive_type": "PRIMITIVE_TYPE_INVALID" for name in _POINTERS}
+        unknown |= dict.fromkeys(_SIZES, "0")
+        scores = {
+            "element_type": _TYPES[self.dtype][1],
+            "dimensions": [str(size) for size in (b, n, s, t)],
+            "tuple_shapes": [],
+            "layout": {"minor_to_major": ["3", "2", "1", "0"], **unknown},
+            "is_dynamic_dimension": [False] * 4,
+        }
+        algorithm = {"algo_id": "0", "math_type": "TENSOR_OP_MATH", "is_cudnn_frontend": True}
+        algorithm |= {"tuning_knobs": {"17": "1", "24": "0"}, "workspace_size": "0"}
+        config = {"algorithm": algorithm, "intermediate_tensor_shape": scores, "fmha_scale": 1.0}
+        config |= {"mask_type": "CAUSAL" if self.causal else "NO_MASK", "is_flash_attention": True}
+        config |= {"dropout_rate": 0.0, "seed": 42, "sliding_window_length": self.window or 0}
+        config |= {"max_seg_per_batch": 1, "is_paged_attention": False}
+        for name, (contracted, left, right) in products.items():
+            config[f"{name}_dot_dimension_numbers"] = {
+                "lhs_contracting_dimensions": [contracted[0]],
+                "rhs_contracting_dimensions": [contracted[1]],
+                "lhs_batch_dimensions": list(left),
+                "rhs_batch_dimensions": list(right),
+            }
+        return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
+
+    def _module(self, suffix, products, operands, results, sums):
+        """Return a module whose results are [b, length, heads, d], then float32 sums."""
+        # cuDNN's are [b, heads, length, d] by name, and [b, length, heads, d] in memory.
+        swapped = [self._type((b, heads, length, d)) for b, length, heads, d in results]
+        given = [_tensor(shape, "f32") for shape in sums]
+        types = [*swapped, *given, "tensor<0xui8>"]  # the last is cuDNN's memory for itself
+        layouts = [_layout("3120")] * len(swapped) + [_layout("210")] * len(given) + [_layout("0")]
+        own = [self._type(shape) for shape in results] + given
+        names = ", ".join(f"%x{i}" for i in range(len(operands)))
+        arguments = ", ".join(f"%x{i}: {kind}" for i, kind in enumerate(operands))
+        config = json.dumps(self.config(products)).replace('"', "\\22")
+        operand_layouts = ", ".join(_layout("3210"[-kind.count("x") :]) for kind in operands)
+        call = (
+            f"%r:{len(types)} = stablehlo.custom_call @{self.name(bool(suffix))}({names}) {{"
+            f'api_version = 2 : i32, backend_config = "{config}", operand_layouts = '
+            f"[{operand_layouts}], result_layouts = [{', '.join(layouts)}]}} : "
+            f"({', '.join(operands)}) -> ({', '.join(types)})"
+        )
+        lines = [call]
+        for i, (before, after) in enumerate(zip(swapped, own)):
+            lines.append(
+                f"%y{i} = stablehlo.transpose %r#{i}, dims = [0, 2, 1, 3] : ({before}) -> {after}"
+            )
+        returned = [f"%y{i}" for i in range(len(swapped))]
+        returned += [f"%r#{len(swapped) + i}" for i in range(len(given))]
+        lines.append(f"return {', '.join(returned)} : {', '.join(own)}")
+        # The first argument is the number of the platform that it is compiled for.
+        return (
+            f"module @attention {{ func.func public @main(%platform: tensor<i32>, {arguments}) -> "
+            f"({', '.join(own)}) {{\n" + "\n".join(lines) + "\n} }"
+        )
+
+    def _inputs(self):
+        return [self._type(shape) for shape in (self.queries, self.keys, self.keys)]
+
+    def _biases(self):
+        return [] if self.bias is None else [self._type(self.bias)]
+
+    def _type(self, shape):
+        return _tensor(shape, _TYPES[self.dtype][0])
+
+
+def why_not(call: CudnnCall) -> str | None:
+    """Return why cuDNN cannot compute a call, or None where it can."""
+    d, s, t = call.queries[3], call.queries[1], call.keys[1]
+    if call.dtype not in _TYPES:
+        return f"tensors are {call.dtype}, not {' or '.join(_TYPES)}"
+    if d % 8 or d > _LARGEST_HEAD:
+        return f"heads have {d} features, not a multiple of 8 up to {_LARGEST_HEAD}"
+    if call.bias is not None and (s % 2 or t % 2):
+        return f"{s} queries and {t} keys with a mask are not even numbers"
+    return None
+
+
+def _tensor(shape, element):
+    return f"tensor<{'x'.join(map(str, shape))}x{element}>"
+
+
+def _layout(order):
+    """Return a layout, the dimensions from the one whose elements are next to each other."""
+    if len(order) == 1:
+        return "dense<0> : tensor<1xindex>"
+    return f"dense<[{', '.join(order)}]> : tensor<{len(order)}xindex>"

@@ -1,0 +1,176 @@
+"""Promise: attention by cuDNN's calls is ours for every mask it takes, and the calls are JAX's.
+
+Elsewhere than on a GPU TensorFlow computes what a call does: values and gradients are compared so.
+What a card is given is compared as text; `benchmarks/gpu.py` compares what it computes.
+"""
+
+import json
+import pathlib
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer import parallel_config
+from dtransformer.layers import MultiHeadAttention, attention_core
+from dtransformer.layers.attention_core import attention, implementation_for
+from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.cudnn_call import CudnnCall
+from dtransformer.layers.dropout import Dropout
+from dtransformer.parallel.ops import gpu_calls
+from dtransformer.parallel.tracing import trace
+from harness.stablehlo import custom_calls
+from tests.layers.reference_compare import dtype_policy
+from tests.layers.test_blockwise_attention import CASES, losses_by, results
+
+JAX_CALLS = json.loads(pathlib.Path(__file__).with_name("jax_cudnn_calls.json").read_text())
+REFUSED = {"soft cap", "relative", "relative causal", "alibi"}
+X = tf.zeros([2, 4, 16, 8], "bfloat16")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """What is traced is traced for a GPU; it cannot be computed."""
+    monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: True)
+    monkeypatch.setattr(gpu_calls, "_capability", lambda: (9, 0))
+
+
+@pytest.fixture(autouse=True)
+def warned_anew():
+    attention_core._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
+def test_like_with_all_scores(case, compiled):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = results("cudnn", case, compiled=compiled)
+    for x, expected in zip(own, results("reference", case), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 4e-3)])
+@pytest.mark.parametrize("case", ["causal window", "segments", "prefix"])
+def test_like_with_all_scores_in_other_types(case, dtype, atol):
+    own, expected = results("cudnn", case, dtype), results("reference", case)
+    for x, y in zip(own, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(np.abs(y).max(), 1))
+
+
+@pytest.mark.parametrize("case, rate", [("soft cap", 0.0), ("relative causal", 0.0), ("all", 0.3)])
+def test_what_it_does_not_take_is_computed_by_blocks_with_one_warning(case, rate):
+    reason = {"soft cap": "capped", "all": "dropped out"}.get(case, "bias by position")
+    with pytest.warns(UserWarning, match=f"without cuDNN: .*{reason}"):
+        own = results("cudnn", case, rate=rate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results("cudnn", case, rate=rate)
+    for x, expected in zip(own, results("blockwise", case, rate=rate), strict=True):
+        np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, "cudnn"),
+        ({"causal": True, "window": 4}, "cudnn"),
+        ({"mask": Segments(X[:, 0, :, 0], X[:, 0, :, 0])}, "cudnn"),
+        ({"dtype": "float32"}, "reference"),
+        ({"shape": [2, 4, 16, 12]}, "reference"),
+        ({"shape": [2, 4, 16, 136]}, "reference"),
+        ({"shape": [None, 4, 16, 8]}, "reference"),
+        ({"shape": [2, 4, 15, 8], "mask": X[:, 0, :15, 0]}, "reference"),
+        ({"shape": [2, 4, 15, 8]}, "cudnn"),
+        ({"shape": [64, 4, 4096, 8], "mask": tf.TensorSpec([64, 4096])}, "blockwise"),
+        ({"bias": True}, "reference"),
+        ({"soft_cap": 3.0}, "reference"),
+        ({"dropout": Dropout(0.1).masks}, "reference"),
+    ],
+)
+def test_what_auto_takes_on_a_gpu(on_gpu, options, expected):
+    options = dict(options)
+    spec = tf.TensorSpec(options.pop("shape", X.shape), options.pop("dtype", "bfloat16"))
+    with tf.Graph().as_default():
+        assert implementation_for("auto", spec, spec, **options) == expected
+    assert implementation_for("auto", spec, spec, **options) != "cudnn"  # nothing is traced
+
+
+def test_older_cards_and_cpus_are_left_to_blocks(on_gpu, monkeypatch):
+    monkeypatch.setattr(gpu_calls, "_capability", lambda: (7, 0))
+    with tf.Graph().as_default():
+        assert implementation_for("auto", X, X) == "reference"
+        monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: False)
+        assert implementation_for("auto", X, X) == "reference"
+
+
+@pytest.mark.parametrize("name", JAX_CALLS)
+def test_the_calls_are_those_of_jax(name):
+    case = JAX_CALLS[name]
+    shapes = {key: tuple(case[key]) for key in ("queries", "keys", "bias") if case[key]}
+    call = CudnnCall(**shapes, dtype=case["dtype"], causal=case["causal"], window=case["window"])
+    own = custom_calls(call.forward()) + custom_calls(call.backward())
+    expected = case["calls"]
+    if call.bias:  # JAX has the bias' gradient computed, which nobody asks for
+        for key in ("results", "result_layouts"):
+            expected[1][key].pop(3)
+    assert own == expected
+
+
+def hlo_of(mask):
+    """Return what XLA is given of an attention layer with its gradient, for a GPU."""
+    with dtype_policy("mixed_bfloat16"):
+        layer = MultiHeadAttention(
+            32, 4, 0.0, 0.0, num_kv_heads=2, causal=True, rotary_base=100.0, implementation="auto"
+        )
+    x = tf.zeros([2, 48, 32])
+    layer.build(x.shape)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(layer(x, x, x, mask, training=True))
+        return tape.gradient(y, [x, *(v.value for v in layer.trainable_variables)])
+
+    function = tf.function(step, jit_compile=True, autograph=False)
+    return function.experimental_get_compiler_ir(x)(stage="hlo")
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "packed"])
+def test_no_scores_are_in_what_a_gpu_is_given(on_gpu, has_mask):
+    segments = tf.constant(np.repeat([[1, 2, 0]], 16, axis=1).repeat(2, axis=0))
+    hlo = hlo_of(Segments(segments, segments) if has_mask else None)
+    kind = "ScaleBiasSoftmax" if has_mask else "Softmax"
+    assert hlo.count(f'custom_call_target="__cudnn$fmha{kind}"') == 1
+    assert hlo.count(f'custom_call_target="__cudnn$fmha{kind}Backward"') == 1
+    for heads in ("4,48,48", "2,96,48"):
+        assert f"[2,{heads}]" not in hlo
+    assert ("bf16[2,1,48,48]" in hlo) == has_mask
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_network_trains_alike(monkeypatch, recompute):
+    counted, compute = [], attention_core.cudnn_attention
+    monkeypatch.setattr(
+        attention_core, "cudnn_attention", lambda *args: counted.append(1) or compute(*args)
+    )
+    with warnings.catch_warnings(), parallel_config(recompute=recompute):
+        warnings.simplefilter("error", UserWarning)
+        own = losses_by("cudnn")
+    assert counted
+    np.testing.assert_allclose(own, losses_by("reference"), rtol=1e-5)
+
+
+def test_on_a_mesh_it_is_left_to_blocks(on_gpu):
+    with trace.scope(on_mesh=True), pytest.warns(UserWarning, match="on a mesh"):
+        assert implementation_for("cudnn", X, X) == "blockwise"
+
+
+def test_a_single_query_is_taken_too():
+    q = tf.random.stateless_normal([2, 4, 1, 8], [1, 2])
+    k = tf.random.stateless_normal([2, 2, 7, 8], [3, 4])
+    own, expected = (
+        attention(q, [k], [k], causal=True, implementation=name) for name in ("cudnn", "reference")
+    )
+    np.testing.assert_allclose(own, expected, atol=1e-6)
