@@ -45,9 +45,9 @@ def replacing(
             target.parent.mkdir(parents=True, exist_ok=True)
         _reserve(fresh, num_bytes)
         yield fresh
-        _sync(fresh)
+        sync(fresh)
         os.replace(fresh, target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         reason = error.strerror or str(error).partition("\n")[0]
         raise InputError(
@@ -239,11 +239,11 @@ def new_folder(
         fresh.mkdir(parents=True)
         yield fresh
         for path in (*fresh.rglob("*"), fresh):
-            _sync(path)
+            sync(path)
         if has_files:
             os.rename(target, old)
         os.rename(fresh, target)  # an empty folder is replaced
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         if not os.path.lexists(target) and old.is_dir():
             os.rename(old, target)
@@ -289,7 +289,7 @@ def _reserve(path, num_bytes):
             file.truncate(0)
 
 
-def _sync(path):
+def sync(path: pathlib.Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 
 # Sequences where nothing is said: published positions go far beyond what is trained.
@@ -20,9 +20,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
         InputError: what is asked does not exist, or does not go together.
     """
     if arguments.plot:
-        from dtransformer.planner.picture import check_matplotlib
-
-        check_matplotlib()
+        check_installed("matplotlib", "pictures", "plot")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 

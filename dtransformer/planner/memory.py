@@ -10,9 +10,8 @@ from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, stage_kinds
 
-BLOCKWISE_SCORES = (
-    2048 * 1024
-)  # of s·t scores a head, from which on this library computes by blocks
+# Of s·t scores a head, from which on this library computes by blocks.
+BLOCKWISE_SCORES = 2048 * 1024
 KINDS = ("weights", "gradients", "states", "activations", "logits", "buffers")
 
 
