@@ -54,6 +54,13 @@ def shown(value: object, limit: int = _MAX_SHOWN) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def check_int(name: str, value: object, least: int = 1) -> int:
+    """Return a value that has to be an integer of at least some number."""
+    if type(value) is not int or value < least:
+        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+    return value
+
+
 def check_installed(package: str, what: str, extra: str) -> None:
     """Refuse what needs an optional package where that is not installed.
 
