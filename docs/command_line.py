@@ -12,8 +12,8 @@ import pathlib
 import re
 import typing
 
-from dtransformer import cli
 from dtransformer.cli import config
+from dtransformer.cli.options import make_parser
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
@@ -106,7 +106,7 @@ def keys():
 
 def page():
     """Return the page's text."""
-    lines = [HEAD, *commands(cli._parser()), YAML, *keys()]
+    lines = [HEAD, *commands(make_parser()), YAML, *keys()]
     text = "\n".join(line.rstrip("\n") for line in lines)
     return re.sub(r"\n{3,}", "\n\n", text) + "\n"
 

@@ -1,5 +1,7 @@
 """The error for what a user can mend: files, configs, command lines."""
 
+import importlib.util
+
 MAX_MESSAGE = 300  # characters of what the command line prints
 _MAX_SHOWN = 60
 
@@ -50,3 +52,22 @@ def shown(value: object, limit: int = _MAX_SHOWN) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"an {type(value).__name__} that is too long to print"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def check_int(name: str, value: object, least: int = 1) -> int:
+    """Return a value that has to be an integer of at least some number."""
+    if type(value) is not int or value < least:
+        raise InputError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+    return value
+
+
+def check_installed(package: str, what: str, extra: str) -> None:
+    """Refuse what needs an optional package where that is not installed.
+
+    Args:
+        package: its name.
+        what: what needs it, for the message.
+        extra: the extra of this package that has it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what} need {package}: pip install 'dtransformer[{extra}]'")

@@ -15,6 +15,18 @@ _PARTIAL = ".partial."
 
 
 @contextlib.contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Inside the `with` block an error of the file system is an `InputError` that names a path."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error).partition("\n")[0]
+        raise InputError(
+            f"{path}: cannot be written ({reason}): make room, or give a place that you may write to"
+        ) from None
+
+
+@contextlib.contextmanager
 def replacing(
     path: str | os.PathLike, num_bytes: int = 0, parents: bool = False
 ) -> Iterator[pathlib.Path]:
@@ -41,18 +53,14 @@ def replacing(
     if os.path.lexists(target) and not target.is_file():
         raise InputError(f"{path}: cannot be written, as it is no ordinary file: give another path")
     try:
-        if parents:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        _reserve(fresh, num_bytes)
-        yield fresh
-        _sync(fresh)
-        os.replace(fresh, target)
-        _sync(target.parent)
-    except OSError as error:
-        reason = error.strerror or str(error).partition("\n")[0]
-        raise InputError(
-            f"{path}: cannot be written ({reason}): make room, or give a place that you may write to"
-        ) from None
+        with writing(path):
+            if parents:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            _reserve(fresh, num_bytes)
+            yield fresh
+            sync(fresh)
+            os.replace(fresh, target)
+            sync(target.parent)
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink()
@@ -177,12 +185,9 @@ def _fresh_in(folder):
     fresh = partial_path(folder / "folder")
     was_there = folder.is_dir()
     try:
-        fresh.mkdir(parents=True)
-        yield fresh
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be written ({error.strerror}): give a place that you may write to"
-        ) from None
+        with writing(folder):
+            fresh.mkdir(parents=True)
+            yield fresh
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         if not was_there:
@@ -232,26 +237,22 @@ def new_folder(
     target = pathlib.Path(os.path.realpath(folder))
     fresh, old = partial_path(target), beside(partial_path(target), ".replaced")
     try:
-        has_files = os.path.lexists(target) and bool(os.listdir(target))
-        if has_files and not (may_replace is not None and may_replace(target)):
-            raise InputError(f"{folder}: is not empty: give another folder, or --overwrite it")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        yield fresh
-        for path in (*fresh.rglob("*"), fresh):
-            _sync(path)
-        if has_files:
-            os.rename(target, old)
-        os.rename(fresh, target)  # an empty folder is replaced
-        _sync(target.parent)
-    except OSError as error:
+        with writing(folder):
+            has_files = os.path.lexists(target) and bool(os.listdir(target))
+            if has_files and not (may_replace is not None and may_replace(target)):
+                raise InputError(f"{folder}: is not empty: give another folder, or --overwrite it")
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            yield fresh
+            for path in (*fresh.rglob("*"), fresh):
+                sync(path)
+            if has_files:
+                os.rename(target, old)
+            os.rename(fresh, target)  # an empty folder is replaced
+            sync(target.parent)
+    finally:
         if not os.path.lexists(target) and old.is_dir():
             os.rename(old, target)
-        raise InputError(
-            f"{folder}: cannot be written ({error.strerror}): make room, or give a place that you "
-            "may write to"
-        ) from None
-    finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -289,7 +290,7 @@ def _reserve(path, num_bytes):
             file.truncate(0)
 
 
-def _sync(path):
+def sync(path: pathlib.Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

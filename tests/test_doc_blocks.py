@@ -18,6 +18,7 @@ import sys
 import pytest
 
 from dtransformer import cli
+from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -192,7 +193,7 @@ def check_command(words, monkeypatch):
         words = words[: words.index("<")]
     name = words[0]
     if name == "dtransformer":
-        arguments = cli._parser().parse_args(words[1:])
+        arguments = make_parser().parse_args(words[1:])
         if getattr(arguments, "rank_command", None):
             check_command(arguments.rank_command[1:], monkeypatch)
         for setting in getattr(arguments, "set", ()):
@@ -274,7 +275,7 @@ def test_inline_commands_are_parsed():
         ):
             with contextlib.suppress(SystemExit):
                 try:
-                    cli._parser().parse_args(shlex.split(code)[1:])
+                    make_parser().parse_args(shlex.split(code)[1:])
                 except InputError as error:
                     if "required" not in str(error):
                         wrong.append(f"{page.name}: {code}: {error}")

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 import yaml
 
-from dtransformer.cli import _parser
 from dtransformer.cli.launching.hosts import parse_hosts
+from dtransformer.cli.options import make_parser
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "examples/launch"
 
@@ -26,7 +26,7 @@ def test_slurm(code, queued_again, tmp_path):
     done = subprocess.run(command, env=environment, check=False, timeout=60)
     assert done.returncode == code
     assert ("requeue 7" in (tmp_path / "scontrol").read_text()) is queued_again
-    arguments = _parser().parse_args((tmp_path / "arguments").read_text().split())
+    arguments = make_parser().parse_args((tmp_path / "arguments").read_text().split())
     assert arguments.rank_command[-4:] == ["python", "train.py", "--set", "x=1"]
     assert parse_hosts((tmp_path / "hosts").read_text(), "hosts") == {"n1": 4, "n2": 4}
 
@@ -36,8 +36,8 @@ def test_kubernetes():
     pods = job["spec"]["mpiReplicaSpecs"]
     launcher = pods["Launcher"]["template"]["spec"]
     program, *command = launcher["containers"][0]["command"]
-    arguments = _parser().parse_args(command)
-    assert program == "dtransformer" and arguments.host_discovery_script.startswith("/etc/mpi/")
+    arguments = make_parser().parse_args(command)
+    assert program == "dtransformer" and arguments.discovery_script.startswith("/etc/mpi/")
     assert arguments.rank_command[-2:] == ["python", "train.py"]
     assert launcher["terminationGracePeriodSeconds"] > 120, "the launcher's time to save"
     gpus = pods["Worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]

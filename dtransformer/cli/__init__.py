@@ -12,73 +12,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dtransformer.cli.generate_options import add_generate, run_generate
-from dtransformer.cli.launching.options import add_launch, run_launch
-from dtransformer.cli.options import Parser, add_train, option_of
-from dtransformer.cli.plan import add_plan, run_plan
-from dtransformer.cli.prepare import add_options, prepare
+from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError, one_line
-from dtransformer.version import __version__
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
-
-
-def _parser():
-    parser = Parser(
-        prog="dtransformer", description="Train Transformers on many devices, and translate."
-    )
-    parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    add_options(commands.add_parser("prepare", help="write the files that training reads"))
-
-    add_train(commands)
-    add_launch(commands)
-
-    translate = commands.add_parser("translate", help="translate standard input, line by line")
-    evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
-    for command in (translate, evaluate):
-        command.add_argument("--run", required=True, help="a run folder")
-        command.add_argument(
-            "--beam-size", type=option_of("search.beam_size"),
-            help="hypotheses; 1 is greedy search",
-        )  # fmt: skip
-    translate.add_argument(
-        "--length-penalty", type=option_of("search.length_penalty"),
-        help="exponent of the length penalty",
-    )  # fmt: skip
-    sentences = evaluate.add_argument_group("the sentences, one a line, or .sgm")
-    sentences.add_argument("--src", required=True, help="those to translate")
-    sentences.add_argument("--ref", required=True, help="their reference translations")
-    evaluate.add_argument("--json", action="store_true", help="print JSON")
-
-    add_generate(commands)
-    add_plan(commands)
-
-    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
-    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
-    inspect = actions.add_parser("inspect", help="tell what a checkpoint holds")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-    verify = actions.add_parser("verify", help="compare all files with their checksums")
-    export = actions.add_parser("export", help="write the weights for one process")
-    export.add_argument("--out", required=True, help="a .weights.h5 or .safetensors file")
-    export.add_argument(
-        "--with-optimizer", action="store_true", help="the optimizer's states, too (.safetensors)"
-    )
-    export.add_argument("--overwrite", action="store_true", help="replace a file that is there")
-    for action in (inspect, verify, export):
-        action.add_argument("path", help="a checkpoint, or a folder of checkpoints")
-
-    doctor = commands.add_parser("doctor", help="say what is installed and what works")
-    instead = doctor.add_mutually_exclusive_group()
-    instead.add_argument("--json", action="store_true", help="print JSON")
-    instead.add_argument(
-        "--install-horovod", action="store_true",
-        help="install Horovod, which several ranks need: it is compiled here, once",
-    )  # fmt: skip
-    instead.add_argument("--hosts", metavar="A,B", help="whether hosts can train together")
-    doctor.add_argument("--ssh-identity-file", metavar="FILE", help="for --hosts")
-    return parser
 
 
 def _doctor(arguments):
@@ -103,12 +40,18 @@ def _doctor(arguments):
 
 def _run(arguments):
     if arguments.command == "plan":
+        from dtransformer.cli.plan import run_plan
+
         return run_plan(arguments)
     if arguments.command == "launch":
-        return run_launch(arguments)
+        from dtransformer.cli.launching.supervisor import launch
+
+        return launch(arguments)
     import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 
     if arguments.command == "prepare":
+        from dtransformer.cli.prepare import prepare
+
         return prepare(arguments)
     if arguments.command == "doctor":
         return _doctor(arguments)
@@ -128,6 +71,8 @@ def _run(arguments):
                 arguments.path, arguments.out, arguments.with_optimizer, arguments.overwrite
             )
     elif arguments.command == "generate":
+        from dtransformer.cli.generate import run_generate
+
         run_generate(arguments)
     elif arguments.command == "translate":
         from dtransformer.cli.translate import translate
@@ -162,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # whatever the locale can say
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-        code = _run(_parser().parse_args(argv)) or 0
+        code = _run(make_parser().parse_args(argv)) or 0
         sys.stdout.flush()
         return code
     except InputError as error:

@@ -1,8 +1,10 @@
 """`dtransformer generate`: texts of a published model, which go on with prompts or are for them."""
 
+import argparse
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterable
 from typing import BinaryIO, TextIO
 
@@ -22,6 +24,11 @@ from dtransformer.parallel.runtime import job
 
 # What of a config counts here: how the work is divided, and the type to compute in.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
+# Options that a `TextGenerator` takes by these names.
+_OF_GENERATOR = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
+    *("min_new_tokens", "beam_size", "length_penalty", "num_return_sequences", "seed"),
+)
 
 
 def generate(
@@ -180,3 +187,24 @@ def _write(destination, prompts, texts, as_json):
 
 def _nothing(number, text):
     """Take a part of a text that another rank shows."""
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    """Run the command as its options say; errors as of `generate`."""
+    given = {name: getattr(arguments, name) for name in _OF_GENERATOR}
+    generate(
+        arguments.model,
+        None if sys.stdin is None else sys.stdin.buffer,
+        sys.stdout,
+        arguments.prompt,
+        arguments.set,
+        arguments.max_new_tokens,
+        arguments.stop,
+        arguments.stream,
+        arguments.json,
+        adapters=arguments.adapters,
+        boundary=arguments.boundary,
+        is_chat=arguments.chat,
+        system=arguments.system,
+        **{name: value for name, value in given.items() if value is not None},
+    )

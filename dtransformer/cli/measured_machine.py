@@ -186,20 +186,14 @@ def _block_bytes_per_second(device):
         return tf.add_n([tf.reshape(g, [-1])[0] for g in tape.gradient(loss, [x, *block.weights])])
 
     layouts = Layouts.of(micro_batch=_BLOCK_ROWS)
-    planned = [
-        float(
-            block_passes(
-                dataclasses.replace(device, memory_gb_per_second=rate),
-                model,
-                model.kinds[0],
-                layouts,
-                is_16_bit=False,
-            ).total[0]
-        )
-        for rate in (math.inf, 1.0)
-    ]
-    beyond = max(_seconds(lambda: both(x).numpy()) - planned[0], 0.01 * planned[0])
-    return (planned[1] - planned[0]) * 1e9 / beyond
+
+    def planned(rate):
+        own = dataclasses.replace(device, memory_gb_per_second=rate)
+        return float(block_passes(own, model, model.kinds[0], layouts, False).total[0])
+
+    products = planned(math.inf)
+    beyond = max(_seconds(lambda: both(x).numpy()) - products, 0.01 * products)
+    return (planned(1.0) - products) * 1e9 / beyond
 
 
 def _sizes():

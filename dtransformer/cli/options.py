@@ -1,14 +1,18 @@
 """Options of the command line: checked where they are read, and refused in one line."""
 
 import argparse
+import pathlib
 from collections.abc import Callable
 from typing import NoReturn
+
+import yaml
 
 from dtransformer.cli.config import RunConfig, set_option
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
+from dtransformer.version import __version__
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,17 +77,47 @@ def _checked(read):
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_train(commands) -> None:
-    """Add the command to argparse's subparsers."""
-    train = commands.add_parser("train", help="train a translation model")
-    train.add_argument("--config", required=True, help="a YAML file")
-    train.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="replace values of the config, such as training.epochs=3",
-    )  # fmt: skip
-    train.add_argument("--run", help="the run folder; runs/NAME-OF-THE-CONFIG by default")
-    again = train.add_mutually_exclusive_group()
-    again.add_argument("--overwrite", action="store_true", help="replace a run that is there")
-    again.add_argument(
-        "--resume", action="store_true", help="go on from the run's newest checkpoint, if any"
+# Fields of options -> functions of their values that return what reads an option's text.
+_KINDS = {
+    "number": lambda bounds: number(*bounds),
+    "config": option_of,
+    "text": lambda _: Text,
+    "type": {"float": float}.get,
+}
+
+
+def make_parser() -> Parser:
+    """Return the parser of the command line, whose commands are those of `commands.yaml`."""
+    parser = Parser(
+        prog="dtransformer", description="Train Transformers on many devices, and translate."
     )
+    parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
+    table = yaml.safe_load(pathlib.Path(__file__).with_name("commands.yaml").read_text("utf-8"))
+    _add_commands(parser, table, "command")
+    return parser
+
+
+def _add_commands(parser, table, name):
+    commands = parser.add_subparsers(dest=name, required=True, metavar=name.upper())
+    for command, fields in table.items():
+        child = commands.add_parser(command, help=fields["help"], usage=fields.get("usage"))
+        if "actions" in fields:
+            _add_commands(child, fields["actions"], "action")
+        else:
+            _add_options(child, fields["options"], fields.get("needed"))
+
+
+def _add_options(parser, options, needed):
+    groups = {(None, None): parser}  # title, and name of those that exclude each other
+    for names, option in options.items():
+        title, either = option.pop("group", None), option.pop("either", None)
+        if (title, None) not in groups:
+            groups[title, None] = parser.add_argument_group(title)
+        if (title, either) not in groups:
+            outer = groups[title, None]
+            groups[title, either] = outer.add_mutually_exclusive_group(required=either == needed)
+        if option.pop("flag", False):
+            option["action"] = "store_true"
+        for kind in _KINDS.keys() & option.keys():
+            option["type"] = _KINDS[kind](option.pop(kind))
+        groups[title, either].add_argument(*names.split(", "), **option)

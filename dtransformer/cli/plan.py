@@ -6,63 +6,11 @@ import json
 import os
 import pathlib
 
-from dtransformer.cli.options import number
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_installed, shown
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 
-_MOST = 10**6
 # Sequences where nothing is said: published positions go far beyond what is trained.
 _LONGEST = 8192
-
-
-def add_plan(commands) -> None:
-    """Add the command to argparse's subparsers."""
-    parser = commands.add_parser(
-        "plan", help="say what a layout costs, and which one to take, before a device is touched"
-    )
-    parser.add_argument(
-        "--model",
-        help="a name, such as gpt-175b or llama2-13b, a published model's folder, or a YAML file",
-    )
-    parser.add_argument(
-        "--devices", type=number(1, _MOST), metavar="N", help="number of devices, of all nodes"
-    )
-    parser.add_argument("--nodes", type=number(1, _MOST), metavar="N", help="or that of nodes")
-    parser.add_argument(
-        "--device", default="a100-80", help="a name, such as h100, or a file of --measure"
-    )
-    parser.add_argument(
-        "--devices-per-node",
-        type=number(1, 1024),
-        metavar="N",
-        help="of a node, if not the device's",
-    )
-    parser.add_argument(
-        "--global-batch", type=number(1, 10**9), metavar="N", help="sequences of a step"
-    )
-    parser.add_argument(
-        "--sequence", type=number(1, 10**7), metavar="N", help="positions of a sequence"
-    )
-    parser.add_argument(
-        "--lora", type=number(1, 10**5), metavar="RANK", help="train adapters of this rank alone"
-    )
-    parser.add_argument(
-        "--freeze", type=number(1, 10**5), metavar="N", help="freeze tables and the first N blocks"
-    )
-    parser.add_argument("--precision", help="by default the 16 bits of the device, mixed")
-    parser.add_argument("--optimizer", default="adamw", help="whose states are counted; adamw")
-    parser.add_argument(
-        "--fix", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
-        help="fields of the parallel config that are given, such as model_parallel=8",
-    )  # fmt: skip
-    parser.add_argument("--top", type=number(1, 1000), default=5, metavar="N", help="how many")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--yaml", metavar="FILE", help="write a config to train with")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, which needs matplotlib")
-    parser.add_argument(
-        "--measure", metavar="FILE",
-        help="measure this machine, under horovodrun with several ranks, and write it as a device",
-    )  # fmt: skip
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
@@ -72,9 +20,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
         InputError: what is asked does not exist, or does not go together.
     """
     if arguments.plot:
-        from dtransformer.planner.picture import check_matplotlib
-
-        check_matplotlib()
+        check_installed("matplotlib", "pictures", "plot")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 

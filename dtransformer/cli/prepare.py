@@ -3,67 +3,10 @@
 import argparse
 from collections.abc import Iterable
 
-from dtransformer.cli.options import number
 from dtransformer.errors import InputError
 
 _TRAINED_ON = 2**26  # characters that a tokenizer is trained on, at most
 _OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentences", "shard_tokens"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `prepare` to its parser."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--source", help="a folder or tar archive with WMT14's newstest2014 files")
-    source.add_argument(
-        "--download", action="store_true", help="download the official archive, and check it"
-    )
-    source.add_argument(
-        "--embedded", action="store_true", help="generate the embedded English-French corpus"
-    )
-    source.add_argument(
-        "--lm", action="store_true", help="write token shards of documents, for language models"
-    )
-    parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument(
-        "--seed", type=number(0, 2**31 - 1), default=0, help="of the embedded corpus"
-    )
-    parser.add_argument(
-        "--num-train", type=number(0, 200_000), default=30_000,
-        help="training pairs of the embedded corpus",
-    )  # fmt: skip
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace files that are there with other content"
-    )
-    lm = parser.add_argument_group("with --lm")
-    lm.add_argument(
-        "--input", nargs="+", metavar="FILE",
-        help="text, .jsonl, .arrow or .parquet; text and .jsonl may be packed, .gz",
-    )  # fmt: skip
-    which = lm.add_mutually_exclusive_group()
-    which.add_argument(
-        "--tokenizer", metavar="FOLDER",
-        help="a tokenizer's folder: of ours, with a tokenizer.json, or with SentencePiece's model",
-    )  # fmt: skip
-    which.add_argument(
-        "--train-tokenizer", type=number(16, 10**7), metavar="SIZE",
-        help="train a tokenizer of so many pieces on the documents",
-    )  # fmt: skip
-    lm.add_argument(
-        "--field", nargs="+", metavar="NAME",
-        help="the key or column of the text ('text' by default); several for documents of several "
-        "parts, such as: prompt answer, or instruction+input output, where two are lines of a part",
-    )  # fmt: skip
-    lm.add_argument(
-        "--documents", choices=("blank_line", "line", "file"),
-        help="what ends a document of a text file; blank_line by default",
-    )  # fmt: skip
-    lm.add_argument(
-        "--sentences", action="store_true", default=None,
-        help="lines are sentences, which next-sentence prediction needs",
-    )  # fmt: skip
-    lm.add_argument(
-        "--shard-tokens", type=number(1, 2**40), help="tokens of a shard; 2^28 by default"
-    )
 
 
 def prepare(arguments: argparse.Namespace) -> None:

@@ -2,14 +2,14 @@
 
 Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the
 sample's, `embedded` generates a corpus. Ids: `tokenizer` (on `words` and `vocabulary`).
-Batches: `batching` (on `batch_plan`, `padding` and `packing`).
+Batches: `batching` (on `batch_plan` and `packing`).
 
-Published tokenizers: `tokenizer_folder` (on `json_tokenizer` and `sentencepiece_tokenizer`, and these
-on `published_tokenizer` and `special_tokens`).
+Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `published_tokenizer` and
+`special_tokens`).
 
 Documents, for language models. Files: `documents` reads them. Ids: `shard_writer` writes token shards
-(on `shard_files` and `shard_manifest`), `token_shards` reads them. Batches are all `indexed_batches`
-(on `permutation`): of packed rows (`packed_documents`, on `token_stream`) those of `language_model`,
+(on `shard_manifest`), `token_shards` reads them. Batches are all `indexed_batches`
+(on `permutation`): of packed rows (`packed_documents`) those of `language_model`,
 `masked_language_model` (on `masking`) and `span_corruption`; of their own `next_sentences` and
 `instructions`. Where a run stands, `epochs` says for all.
 

@@ -1,10 +1,15 @@
 """Tokenizers from folders, published ones and our own."""
 
 import os
+import pathlib
+
+import tokenizers
 
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
+from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
+from dtransformer.datasets.special_tokens import SpecialTokens
 from dtransformer.datasets.tokenizer import SubwordTokenizer
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.paths import check_path
@@ -45,8 +50,6 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
         return _of_json(folder / _JSON)
     for path in (folder / name for name in _MODELS):
         if path.exists():
-            from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
-
             return SentencePieceTokenizer(path, read_bytes(path, _MAX_BYTES))
     raise InputError(
         f"{folder}: expected {_JSON} or {', '.join(_MODELS)}: a tokenizer in other files, such as "
@@ -59,6 +62,39 @@ def _of_json(path):
     content = parse_json(data, path, _MAX_BYTES)
     if isinstance(content, dict) and "format" in content:
         return SubwordTokenizer.load(path.parent)
-    from dtransformer.datasets.json_tokenizer import JsonTokenizer
-
     return JsonTokenizer(path, decode(data, path))
+
+
+class JsonTokenizer(PublishedTokenizer):
+    """A tokenizer of the library `tokenizers`: byte-pair encoding, WordPiece, Unigram, and others.
+
+    Args:
+        path: the file, whose folder may have files that name special tokens.
+        text: what is in it.
+
+    Raises:
+        InputError: it is no such file, or the files beside it do not fit.
+    """
+
+    def __init__(self, path: pathlib.Path, text: str):
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises no other kind
+            raise InputError(
+                f"{path}: is no tokenizer of the library `tokenizers` ({one_line(error, 160)})"
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        special = SpecialTokens.of(path.parent, vocabulary.get, {})
+        super().__init__(path, max(vocabulary.values(), default=-1) + 1, special)
+
+    def _id_of(self, token):
+        return self._tokenizer.token_to_id(token)
+
+    def _rows(self, texts, add_special_ids):
+        found = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_ids)
+        return [one.ids for one in found]
+
+    def _texts(self, rows):
+        return self._tokenizer.decode_batch(rows, skip_special_tokens=True)

@@ -1,5 +1,6 @@
 """Unpacking gzip and tar as streams, which ends where it takes more than real files do."""
 
+import gzip
 import pathlib
 import tarfile
 import zlib
@@ -18,7 +19,6 @@ FREE_OF_RATIO = 16 * MEBIBYTE
 _MAX_TAR = 1024 * MEBIBYTE
 _MAX_EMPTY = 10
 _SHARE_OF_MEMORY = 8
-_GZIP = 16 + zlib.MAX_WBITS
 _MAGIC = b"\x1f\x8b"
 
 
@@ -34,35 +34,36 @@ def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterat
         InputError: it is damaged or incomplete, or grows beyond all measure.
     """
     limit = free_memory() // _SHARE_OF_MEMORY if limit is None else limit
-    num_in = num_out = num_streams = 0
-    rest, stream = b"", None
+    counted, num_out = _Counted(file), 0
     try:
-        while data := rest or file.read(CHUNK):
-            num_in += 0 if rest else len(data)
-            if stream is None:
-                data = data.lstrip(b"\0") if num_streams else data  # zeros may fill up the end
-                if not data:
-                    rest = b""
-                    continue
-                stream, num_streams = zlib.decompressobj(_GZIP), num_streams + 1
-            chunk = stream.decompress(data, MEBIBYTE)
-            rest = stream.unconsumed_tail
-            if stream.eof:
-                rest, stream = stream.unused_data, None
-            num_out += len(chunk)
-            if num_out > min(limit, max(FREE_OF_RATIO, MAX_RATIO * num_in)):
-                raise InputError(
-                    f"{name}: {num_in:,} bytes of gzip give more than {num_out - len(chunk):,}, "
-                    "which no text does, or the memory does not hold: unpack it by other means"
-                )
-            if chunk:
+        with gzip.GzipFile(fileobj=counted, mode="rb") as stream:
+            while chunk := stream.read1(MEBIBYTE):
+                num_out += len(chunk)
+                if num_out > min(limit, max(FREE_OF_RATIO, MAX_RATIO * counted.number)):
+                    raise InputError(
+                        f"{name}: {counted.number:,} bytes of gzip give more than "
+                        f"{num_out - len(chunk):,}, which no text does, or the memory does not hold: "
+                        "unpack it by other means"
+                    )
                 yield chunk
-    except zlib.error as error:
+        if not counted.number:
+            raise EOFError("it is empty")
+    except (zlib.error, gzip.BadGzipFile, EOFError) as error:
         raise InputError(
             f"{name} is not a complete gzip file ({one_line(error, 80)}): copy or pack it again"
         ) from None
-    if stream is not None or not num_streams:
-        raise InputError(f"{name} is not a complete gzip file: copy or pack it again")
+
+
+class _Counted:
+    """A file that is read, and the number of the bytes that were."""
+
+    def __init__(self, file):
+        self._file, self.number = file, 0
+
+    def read(self, size):
+        data = self._file.read(size)
+        self.number += len(data)
+        return data
 
 
 def tar_members(

@@ -1,10 +1,9 @@
 """Columns of text of Arrow and Parquet files, a block of rows at a time, by pyarrow."""
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator, Sequence
 
-from dtransformer.errors import InputError, one_line, shown
+from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import opened
 from dtransformer.inputs.paths import FilePath
 
@@ -27,10 +26,7 @@ def iterate_columns(
         InputError: pyarrow is missing; the file is missing or damaged, or lacks a column, or has
             something else than text in it.
     """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            f"{path}: Arrow and Parquet files need pyarrow: pip install 'dtransformer[arrow]'"
-        )
+    check_installed("pyarrow", f"{path}: Arrow and Parquet files", "arrow")
     with opened(path) as file, _told(path):
         batches, schema = _parquet(file, columns) if _ends(path, PARQUET) else _arrow(file)
         _check_columns(schema, columns, path)

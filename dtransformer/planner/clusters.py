@@ -7,7 +7,7 @@ way. What of them training reaches, `Constants` says.
 import dataclasses
 from collections.abc import Mapping
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +177,11 @@ class Cluster:
     usable_share: float = 0.92
 
     def __post_init__(self):
-        for name in ("num_devices", "devices_per_node"):
-            value = getattr(self, name)
-            if name == "devices_per_node" and value is None:
-                object.__setattr__(self, name, min(self.device.devices_per_node, self.num_devices))
-            elif type(value) is not int or value < 1:
-                raise InputError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        check_int("num_devices", self.num_devices)
+        if self.devices_per_node is None:
+            usual = min(self.device.devices_per_node, self.num_devices)
+            object.__setattr__(self, "devices_per_node", usual)
+        check_int("devices_per_node", self.devices_per_node)
         if self.num_devices % self.devices_per_node:
             raise InputError(
                 f"num_devices={self.num_devices} is not a multiple of "

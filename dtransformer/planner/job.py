@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.clusters import Device
 
@@ -91,10 +91,7 @@ class Job:
     fixed: Mapping = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        if type(self.global_batch) is not int or self.global_batch < 1:
-            raise InputError(
-                f"global_batch must be an integer of at least 1, got {shown(self.global_batch)}"
-            )
+        check_int("global_batch", self.global_batch)
         if self.precision not in (None, *PRECISIONS):
             raise InputError(
                 f"precision must be one of {', '.join(PRECISIONS)}; got {shown(self.precision)}"

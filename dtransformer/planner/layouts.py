@@ -1,7 +1,7 @@
 """Layouts as columns of numbers: many at once, so that all of a search are computed together."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -72,6 +72,17 @@ class Layouts:
     def __getitem__(self, chosen) -> "Layouts":
         """Return those that an index array, a mask or a slice chooses."""
         return Layouts(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+
+    def by_pipeline(self) -> Iterator[tuple]:
+        """Yield the layouts of each schedule, number of stages and number of chunks together.
+
+        Yields:
+            their numbers, an int array; they; and the three: a str and two ints.
+        """
+        keys = np.stack([self.schedule, self.stage, self.chunks])
+        for schedule, stages, chunks in np.unique(keys, axis=1).T.tolist():
+            chosen = np.flatnonzero((keys.T == (schedule, stages, chunks)).all(axis=1))
+            yield chosen, self[chosen], SCHEDULE_NAMES[schedule], stages, chunks
 
     @property
     def devices(self):

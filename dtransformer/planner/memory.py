@@ -6,13 +6,12 @@ import numpy as np
 
 from dtransformer.planner.formulas import kept_bytes, micro_batches_alive, state_bytes
 from dtransformer.planner.job import System
-from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
+from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.shape import BlockKind, ModelShape
 from dtransformer.planner.stages import StageKind, stage_kinds
 
-BLOCKWISE_SCORES = (
-    2048 * 1024
-)  # of s·t scores a head, from which on this library computes by blocks
+# Of s·t scores a head, from which on this library computes by blocks.
+BLOCKWISE_SCORES = 2048 * 1024
 KINDS = ("weights", "gradients", "states", "activations", "logits", "buffers")
 
 
@@ -90,12 +89,7 @@ def memory_of(
     """
     columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
     kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
-    keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
-    for key in np.unique(keys):
-        chosen = np.flatnonzero(keys == key)
-        some = layouts[chosen]
-        schedule = SCHEDULE_NAMES[some.schedule[0]]
-        p, v = int(some.stage[0]), int(some.chunks[0])
+    for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst = np.full(len(chosen), -1.0)
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
             alive = micro_batches_alive(schedule, p, stage.first, some.micro_batches, v)

@@ -1,24 +1,13 @@
 """Pictures of a plan, which need matplotlib: time and memory by kind, and the frontier of both."""
 
-import importlib.util
 import os
 
 import numpy as np
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_installed
 from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.search import Plan
-
-
-def check_matplotlib() -> None:
-    """Refuse pictures where there is nothing to draw them with.
-
-    Raises:
-        InputError: matplotlib is not installed; says how to install it.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--plot needs matplotlib: pip install 'dtransformer[plot]'")
 
 
 def draw(plan: Plan, path: str | os.PathLike) -> None:
@@ -31,7 +20,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     Raises:
         InputError: matplotlib is not installed, or does not know such files.
     """
-    check_matplotlib()
+    check_installed("matplotlib", "pictures", "plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")

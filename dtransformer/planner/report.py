@@ -39,16 +39,9 @@ def text_of(plan: Plan) -> str:
     ]
     rows = [("", "layout", "s a step", "tokens/s", "of peak", "GB a device")]
     for number, cost in enumerate(plan.costs, start=1):
-        rows.append(
-            (
-                number,
-                cost.layout,
-                f"{cost.step_seconds:,.4g}",
-                f"{cost.tokens_per_second:,.0f}",
-                f"{cost.flops_share:.1%}",
-                f"{cost.memory_bytes / 1e9:,.3g}",
-            )
-        )
+        speed = f"{cost.step_seconds:,.4g}", f"{cost.tokens_per_second:,.0f}"
+        shares = f"{cost.flops_share:.1%}", f"{cost.memory_bytes / 1e9:,.3g}"
+        rows.append((number, cost.layout, *speed, *shares))
     lines += columns(rows, right=(0, 2, 3, 4, 5))
     lines += ["", *_spent(best), ""]
     if plan.fits:
@@ -88,23 +81,19 @@ def fit_line(cost: Cost) -> str:
 
 def _spent(cost):
     """Return the lines of where a layout spends time and memory."""
-    seconds = [("time", "s", "share")]
-    seconds += [
-        (_WORDS[kind], f"{value:,.4g}", f"{value / cost.step_seconds:.1%}")
-        for kind, value in cost.seconds_by_kind.items()
-        if value
-    ]
-    needed = [("memory of the fullest rank", "GB", "share")]
-    needed += [
-        (kind, f"{value / 1e9:,.3g}", f"{value / cost.memory_bytes:.1%}")
-        for kind, value in cost.bytes_by_kind.items()
-        if value
-    ]
+    seconds, needed = [("time", "s", "share")], [("memory of the fullest rank", "GB", "share")]
+    for kind, value in cost.seconds_by_kind.items():
+        if value:
+            seconds.append((_WORDS[kind], f"{value:,.4g}", f"{value / cost.step_seconds:.1%}"))
+    for kind, value in cost.bytes_by_kind.items():
+        if value:
+            needed.append((kind, f"{value / 1e9:,.3g}", f"{value / cost.memory_bytes:.1%}"))
     return [*columns(seconds, right=(1, 2)), "", *columns(needed, right=(1, 2))]
 
 
 def json_of(plan: Plan) -> dict:
     """Return a plan as what JSON has; units are in the names."""
+    checked, others = plan.cluster.device.checked_constants()
     return {
         "model": dataclasses.asdict(plan.model) | {"parameters": plan.model.parameters()},
         "device": plan.cluster.device.name,
@@ -113,12 +102,8 @@ def json_of(plan: Plan) -> dict:
         "global_batch": plan.job.global_batch,
         "precision": plan.job.precision,
         "optimizer": plan.job.optimizer,
-        **dict(
-            zip(
-                ("constants_checked", "constants_not_checked"),
-                plan.cluster.device.checked_constants(),
-            )
-        ),
+        "constants_checked": checked,
+        "constants_not_checked": others,
         "layouts_computed": plan.num_layouts,
         "layouts_fitting": plan.num_fitting,
         "fits": plan.fits,

@@ -1,5 +1,6 @@
 """The search: every layout is computed, what does not fit is left out, the fastest are returned."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -112,27 +113,15 @@ def _roomiest_first(layouts: Layouts, seconds, needed, order, cluster, top):
 
 def _what_would_fit(model, cluster, job):
     """Return one line: with how many devices there is a layout that fits."""
-    times = 2
-    while times <= _MAX_GROWTH:
-        larger = dataclasses.replace(
-            cluster,
-            num_devices=cluster.num_devices * times,
-            devices_per_node=min(cluster.device.devices_per_node, cluster.num_devices * times)
-            if cluster.num_devices <= cluster.devices_per_node
-            else cluster.devices_per_node,
-        )
-        try:
-            layouts = grid_of(model, larger, job)
-        except InputError:
-            times *= 2
-            continue
-        memory, _ = evaluate(model, larger, job, layouts)
-        if (memory.total <= larger.memory_bytes).any():
-            return (
-                f"no layout of {cluster.num_devices} devices fits; with {larger.num_devices} "
-                "devices there is one"
-            )
-        times *= 2
+    number, per_node = cluster.num_devices, cluster.devices_per_node
+    for times in (2**power for power in range(1, _MAX_GROWTH.bit_length())):
+        if number <= cluster.devices_per_node:
+            per_node = min(cluster.device.devices_per_node, number * times)
+        larger = dataclasses.replace(cluster, num_devices=number * times, devices_per_node=per_node)
+        with contextlib.suppress(InputError):
+            memory, _ = evaluate(model, larger, job, grid_of(model, larger, job))
+            if (memory.total <= larger.memory_bytes).any():
+                return f"no layout of {number} devices fits; with {number * times} devices there is one"
     return (
         f"no layout fits, nor of {_MAX_GROWTH} times the devices: give a larger global batch, devices "
         "with more memory, or fewer fixed fields"

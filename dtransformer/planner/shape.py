@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,10 @@ class ModelShape:
             "num_kv_heads": lambda: self.num_heads,
             "source_length": lambda: self.sequence_length,
         }
-        for name in ("hidden_size", "num_heads", "vocab_size", "sequence_length"):
-            self._check(name, 1)
+        self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default())
-            self._check(name, 1)
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
                 raise InputError(
@@ -122,12 +120,9 @@ class ModelShape:
                     f"hidden_size={self.hidden_size}: change one, or set head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        for name in ("num_layers", "encoder_layers", "decoder_layers", "learned_positions"):
-            self._check(name, 0)
-        for name in ("head_dim", "num_experts", "experts_chosen", "experts_every"):
-            self._check(name, 1)
-        for name in ("shared_experts", "frozen_blocks", "adapter_rank"):
-            self._check(name, 0)
+        self._check(1, *defaults, "head_dim", "num_experts", "experts_chosen", "experts_every")
+        self._check(0, "num_layers", "encoder_layers", "decoder_layers", "learned_positions")
+        self._check(0, "shared_experts", "frozen_blocks", "adapter_rank")
         for name in self.adapter_targets:
             if name not in self._adapters():
                 raise InputError(
@@ -149,12 +144,9 @@ class ModelShape:
                 "num_layers, or encoder_layers and decoder_layers"
             )
 
-    def _check(self, name, least):
-        value = getattr(self, name)
-        if type(value) is not int or value < least:
-            raise InputError(
-                f"{self.name}: {name} must be an integer of at least {least}, got {shown(value)}"
-            )
+    def _check(self, least, *names):
+        for name in names:
+            check_int(f"{self.name}: {name}", getattr(self, name), least)
 
     @property
     def num_blocks(self) -> int:

@@ -85,12 +85,7 @@ def time_of(
     """
     columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
     own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
-    keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
-    for key in np.unique(keys):
-        chosen = np.flatnonzero(keys == key)
-        some = layouts[chosen]
-        p, v = int(some.stage[0]), int(some.chunks[0])
-        schedule = SCHEDULE_NAMES[some.schedule[0]]
+    for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
         for stage in stage_kinds(model, p, v, schedule == "zb_v"):
@@ -217,13 +212,9 @@ class _Blocks:
 
 def _reduction(model, cluster, layouts, system, columns):
     """Return the seconds of gradients' reduction and of weights' all-gather that are not hidden."""
-    keys = layouts.stage * 10**6 + layouts.chunks * 10 + layouts.schedule
     parameters = np.zeros(len(layouts))
-    for key in np.unique(keys):
-        chosen = np.flatnonzero(keys == key)
-        some = layouts[chosen]
-        goes_back = SCHEDULE_NAMES[some.schedule[0]] == "zb_v"
-        for stage in stage_kinds(model, int(some.stage[0]), int(some.chunks[0]), goes_back):
+    for chosen, some, schedule, p, v in layouts.by_pipeline():
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
             own = parameters_of_stage(model, some, stage, is_trained=True)
             parameters[chosen] = np.maximum(parameters[chosen], own)
     group = groups_of(layouts)["data"]

@@ -185,18 +185,12 @@ def rank_collectives(graph):
             outputs = operation.outputs if sizes is None else operation.outputs[:1]
             for output in outputs:
                 shape = output.shape.as_list() if output.shape.rank is not None else [None]
+                shape, sends = (shape, None) if sizes is None else ([sum(sizes)], sum(sizes))
+                if sends is not None:  # what is this rank's stays
+                    sends -= sizes[sorted(group.ranks).index(job.rank())]
+                kind, where = _OPERATIONS[operation.type], ("ranks", group.size, operation.name)
                 found.append(
-                    Collective(
-                        kind=_OPERATIONS[operation.type],
-                        sent_as=_OPERATIONS[operation.type],
-                        shape=tuple(shape) if sizes is None else (sum(sizes),),
-                        dtype=output.dtype.name,
-                        over="ranks",
-                        group_size=group.size,
-                        layer=operation.name,
-                        backward=False,
-                        sends=None if sizes is None else sum(sizes) - _own(sizes, group),
-                    )
+                    Collective(kind, kind, tuple(shape), output.dtype.name, *where, False, sends)
                 )
     return found
 
@@ -207,11 +201,6 @@ def _sizes_sent(operation):
         return None
     splits = tf.get_static_value(operation.inputs[1])
     return None if splits is None or not len(splits) else [int(size) for size in splits]
-
-
-def _own(sizes, group):
-    """Return the number for this rank among those for the ranks of a group."""
-    return sizes[sorted(group.ranks).index(job.rank())]
 
 
 def _group_of(operation):

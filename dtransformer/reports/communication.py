@@ -78,22 +78,14 @@ class CommunicationReport:
         totals = [("layers", "collectives", "bytes sent")]
         totals += [(kind, n, f"{sent:,}") for kind, (n, sent) in sorted(self.totals().items())]
         lines += columns([*totals, ("all", len(self.collectives), f"{self.bytes_sent:,}")])
-        if self.formula:
-            lines += ["", "Blocks, elements summed over the model axis, by the theory:"]
-            blocks = [("block", "theory", "sent")]
-            blocks += [
-                (path, f"{elements:,}", f"{self.summed_elements(path):,}")
-                for path, elements in self.formula.items()
-            ]
-            lines += columns(blocks)
-        if self.exchanged:
-            lines += ["", "Blocks, bytes of all-to-alls between experts, by the theory:"]
-            experts = [("block", "theory", "sent")]
-            experts += [
-                (path, f"{sent:,}", f"{self.exchanged_bytes(path):,}")
-                for path, sent in self.exchanged.items()
-            ]
-            lines += columns(experts)
+        for what, theory, sent in (
+            ("elements summed over the model axis", self.formula, self.summed_elements),
+            ("bytes of all-to-alls between experts", self.exchanged, self.exchanged_bytes),
+        ):
+            if theory:
+                rows = [(path, f"{x:,}", f"{sent(path):,}") for path, x in theory.items()]
+                lines += ["", f"Blocks, {what}, by the theory:"]
+                lines += columns([("block", "theory", "sent"), *rows])
         return "\n".join(lines)
 
     def exchanged_bytes(self, path):

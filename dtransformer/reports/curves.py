@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 
+from dtransformer.errors import check_installed
 from dtransformer.files import replacing
 
 
@@ -15,12 +16,11 @@ def draw_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
         picture: the file to write, `.png`, `.svg` or `.pdf`; one that is there is replaced.
 
     Raises:
-        ImportError: matplotlib is not there.
+        InputError: matplotlib is not there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'dtransformer[plot]'") from error
+    check_installed("matplotlib", "pictures", "plot")
+    from matplotlib.figure import Figure
+
     lines = [json.loads(x) for x in pathlib.Path(metrics).read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     epochs = [line for line in lines if line["kind"] == "epoch" and "val_loss" in line]

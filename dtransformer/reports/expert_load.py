@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from dtransformer.errors import check_installed
 from dtransformer.files import replacing
 from dtransformer.tables import columns
 
@@ -91,12 +92,9 @@ class ExpertLoad:
 
     def plot(self):
         """Return a matplotlib figure: the load of each expert, as a multiple of the mean."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "pictures need matplotlib: pip install 'dtransformer[plot]'"
-            ) from error
+        check_installed("matplotlib", "pictures", "plot")
+        from matplotlib.figure import Figure
+
         most = max(len(one.taken) for one in self.layers)
         figure = Figure(
             figsize=(2 + 0.6 * most, 1.5 + 0.4 * len(self.layers)), layout="constrained"

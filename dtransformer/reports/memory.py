@@ -96,33 +96,20 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
     states = [v for v in optimizer.variables if v.shape.rank]
     planned_states = _state_bytes(optimizer, states, update)
     states += own_shards(copied)
+    planned_weights, planned_gradients = _bytes(others), 0
+    for row in plan.parameters:
+        kind = kinds.get(row.path)
+        planned_weights += _weight_bytes(row, kind)
+        if isinstance(kind, MasterShardedVariable):
+            planned_states += row.updated_elements(plan.index) * row.item_bytes
+        if level >= 2:
+            planned_gradients += row.shard_elements(plan.index) * row.item_bytes
+        else:
+            planned_gradients += row.num_elements * _item_bytes(row, kind)
     rows = (
-        MemoryRow(
-            "weights",
-            _bytes(others)
-            + sum(_weight_bytes(row, kinds.get(row.path)) for row in plan.parameters),
-            _bytes(weights),
-        ),
-        MemoryRow(
-            "gradients",
-            sum(
-                row.shard_elements(plan.index) * row.item_bytes
-                if level >= 2
-                else row.num_elements * _item_bytes(row, kinds.get(row.path))
-                for row in plan.parameters
-            ),
-            update.gradient_bytes,
-        ),
-        MemoryRow(
-            "optimizer states",
-            planned_states
-            + sum(
-                row.updated_elements(plan.index) * row.item_bytes
-                for row in plan.parameters
-                if isinstance(kinds.get(row.path), MasterShardedVariable)
-            ),
-            _bytes(states),
-        ),
+        MemoryRow("weights", planned_weights, _bytes(weights)),
+        MemoryRow("gradients", planned_gradients, update.gradient_bytes),
+        MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
     return MemoryReport(rows, _peak(), _attention(network, input_shapes))

@@ -5,7 +5,6 @@ listed before those that read them, such as `MetricsFile`, `keras.callbacks.Earl
 `keras.callbacks.ModelCheckpoint`.
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -17,7 +16,8 @@ from collections.abc import Callable, Iterable
 import keras
 from sacrebleu.metrics import BLEU
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
+from dtransformer.files import writing
 from dtransformer.parallel.runtime import job
 
 
@@ -26,7 +26,7 @@ class _StepCallback(keras.callbacks.Callback):
 
     def __init__(self, every: int = 1):
         super().__init__()
-        self.every = check_positive("every", every)
+        self.every = check_int("every", every)
 
     def on_train_begin(self, logs=None):
         self._steps_done, self._due = 0, False
@@ -170,7 +170,7 @@ class MetricsFile(_StepCallback):
         super().on_train_begin(logs)
         self._close()
         if job.is_chief():
-            with self._errors_told():
+            with writing(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _remove_incomplete_line(self.path)
                 self._file = open(self.path, "ab", buffering=0)
@@ -199,19 +199,9 @@ class MetricsFile(_StepCallback):
         for name, value in (logs or {}).items():
             record[f"logs.{name}" if name in reserved else name] = _json_value(value)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with self._errors_told():
+        with writing(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    @contextlib.contextmanager
-    def _errors_told(self):
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"{self.path}: the metrics cannot be written ({error.strerror}): make room, or give "
-                "a place that you may write to"
-            ) from None
 
     def _optimizer_steps(self):
         optimizer = getattr(self.model, "optimizer", None)
@@ -283,7 +273,7 @@ class SacreBleu(keras.callbacks.Callback):
         if not callable(translate):
             raise InputError(f"translate must be a function, received {translate!r}")
         self.translate = translate
-        self.every = check_positive("every", every)
+        self.every = check_int("every", every)
         self.score: float | None = None
         self.signature: str | None = None
 
@@ -328,17 +318,6 @@ def _shown(logs):
 def _print(line):
     if job.is_chief():
         print(line, flush=True)
-
-
-def check_positive(name: str, value: int) -> int:
-    """Return an option that has to be an integer of at least 1.
-
-    Raises:
-        InputError: it is something else; `name` is the option's.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} must be an integer, at least 1, received {value!r}")
-    return value
 
 
 def _json_value(value):

@@ -55,11 +55,10 @@ class FitLoop(StepFunctions):
         sample_weight=None,
         initial_epoch=0,
         steps_per_epoch=None,
-        validation_steps=None,
-        validation_batch_size=None,
-        validation_freq=1,
+        *,
         resume=False,
         shard=None,
+        **options,
     ):
         """Train; as `keras.Model.fit`.
 
@@ -118,12 +117,11 @@ class FitLoop(StepFunctions):
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         self.num_steps = int(self.optimizer.iterations)
         verbose = verbose if job.is_chief() else 0
-        of_user = callbacks
-        callbacks = [self._data_position, LossWarning()]
         restored = beginning.restored and beginning.restored.path
-        self._callback_states = CallbackStates(of_user, restored)
+        self._callback_states = CallbackStates(callbacks, restored)
         try:
-            with job.doing("callbacks"), errors_in_one_line(), signals_stop(of_user) as stopping:
+            with job.doing("callbacks"), errors_in_one_line(), signals_stop(callbacks) as stopping:
+                shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
                     beginning.data,
                     y,
@@ -131,10 +129,7 @@ class FitLoop(StepFunctions):
                     epochs=epochs,
                     verbose=verbose,
                     callbacks=beginning.callbacks(
-                        [
-                            *callbacks,
-                            *with_host_changes([*of_user, self._callback_states, *stopping]),
-                        ],
+                        [self._data_position, LossWarning(), *shared],
                         verbose=verbose,
                         epochs=epochs,
                         model=self,
@@ -145,9 +140,7 @@ class FitLoop(StepFunctions):
                     sample_weight=sample_weight,
                     initial_epoch=initial_epoch,
                     steps_per_epoch=steps_per_epoch,
-                    validation_steps=validation_steps,
-                    validation_batch_size=validation_batch_size,
-                    validation_freq=validation_freq,
+                    **options,
                 )
         finally:
             beginning.end_epoch()
@@ -161,11 +154,9 @@ class FitLoop(StepFunctions):
         batch_size=None,
         verbose="auto",
         sample_weight=None,
-        steps=None,
-        callbacks=None,
-        return_dict=False,
+        *,
         shard=None,
-        **kwargs,
+        **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
         shards, train_function = self._shards_rows, self.train_function
@@ -185,10 +176,7 @@ class FitLoop(StepFunctions):
                 batch_size=batch_size,
                 verbose=verbose if job.is_chief() else 0,
                 sample_weight=sample_weight,
-                steps=steps,
-                callbacks=callbacks,
-                return_dict=return_dict,
-                **kwargs,
+                **options,
             )
         if is_in_fit and shards != self._shards_rows:  # `fit` goes on with its own
             self._set_sharding(shards)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.pipeline_parallel.forward_pass import from_last
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers.optimizer import reduce as grads

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.errors import check_int
 from dtransformer.garbage import garbage_waits
 from dtransformer.layers.base import register
 from dtransformer.layers.loss import CrossEntropyLoss
@@ -21,7 +22,6 @@ from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import serving
-from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import (
@@ -179,7 +179,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if device_type() == "GPU" else 1
-        self._log_every = check_positive("log_every", log_every)
+        self._log_every = check_int("log_every", log_every)
         self._throughput = Throughput()
         check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
         self._engine = self.optimizer_step = self._step = self._weights = None

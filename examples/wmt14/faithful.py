@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+import os
 
 import numpy as np
 
 from dtransformer.datasets.text import read_tsv
 from dtransformer.errors import InputError
-from dtransformer.inputs.paths import FilePath
 
 UNK, PAD, EOT, FIRST_WORD = 0, 1, 2, 3
 
@@ -33,7 +33,7 @@ class FaithfulExamples:
 
 
 def faithful_examples(
-    path: FilePath, src_len: int = 10, tgt_len: int = 10, vocab_size: int = 20000
+    path: str | os.PathLike, src_len: int = 10, tgt_len: int = 10, vocab_size: int = 20000
 ) -> FaithfulExamples:
     """Make examples by the rules of the original sample.
 

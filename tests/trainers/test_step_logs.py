@@ -82,7 +82,7 @@ def test_logs_that_are_no_numbers_are_arrays():
 @pytest.mark.parametrize("every", [0, 2.5])
 def test_a_number_that_is_none(every):
     with pytest.raises(
-        InputError, match=f"log_every must be an integer, at least 1, received {every}"
+        InputError, match=f"log_every must be an integer of at least 1, got {every}"
     ):
         dense_trainer(log_every=every)
 

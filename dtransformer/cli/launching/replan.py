@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dtransformer.cli.automatic import plan_of_run
 from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.launching.processes import is_here
-from dtransformer.cli.options import Parser, add_train
+from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import this_device
@@ -75,10 +75,8 @@ def config_of(command: Sequence[str]) -> RunConfig | None:
             break
     else:
         return None
-    parser = Parser(prog="dtransformer")
-    add_train(parser.add_subparsers())
     try:
-        arguments = parser.parse_args(list(command[place:]))
+        arguments = make_parser().parse_args(list(command[place:]))
         return load_config(arguments.config, arguments.set)
     except InputError:  # which the ranks tell
         return None

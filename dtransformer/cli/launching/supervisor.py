@@ -1,5 +1,6 @@
 """The loop of `dtransformer launch`: find hosts, start, wait, start again."""
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -217,6 +218,20 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._running.pid, signal.SIGKILL)
         self._hosts.end_all(self._ranks)
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Launch as the options of `dtransformer launch` say; return the exit code.
+
+    Raises:
+        InputError: an option or the hosts are wrong.
+    """
+    command = arguments.rank_command
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
+    others = [field.name for field in dataclasses.fields(Options) if field.name != "command"]
+    return Supervisor(Options(command, **{x: getattr(arguments, x) for x in others})).run()
 
 
 def _horovodrun():

@@ -20,12 +20,12 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def count(name: str, value) -> None:
+def count(name: str, value, least: int = 1) -> None:
     """Check a degree of parallelism or another count: an int of at least 1."""
     if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def optional_count(name: str, value) -> None:
@@ -36,10 +36,7 @@ def optional_count(name: str, value) -> None:
 
 def count_or_zero(name: str, value) -> None:
     """Check an int of at least 0."""
-    if not _is_int(value):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
+    count(name, value, least=0)
 
 
 def seed(name: str, value) -> None:

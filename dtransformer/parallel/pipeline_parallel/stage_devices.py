@@ -175,14 +175,9 @@ class MeshExecutor(LocalExecutor):
     def cache_key(self, dataflow):
         return dataflow.tensors, repr(dataflow.outputs)
 
-    def put_batch(self, inputs, labels, sample_weight):
-        return put_batch(inputs, labels, sample_weight)
-
-    def put_sharded(self, batch):
-        return put_sharded(batch)
-
-    def put_numbers(self, numbers):
-        return put_numbers(numbers)
+    put_batch, put_sharded = staticmethod(put_batch), staticmethod(put_sharded)
+    put_numbers, replicate = staticmethod(put_numbers), staticmethod(replicate)
+    gradient_shards, wait = staticmethod(unpacked), staticmethod(wait)
 
     def put_one(self):
         return put_replicated(tf.ones([]))
@@ -192,9 +187,6 @@ class MeshExecutor(LocalExecutor):
 
     def relayout(self, tensor, x):
         return laid_out(x, self._specs(tensor))
-
-    def replicate(self, results):
-        return replicate(results)
 
     def shard_specs(self, tensors):
         return [(shape, x.dtype) for x in tensors for shape in self._held(x).shapes]
@@ -207,14 +199,8 @@ class MeshExecutor(LocalExecutor):
         shards, all_held = iter(shards), [self._held(tensor) for tensor in tensors]
         return [held.pack([next(shards) for _ in held.distinct]) for held in all_held]
 
-    def gradient_shards(self, weight, gradient):
-        return unpacked(weight, gradient)
-
     def local(self, results):
         return tf.nest.map_structure(lambda x: None if x is None else local_value(x), results)
-
-    def wait(self, results):
-        wait(results)
 
     @staticmethod
     def _specs(tensor):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 
+from dtransformer.errors import check_installed
 from dtransformer.files import replacing
 from dtransformer.parallel.schedules.instruction import (
     BACKWARD,
@@ -159,11 +160,10 @@ def trace(timeline: Timeline) -> dict:
 
 def plot(timeline: Timeline, ideal: Timeline):
     """Return a figure of a measured timeline and of the ideal one."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'dtransformer[plot]'") from error
+    check_installed("matplotlib", "pictures", "plot")
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     figure = Figure(figsize=(12, 1.6 + 0.9 * timeline.num_stages), layout="constrained")
     above, below = figure.subplots(2, sharex=True)
     for axes, shown, title in (

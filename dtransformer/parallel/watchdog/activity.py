@@ -61,23 +61,8 @@ class Activity:
         return _SAYS[self.kind].format(step=self.step) + waits
 
     def as_json(self) -> dict:
-        """Return the fields as JSON has them."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict) -> "Activity":
-        """Return the activity that `as_json` made fields of.
-
-        Raises:
-            ValueError, TypeError, KeyError: it did not.
-        """
-        if fields["kind"] not in KINDS:
-            raise ValueError(f"no activity: {fields['kind']!r}")
-        names = ("seconds", "idle_seconds", "longest", "own_seconds", "waited")
-        numbers = {name: float(fields[name]) for name in names}
-        waits = {"waits_in": str(fields["waits_in"])[:_MOST_LETTERS]}
-        waits["is_guess"] = bool(fields["is_guess"])
-        return cls(fields["kind"], int(fields["step"]), **numbers, **waits)
+        """Return the fields as JSON has them, which make the activity again."""
+        return dataclasses.asdict(self) | {"waits_in": self.waits_in[:_MOST_LETTERS]}
 
 
 def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:

@@ -135,7 +135,7 @@ class Watchdog:
             return
         self._watch.heard(rank, time.monotonic())
         if "beat" in said:
-            self._watch.heard(rank, time.monotonic(), Activity.from_json(said["beat"]))
+            self._watch.heard(rank, time.monotonic(), Activity(**said["beat"]))
         if "left" in said:
             self._watch.left(rank, said["error"])
             self._answer_nothing(rank)

@@ -10,10 +10,9 @@ from typing import Literal
 
 import keras
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.callbacks import check_positive
 from dtransformer.trainers.checkpoint import folders
 from dtransformer.trainers.checkpoint.retention import remove_old
 
@@ -69,7 +68,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             ("keep", keep),
         ):
             if value is not None:
-                check_positive(name, value)
+                check_int(name, value)
         if every_minutes is not None and not every_minutes > 0:
             raise InputError(f"every_minutes must be greater than 0, received {every_minutes!r}")
         if mode not in ("auto", "min", "max"):

@@ -20,13 +20,8 @@ import re
 import shutil
 
 from dtransformer.errors import InputError
-from dtransformer.files import beside, free_path, warn_of_taken
-from dtransformer.trainers.checkpoint.manifest import (
-    MANIFEST,
-    read_manifest,
-    sync,
-    write_manifest,
-)
+from dtransformer.files import beside, free_path, sync, warn_of_taken
+from dtransformer.trainers.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 
 _UNFINISHED, _REPLACED, _DAMAGED = ".unfinished", ".replaced", ".damaged"
 _STEP = re.compile(r"step-(\d+)(?:-\d+)?")  # with a number where one was taken

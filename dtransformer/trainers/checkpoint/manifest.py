@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import time
 import zlib
@@ -12,6 +11,7 @@ import pydantic
 import tensorflow as tf
 
 from dtransformer.errors import InputError, shown
+from dtransformer.files import sync
 from dtransformer.inputs.json_file import read_json, typed
 from dtransformer.inputs.manifest import Manifest
 from dtransformer.inputs.paths import inside
@@ -102,15 +102,6 @@ def read_manifest(folder: pathlib.Path) -> dict:
             f"version {_VERSION}: update dtransformer"
         )
     return typed(body, Manifest, path)
-
-
-def sync(path: pathlib.Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _crc32_of(text):

@@ -10,12 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
+from dtransformer.files import sync
 from dtransformer.inputs.manifest import DATA, INDEX
 from dtransformer.inputs.paths import inside
 from dtransformer.parallel.weights.shard_bounds import Bounds, slice_spec
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 from dtransformer.trainers.checkpoint.folders import find_checkpoint
-from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest, sync
+from dtransformer.trainers.checkpoint.manifest import MANIFEST, checksum, read_manifest
 
 PREFIX, REPLICAS = "state", "replicas"
 LATEST = "checkpoint"  # the file in which TensorFlow keeps the prefix

@@ -10,7 +10,7 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.mesh.variable import unshard
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import full_bounds

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives import flat_shards
-from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace

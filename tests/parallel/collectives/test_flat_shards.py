@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import flat_shards
 from dtransformer.parallel.collectives.division import Division
-from dtransformer.parallel.collectives.packing import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.runtime.process_groups import Group
 
 SHAPES = [(), (1,), (7,), (8,), (3, 5), (2, 3, 4)]
