@@ -9,12 +9,13 @@ import sys
 
 # Those with `@register`.
 CLASSES = """
-    AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward FixedSparseAttention
-    FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead MicroBatchInterleaved
-    MoE MultiHeadAttention PaddedInitializer PositionEmbedding RMSNorm RelativePositionTable Router
-    SentenceHead StackedInitializer TokenTypeEmbedding Trainer Transformer TransformerDecoder
-    TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer
-    VocabEmbedding VocabHead WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
+    AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
+    FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
+    MicroBatchInterleaved MoE MultiHeadAttention PaddedInitializer PositionEmbedding RMSNorm
+    RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
+    TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
+    TransformerEncoder TransformerEncoderLayer TranslationTransformer VocabEmbedding VocabHead
+    WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
 """.split()
 
 
