@@ -13,8 +13,8 @@ import re
 import typing
 
 from dtransformer import cli
-from dtransformer.cli import config
 from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.runs import config, options
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
 HEAD = """# The command line
@@ -29,10 +29,9 @@ dtransformer …` or by `dtransformer launch`.
 YAML = """
 ## The keys of `train --config`
 
-A YAML file with these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel: auto`
-leaves the layout to the [planner](planner.md#automatic-mode). `dtransformer train` trains
-translation models; language models and adapters are trained by scripts, whose configs are their
-own: `examples/language_model/train.py`, `examples/fine_tuning/train.py`.
+A YAML file with a `task` and these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel:
+auto` leaves the layout to the [planner](planner.md#automatic-mode). Without a `task` it is
+translation. [Training](training.md) shows files.
 """
 FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
 
@@ -89,19 +88,32 @@ def choices(owner):
     }
 
 
+def fields_told(owner):
+    """Return what the comments of a dataclass' fields say, those of its bases first."""
+    told = {}
+    for kind in reversed(owner.__mro__[:-1]):
+        told |= dict(FIELD.findall(inspect.getsource(kind)))
+    return told
+
+
 def keys():
-    """Yield the lines of a config's sections."""
-    for section in dataclasses.fields(config.RunConfig):
-        owner = section.default_factory
+    """Yield the lines of all sections, with the tasks that have them."""
+    tasks = {}
+    for task, sections in options.SECTIONS.items():
+        for name, owner in sections.items():
+            tasks.setdefault((name, owner), []).append(task)
+    shared = len(options.SECTIONS)
+    for (name, owner), having in tasks.items():
         is_parallel = owner is TransformerOpParallelConfig
-        told = of_docstring(owner) if is_parallel else dict(FIELD.findall(inspect.getsource(owner)))
+        told = of_docstring(owner) if is_parallel else fields_told(owner)
         first = inspect.getdoc(owner).split("\n")[0]
-        yield f"\n### `{section.name}`\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
+        of = "" if len(having) == shared else f" of {', '.join(having)}"
+        yield f"\n### `{name}`{of}\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
         default, one_of = owner(), choices(owner)
         for field in dataclasses.fields(owner):
             value = config.yaml.safe_dump(getattr(default, field.name)).split("\n")[0]
-            text = told[field.name] or one_of[field.name]
-            yield f"| `{field.name}` | `{value}` | {cell(text)} |"
+            text = told.get(field.name) or one_of[field.name]
+            yield f"| `{config.key_of(field.name)}` | `{value}` | {cell(text)} |"
 
 
 def page():

@@ -15,7 +15,8 @@ CLASSES = """
     RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
     TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
     TransformerEncoder TransformerEncoderLayer TranslationTransformer VocabEmbedding VocabHead
-    WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
+    WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear WarmupRestarts
+    WarmupStableDecay
 """.split()
 
 

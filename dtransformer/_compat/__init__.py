@@ -26,6 +26,7 @@ from dtransformer._compat.of_keras import (
     own_trainable_variables,
     own_variables,
     rename,
+    replace_layer,
     stateless_value,
     take_weights,
     to_snake_case,

@@ -113,7 +113,7 @@ def _run(arguments):
     if arguments.command == "doctor":
         return _doctor(arguments)
     if arguments.command == "train":
-        from dtransformer.cli.train import train
+        from dtransformer.runs.run import train
 
         train(arguments.config, arguments.set, arguments.run, arguments.overwrite, arguments.resume)
     elif arguments.command == "checkpoint":

@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from typing import BinaryIO, TextIO
 
 import dtransformer
-from dtransformer.cli import needs
-from dtransformer.cli.config import load_config
-from dtransformer.cli.run_identity import RUN
 from dtransformer.datasets.documents import joined
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, shown
@@ -19,6 +16,9 @@ from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.text_generator import TextGenerator
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
+from dtransformer.runs import needs
+from dtransformer.runs.config import load_config
+from dtransformer.runs.identity import RUN
 
 # What of a config counts here: how the work is divided, and the type to compute in.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from dtransformer.cli.config import RunConfig, set_option
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
+from dtransformer.runs.config import RunConfig, set_option
 
 
 class Parser(argparse.ArgumentParser):
