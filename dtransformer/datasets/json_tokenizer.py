@@ -4,7 +4,7 @@ import pathlib
 
 import tokenizers
 
-from dtransformer.datasets.published_tokenizer import PublishedTokenizer
+from dtransformer.datasets.published_tokenizer import Encoding, PublishedTokenizer, encodings
 from dtransformer.datasets.special_tokens import SpecialTokens
 from dtransformer.errors import InputError, one_line
 
@@ -32,6 +32,9 @@ class JsonTokenizer(PublishedTokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         special = SpecialTokens.of(path.parent, vocabulary.get, {})
         super().__init__(path, max(vocabulary.values(), default=-1) + 1, special)
+
+    def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
+        return encodings(self._tokenizer, sentences, others)
 
     def _id_of(self, token):
         return self._tokenizer.token_to_id(token)

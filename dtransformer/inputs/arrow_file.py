@@ -27,10 +27,7 @@ def iterate_columns(
         InputError: pyarrow is missing; the file is missing or damaged, or lacks a column, or has
             something else than text in it.
     """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise InputError(
-            f"{path}: Arrow and Parquet files need pyarrow: pip install 'dtransformer[arrow]'"
-        )
+    _check_installed(path)
     with opened(path) as file, _told(path):
         batches, schema = _parquet(file, columns) if _ends(path, PARQUET) else _arrow(file)
         _check_columns(schema, columns, path)
@@ -39,6 +36,32 @@ def iterate_columns(
             for row in zip(*(batch.column(name).to_pylist() for name in columns)):
                 yield number, row
                 number += 1
+
+
+def iterate_rows(path: FilePath) -> Iterator[tuple[int, dict]]:
+    """Yield the rows of a file with their numbers, from 1: dicts of all columns, lists and structs, too.
+
+    Args:
+        path: as of `iterate_columns`.
+
+    Raises:
+        InputError: pyarrow is missing, or the file is missing or damaged.
+    """
+    _check_installed(path)
+    with opened(path) as file, _told(path):
+        batches, _ = _parquet(file, None) if _ends(path, PARQUET) else _arrow(file)
+        number = 1
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+
+def _check_installed(path):
+    if importlib.util.find_spec("pyarrow") is None:
+        raise InputError(
+            f"{path}: Arrow and Parquet files need pyarrow: pip install 'dtransformer[arrow]'"
+        )
 
 
 def _ends(path, endings):
@@ -50,7 +73,7 @@ def _parquet(file, columns):
 
     parquet = pyarrow.parquet.ParquetFile(file)
     schema = parquet.schema_arrow
-    known = [name for name in columns if name in schema.names]
+    known = None if columns is None else [name for name in columns if name in schema.names]
     return parquet.iter_batches(batch_size=_ROWS, columns=known), schema
 
 

@@ -5,22 +5,32 @@ import pathlib
 
 import keras
 
+from dtransformer.errors import InputError
 from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
-from dtransformer.models.lora import adapters_of
+from dtransformer.models.lora import adapters_of, only_adapters_are_trained
+from dtransformer.models.pretrained.save import check_family
 from dtransformer.parallel import job
-from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS
 from dtransformer.runs.tasks.base import Task
 
 
-def check_export(config: RunConfig, overwrite: bool) -> None:
+def check_export(task: Task, overwrite: bool) -> None:
     """Check, before training, that what is trained can be written where `export` says.
 
     Raises:
         InputError: it cannot; says why.
     """
-    if "export" in config.sections() and config.export.folder:
-        check_target(config.export.folder, overwrite)
+    options = task.config.sections().get("export")
+    if options is None or not options.folder:
+        return
+    check_target(options.folder, overwrite)
+    if task.network is not task.core or getattr(task.core, "has_task_head", False):
+        raise InputError(
+            f"export.folder: published folders have no form for the head of task {task.config.task} "
+            "here: leave it out; the run's folder has the weights"
+        )
+    if options.merge_adapters or not adapters_of(task.core):
+        check_family(task.core, options.family)
 
 
 def export(
@@ -47,10 +57,11 @@ def export(
     if options is None or not options.folder:
         return None
     run, network = pathlib.Path(run), task.core
-    if not adapters_of(network):
+    if not only_adapters_are_trained(network):
         trainer.load_weights(run / WEIGHTS)
     else:
         load_lora(network, run / ADAPTERS)
+    if adapters_of(network):
         if not options.merge_adapters:
             landed = save_lora(network, options.folder, options.family, overwrite)
             return _told(landed, "The adapters are")

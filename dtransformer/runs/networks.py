@@ -160,6 +160,8 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
     options = config.model
     try:
         if options.adapters is not None:
+            if options.from_ is None:
+                raise ValueError("there are no weights to adapt: give model.from")
             add_lora(network, **{k: x for k, x in vars(options.adapters).items() if k != "kind"})
             if always is not None:
                 unfreeze(network, always)

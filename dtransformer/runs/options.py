@@ -51,7 +51,7 @@ class Source:
 
     path: Path = ""  # what is read
     target: Path | None = None  # line by line what a text of `path` becomes, for seq2seq
-    weight: Positive = 1.0  # of the mixture; shares are these, divided by their sum
+    weight: Positive | None = None  # of a mixture; shares are these, divided by their sum
 
 
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
@@ -130,7 +130,7 @@ class ChatData(RecordData):
     """Conversations and texts, their template, and what of them is learnt."""
 
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # the turns to learn
-    template: Path | None = None  # a Jinja file; by default the tokenizer's own, else ChatML
+    template: Path | None = None  # a Jinja file, or chatml; by default the tokenizer's own
     date: Date = "2024-07-26"  # what templates take for today
 
 

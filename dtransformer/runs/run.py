@@ -12,7 +12,7 @@ import keras
 import dtransformer
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError
-from dtransformer.models.lora import adapters_of
+from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel import job
 from dtransformer.parallel.object_collectives import from_chief
 from dtransformer.planner.automatic import told
@@ -111,7 +111,7 @@ def train(
     resumes = from_chief(resumes_from, "run/resumes")
     # Everything is made, so that what is wrong is told, before the folder is touched.
     task, trainer, batches = _prepare(config, folder.path, resumes)
-    check_export(config, overwrite or resume)
+    check_export(task, overwrite or resume)
     try:
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         if found is not None and job.is_chief():
@@ -257,7 +257,7 @@ def _callbacks(task, trainer, folder, run, resumes):
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
     own_config = (path / CONFIG).read_text(encoding="utf-8")  # which `--resume` does not change
     best = _best_loss(path) if resumes else None
-    if adapters_of(task.core):
+    if only_adapters_are_trained(task.network):
         callbacks.append(BestAdapters(path / ADAPTERS, task.core, monitor, best))
     else:
         callbacks.append(BestWeights(path / WEIGHTS, run.key, monitor, best))

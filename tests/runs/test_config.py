@@ -92,7 +92,10 @@ def test_sources_and_adapters_are_mappings(tmp_path):
         "model: {from: models/x, adapters: {rank: 4, targets: ['*kernel']}}\n"
     )
     config = load_config(write(tmp_path, text))
-    assert [(x.path, x.weight) for x in config.data.train] == [("a.jsonl", 1.0), ("b.parquet", 0.5)]
+    assert [(x.path, x.weight) for x in config.data.train] == [
+        ("a.jsonl", None),
+        ("b.parquet", 0.5),
+    ]
     assert config.model.from_ == "models/x" and config.model.adapters.rank == 4
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
