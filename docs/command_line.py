@@ -14,7 +14,7 @@ import typing
 
 from dtransformer import cli
 from dtransformer.parallel.config import TransformerOpParallelConfig
-from dtransformer.runs import config, options
+from dtransformer.runs import config, options, preview
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
 HEAD = """# The command line
@@ -31,9 +31,9 @@ YAML = """
 
 A YAML file with a `task` and these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel:
 auto` leaves the layout to the [planner](planner.md#automatic-mode). Without a `task` it is
-translation. [Training](training.md) shows files.
+translation. [Training](training.md) shows files;
+`dtransformer new TASK` writes one.
 """
-FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
 
 
 def cell(text):
@@ -88,14 +88,6 @@ def choices(owner):
     }
 
 
-def fields_told(owner):
-    """Return what the comments of a dataclass' fields say, those of its bases first."""
-    told = {}
-    for kind in reversed(owner.__mro__[:-1]):
-        told |= dict(FIELD.findall(inspect.getsource(kind)))
-    return told
-
-
 def keys():
     """Yield the lines of all sections, with the tasks that have them."""
     tasks = {}
@@ -105,7 +97,7 @@ def keys():
     shared = len(options.SECTIONS)
     for (name, owner), having in tasks.items():
         is_parallel = owner is TransformerOpParallelConfig
-        told = of_docstring(owner) if is_parallel else fields_told(owner)
+        told = of_docstring(owner) if is_parallel else preview.fields_told(owner)
         first = inspect.getdoc(owner).split("\n")[0]
         of = "" if len(having) == shared else f" of {', '.join(having)}"
         yield f"\n### `{name}`{of}\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"

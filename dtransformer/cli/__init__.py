@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare, train, launch, translate, generate, plan, and others.
+"""The command line: dtransformer prepare, train, launch, generate, chat, plan, and others.
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -12,12 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dtransformer.cli.chat import add_chat
 from dtransformer.cli.generate_options import add_generate, run_generate
 from dtransformer.cli.launching.options import add_launch, run_launch
-from dtransformer.cli.options import Parser, add_train, option_of
+from dtransformer.cli.options import Parser, Text, add_train, option_of
 from dtransformer.cli.plan import add_plan, run_plan
 from dtransformer.cli.prepare import add_options, prepare
 from dtransformer.errors import InputError, one_line
+from dtransformer.runs.options import SECTIONS
 from dtransformer.version import __version__
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
@@ -36,7 +38,7 @@ def _parser():
     add_launch(commands)
 
     translate = commands.add_parser("translate", help="translate standard input, line by line")
-    evaluate = commands.add_parser("evaluate", help="score translations of a file with sacreBLEU")
+    evaluate = commands.add_parser("evaluate", help="score a run on records, or translations")
     for command in (translate, evaluate):
         command.add_argument("--run", required=True, help="a run folder")
         command.add_argument(
@@ -47,12 +49,23 @@ def _parser():
         "--length-penalty", type=option_of("search.length_penalty"),
         help="exponent of the length penalty",
     )  # fmt: skip
-    sentences = evaluate.add_argument_group("the sentences, one a line, or .sgm")
-    sentences.add_argument("--src", required=True, help="those to translate")
-    sentences.add_argument("--ref", required=True, help="their reference translations")
+    evaluate.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="records; the run's data.dev by default",
+    )
+    sentences = evaluate.add_argument_group("of translation: sentences, one a line, or .sgm")
+    sentences.add_argument("--src", help="those to translate")
+    sentences.add_argument("--ref", help="their reference translations")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
+    new = commands.add_parser("new", help="print a config file of a task, to begin with")
+    new.add_argument("task", type=Text, metavar="TASK", help=", ".join(SECTIONS))
+
     add_generate(commands)
+    add_chat(commands)
     add_plan(commands)
 
     checkpoint = commands.add_parser("checkpoint", help="look at checkpoints, and export them")
@@ -106,13 +119,26 @@ def _run(arguments):
         return run_plan(arguments)
     if arguments.command == "launch":
         return run_launch(arguments)
+    if arguments.command == "new":
+        from dtransformer.runs.preview import new_config
+
+        print(new_config(arguments.task), end="")
+        return 0
     import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 
     if arguments.command == "prepare":
         return prepare(arguments)
     if arguments.command == "doctor":
         return _doctor(arguments)
-    if arguments.command == "train":
+    if arguments.command == "train" and arguments.dry_run:
+        from dtransformer.runs.preview import dry_run
+
+        dry_run(arguments.config, arguments.set, sys.stdout.isatty())
+    elif arguments.command == "chat":
+        from dtransformer.cli.chat import chat, terminal_lines
+
+        chat(arguments, terminal_lines(), sys.stdout)
+    elif arguments.command == "train":
         from dtransformer.runs.run import train
 
         train(arguments.config, arguments.set, arguments.run, arguments.overwrite, arguments.resume)
@@ -144,6 +170,13 @@ def _run(arguments):
     else:
         from dtransformer.cli.translate import evaluate
 
+        if (arguments.src is None) != (arguments.ref is None):
+            raise InputError("--src and --ref go together: give both")
+        if arguments.src is None:
+            from dtransformer.runs.evaluating import evaluate_run
+
+            evaluate_run(arguments.run, arguments.data, arguments.json)
+            return 0
         evaluate(arguments.run, arguments.src, arguments.ref, arguments.json, arguments.beam_size)
     return 0
 

@@ -75,13 +75,16 @@ def _checked(read):
 
 def add_train(commands) -> None:
     """Add the command to argparse's subparsers."""
-    train = commands.add_parser("train", help="train a translation model")
+    train = commands.add_parser("train", help="train what a config says")
     train.add_argument("--config", required=True, help="a YAML file")
     train.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="replace values of the config, such as training.epochs=3",
     )  # fmt: skip
     train.add_argument("--run", help="the run folder; runs/NAME-OF-THE-CONFIG by default")
+    train.add_argument(
+        "--dry-run", action="store_true", help="read everything, and print what would be trained"
+    )
     again = train.add_mutually_exclusive_group()
     again.add_argument("--overwrite", action="store_true", help="replace a run that is there")
     again.add_argument(

@@ -36,6 +36,10 @@ class JsonTokenizer(PublishedTokenizer):
     def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
         return encodings(self._tokenizer, sentences, others)
 
+    def decode_all(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     def _id_of(self, token):
         return self._tokenizer.token_to_id(token)
 

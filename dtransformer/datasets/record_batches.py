@@ -183,6 +183,40 @@ def next_tokens(
     return {"tokens": tokens, "segments": segments}, labels
 
 
+def group_row(
+    records: EncodedRecords,
+    numbers: Sequence[int],
+    length: int,
+    ignore_id: int,
+    pad_id: int,
+    with_labels: bool = True,
+) -> tuple:
+    """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
+
+    Returns:
+        {"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}, float32 [t], and
+        the weight, float32: 0 of an empty row.
+    """
+    k = records.num_sequences
+    tokens, segments = np.full((k, length), pad_id, np.int32), np.zeros((k, length), np.int32)
+    labels = np.full((k, length), ignore_id, np.int32)
+    for number in numbers:
+        for side in range(k):
+            ids, own = records.sequence(int(number), side)
+            tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
+            labels[side, : len(ids) - 1] = own[1:]
+    inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
+    weight = np.float32(len(numbers) > 0)
+    return inputs, targets_of(records, numbers), weight
+
+
+def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
+    """Return the targets of a row's record, float32 [t]; zeros of an empty row."""
+    if len(numbers):
+        return records.targets[int(numbers[0])]
+    return np.zeros(records.targets.shape[1:], np.float32)
+
+
 def prepared_lengths(
     rows: list, length: int, longer: str, owner: str, what: str = "records"
 ) -> tuple[list[int], list]:

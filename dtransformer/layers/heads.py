@@ -195,3 +195,51 @@ class TokenHead(Layer):
             "use_bias": self.use_bias,
             "dropout_rate": self.dropout.rate,
         }
+
+
+@register
+class PoolingHead(Layer):
+    """Give each sequence a vector of length 1: what it is pooled to, divided by its norm.
+
+    Args:
+        pooling: as of `SequenceHead`.
+
+    Call arguments:
+        inputs, mask, training: as of `SequenceHead`.
+
+    Output shape:
+        [b, h], float32.
+
+    Example:
+
+    >>> PoolingHead("mean")(tf.ones((2, 5, 4)))[0].numpy().tolist()
+    [0.5, 0.5, 0.5, 0.5]
+    """
+
+    pipeline_stage = -1
+
+    def __init__(self, pooling: str = "mean", **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+        self.pooling = pooling
+
+    def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
+        self.num_labels = inputs_shape[-1]
+        self.built = True
+
+    def call(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
+    ) -> tf.Tensor:
+        x = tf.cast(pooled(inputs, mask, self.pooling), "float32")
+        return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)
+
+    def compute_mask(self, *args) -> None:
+        return None  # of a vector there is none
+
+    def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
+        return inputs_shape[0], inputs_shape[-1]
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "pooling": self.pooling}

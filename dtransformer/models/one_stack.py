@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.heads import SequenceHead, TokenHead
+from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.experts import feed_forward_products, with_experts
 
@@ -14,7 +14,7 @@ class OneStackModel(TokenModel):
     @property
     def has_task_head(self) -> bool:
         """Whether it labels sequences or tokens; see `with_task_head`."""
-        return isinstance(self.head, (SequenceHead, TokenHead))
+        return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
 
     def labels(self, x: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool) -> tf.Tensor:
         """Return what the head of a task makes of the last block's results [b, s, h].

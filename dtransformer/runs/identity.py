@@ -36,12 +36,11 @@ TOKENIZER = "tokenizer"
 WEIGHTS = "model.weights.h5"
 METRICS = "metrics.jsonl"
 ADAPTERS = "adapters"
-REFERENCE = "reference.npz"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 PLAN = "plan.txt"
 PARTS = frozenset(
-    {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, REFERENCE, METRICS, CHECKPOINTS, TENSORBOARD, PLAN}
+    {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN}
 )
 
 _VERSION = 1

@@ -27,6 +27,7 @@ def make_network(
     kind: type[TokenModel],
     vocab_size: int,
     precision: str | None = None,
+    accepts: type | None = None,
     **own: Any,
 ) -> TokenModel:
     """Return the network that `model` of a run's config asks for, built; all ranks call.
@@ -36,6 +37,7 @@ def make_network(
         kind: the class that the task trains.
         vocab_size: number of ids of its tokenizer.
         precision: of its computations; by default `training.precision`.
+        accepts: a base of the classes that weights may be of; by default `kind`.
         **own: arguments that the task gives, such as special ids, where it is of sizes.
 
     Raises:
@@ -50,7 +52,7 @@ def make_network(
         raise
     except (TypeError, ValueError) as error:
         raise InputError(f"model: {error}") from None
-    if not isinstance(network, kind):
+    if not isinstance(network, accepts or kind):
         raise InputError(
             f"model: task {config.task} trains a {kind.__name__}, and what is given is a "
             f"{type(network).__name__}"

@@ -126,6 +126,13 @@ class RecordData:
 
 
 @_options
+class Seq2SeqData(RecordData):
+    """Texts that become texts."""
+
+    prefix: str = ""  # what each source begins with, such as "summarize: "
+
+
+@_options
 class ChatData(RecordData):
     """Conversations and texts, their template, and what of them is learnt."""
 
@@ -349,5 +356,5 @@ SECTIONS = {
     "reward": {"data": PairData, **_TOKENIZED},
     **dict.fromkeys(("classification", "token_classification", "regression"), _LABELS),
     "embedding": {"data": LabelData, **_TOKENIZED, "training": EmbeddingTraining},
-    "seq2seq": {"data": RecordData, **_TOKENIZED, "search": SearchOptions},
+    "seq2seq": {"data": Seq2SeqData, **_TOKENIZED},
 }

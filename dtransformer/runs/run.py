@@ -55,7 +55,7 @@ from dtransformer.trainers.checkpoint.seal import RUN
 # tokens nor their order.
 _MAY_MOVE = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
-    *("tokenizer.folder", "model.from_"),
+    *("data.labels", "tokenizer.folder", "model.from_"),
 )
 _KEPT = ("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta")
 
@@ -200,6 +200,7 @@ def _prepare(config, path, resumes):
     steps = options.epochs * len(batches["train"])
     trainer = make_trainer(task, min(steps, options.max_steps or steps))
     trainer.summary()
+    task.before_training(trainer)
     return task, trainer, batches
 
 

@@ -79,6 +79,9 @@ class Task(abc.ABC):
         """Return arguments of `Trainer.compile` with metrics."""
         return {}
 
+    def before_training(self, trainer: keras.Model) -> None:  # noqa: B027 (most need nothing)
+        """Compute what training needs of the network as it begins; all ranks call."""
+
     def callbacks(self, trainer: keras.Model) -> list:
         """Return callbacks that look at the network while it trains, on every rank."""
         return []

@@ -5,6 +5,9 @@ import functools
 import itertools
 from typing import ClassVar
 
+import keras
+import numpy as np
+
 from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, prepared_lengths
 from dtransformer.datasets.records import Record, read_records
 from dtransformer.datasets.sample import evenly_spread
@@ -28,6 +31,11 @@ class RecordTask(Task):
     """
 
     kind: ClassVar[type[TokenModel]]
+    accepts: ClassVar[type | None] = None  # a base of the networks that it trains, too
+
+    def ids(self) -> dict:
+        """Return the ids of special tokens that a network of sizes gets."""
+        return special_ids(self.tokenizer)
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
@@ -148,14 +156,15 @@ class RecordTask(Task):
             pad_rows_to_multiple_of=job.rows_multiple_of(),
         )
 
-    def make_core(self, precision: str | None = None, **own) -> TokenModel:
+    def make_core(self, precision: str | None = None) -> TokenModel:
         """Return the network inside of what is trained, without adapters, built."""
         network = make_network(
             self.config,
             self.kind,
             self.tokenizer.vocab_size,
             precision,
-            **{**special_ids(self.tokenizer), **own},
+            self.accepts,
+            **self.ids(),
         )
         arguments, length = network.arguments, self.config.data.length
         has_table = arguments.get("positions", "learned") == "learned"
@@ -165,6 +174,19 @@ class RecordTask(Task):
                 "at most as many"
             )
         return network
+
+    def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
+        """Return the network's outputs of a part's records, in their order; all ranks call."""
+        records = self.records[part]
+        ordered = RecordBatches(
+            records,
+            self.form,
+            length=self.config.data.length,
+            batch_size=self.config.training.batch_size,
+            training=False,
+            pad_rows_to_multiple_of=job.rows_multiple_of() * job.data_shard()[1],
+        )
+        return trainer.predict(ordered, verbose=0)[: len(records)]
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         records = self.records.get("train") or self.records["dev"]
