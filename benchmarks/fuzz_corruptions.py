@@ -11,8 +11,9 @@ import numpy as np
 from fuzz_damage import Failure, damaged, edit
 from fuzz_inputs import SENTENCES, small_network
 
-from dtransformer.cli import main, runs
+from dtransformer.cli import main
 from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.runs.loading import load_run
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 
@@ -47,7 +48,7 @@ def prepare(folder):
         "checkpoint: damage": functools.partial(checkpoints, damage),
         "checkpoint: swaps": functools.partial(checkpoints, swap),
         "checkpoint: right sums": functools.partial(checkpoints, sign),
-        "run": functools.partial(run, folder, contents(runs.load_run(folder / "run-0"))),
+        "run": functools.partial(run, folder, contents(load_run(folder / "run-0"))),
     }
 
 
@@ -155,6 +156,6 @@ def run(good, expected, rng, folder):
         file.unlink()
     else:
         file.write_bytes(damaged(rng, file.read_bytes()))
-    found = contents(runs.load_run(path))
+    found = contents(load_run(path))
     if found[:2] != expected[:2] or not same(found[2], expected[2]):
         raise Failure(f"wrong data: {file.name} ({['another run', '', 'damage', 'damage'][kind]})")

@@ -13,12 +13,12 @@ import numpy as np
 import yaml
 from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, command, damaged, edit
 
-from dtransformer.cli import config, needs
 from dtransformer.datasets import read_lines, read_pairs, read_sgm, read_tsv, wmt14, write_sgm
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
+from dtransformer.runs import config, needs
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 
@@ -83,7 +83,7 @@ def yaml_file(rng, folder):
     if rng.random() < 0.5:
         text = "".join(rng.choice(YAML_PARTS) for _ in range(rng.randrange(30))).encode()
     else:
-        sections = {name: dict(vars(part)) for name, part in vars(config.RunConfig()).items()}
+        sections = {name: dict(vars(part)) for name, part in config.RunConfig().sections().items()}
         sections["parallel"].pop("recompute")
         sections["parallel"] = {
             key: list(value) if isinstance(value, tuple) else value
@@ -104,9 +104,7 @@ def yaml_file(rng, folder):
 
 
 def setting(rng, folder):
-    keys = [
-        f"{name}.{key}" for name, part in vars(config.RunConfig()).items() for key in vars(part)
-    ]
+    keys = config.RunConfig().keys()
     likely = ["0", "1", "2", "0.5", "1e-3", "64", "true", "x", "null", "1000000", "1000000000"]
     values = rng.choice([likely, likely, ODD_TEXTS, list(map(str, ODD_VALUES))])
     settings = [f"{rng.choice(keys)}={rng.choice(values)}" for _ in range(rng.choice([1, 1, 3]))]

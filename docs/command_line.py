@@ -12,9 +12,9 @@ import pathlib
 import re
 import typing
 
-from dtransformer.cli import config
 from dtransformer.cli.options import make_parser
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.runs import config, options, preview
 
 PAGE = pathlib.Path(__file__).with_name("command-line.md")
 HEAD = """# The command line
@@ -29,12 +29,11 @@ dtransformer …` or by `dtransformer launch`.
 YAML = """
 ## The keys of `train --config`
 
-A YAML file with these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel: auto`
-leaves the layout to the [planner](planner.md#automatic-mode). `dtransformer train` trains
-translation models; language models and adapters are trained by scripts, whose configs are their
-own: `examples/language_model/train.py`, `examples/fine_tuning/train.py`.
+A YAML file with a `task` and these sections; `--set SECTION.KEY=VALUE …` replaces values. `parallel:
+auto` leaves the layout to the [planner](planner.md#automatic-mode). Without a `task` it is
+translation. [Training](training.md) shows files;
+`dtransformer new TASK` writes one.
 """
-FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
 
 
 def cell(text):
@@ -90,18 +89,23 @@ def choices(owner):
 
 
 def keys():
-    """Yield the lines of a config's sections."""
-    for section in dataclasses.fields(config.RunConfig):
-        owner = section.default_factory
+    """Yield the lines of all sections, with the tasks that have them."""
+    tasks = {}
+    for task, sections in options.SECTIONS.items():
+        for name, owner in sections.items():
+            tasks.setdefault((name, owner), []).append(task)
+    shared = len(options.SECTIONS)
+    for (name, owner), having in tasks.items():
         is_parallel = owner is TransformerOpParallelConfig
-        told = of_docstring(owner) if is_parallel else dict(FIELD.findall(inspect.getsource(owner)))
+        told = of_docstring(owner) if is_parallel else preview.fields_told(owner)
         first = inspect.getdoc(owner).split("\n")[0]
-        yield f"\n### `{section.name}`\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
+        of = "" if len(having) == shared else f" of {', '.join(having)}"
+        yield f"\n### `{name}`{of}\n\n{first}\n\n| key | default | what it is |\n|---|---|---|"
         default, one_of = owner(), choices(owner)
         for field in dataclasses.fields(owner):
             value = config.yaml.safe_dump(getattr(default, field.name)).split("\n")[0]
-            text = told[field.name] or one_of[field.name]
-            yield f"| `{field.name}` | `{value}` | {cell(text)} |"
+            text = told.get(field.name) or one_of[field.name]
+            yield f"| `{config.key_of(field.name)}` | `{value}` | {cell(text)} |"
 
 
 def page():

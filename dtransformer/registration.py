@@ -10,12 +10,13 @@ import sys
 # Those with `@register`.
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
-    FixedSparseAttention
-    FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead MicroBatchInterleaved
-    MoE MultiHeadAttention PaddedInitializer PositionEmbedding RMSNorm RelativePositionTable Router
-    SentenceHead StackedInitializer TokenTypeEmbedding Trainer Transformer TransformerDecoder
+    FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
+    MicroBatchInterleaved MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
+    RMSNorm RelativePositionTable Router SentenceHead SequenceHead SequenceLogProbability
+    StackedInitializer TokenHead TokenTypeEmbedding Trainer Transformer TransformerDecoder
     TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer
     VocabEmbedding VocabHead WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
+    WarmupRestarts WarmupStableDecay
 """.split()
 
 

@@ -316,12 +316,12 @@ LEFT = [
     Left("cli/test_generate.py::test_options_go_to_the_search", "", "models/test_generation.py"),
     Left("cli/test_generate.py::test_a_stream_is_the_same", "", "models/test_continuation.py"),
     Left(
-        "cli/test_run_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
+        "runs/test_folder.py::test_the_command_exports_weights_that_belong_to_the_run",
         "",
         "cli/test_cli.py::test_weights_of_a_checkpoint_are_exported",
     ),
     Left(
-        "cli/test_run_folder.py::test_what_does_not_belong_together_is_not_used",
+        "runs/test_folder.py::test_what_does_not_belong_together_is_not_used",
         "run.json|weights|tokenizer|flipped|cut|numbers",
         OTHER_CASES,
     ),

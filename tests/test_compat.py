@@ -426,6 +426,19 @@ def test_a_built_layer_takes_weights_again():
     assert layer.weights
 
 
+def test_a_layer_is_replaced_and_its_weights_are_gone():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    outer = keras.Model(model.inputs, model.outputs)
+    outer.head = keras.layers.Dense(1)
+    outer.head.build((None, 3))
+    assert len(outer.variables) == 4
+    _compat.replace_layer(outer, "head", keras.layers.Dense(5, use_bias=False))
+    outer.head.build((None, 3))
+    assert [tuple(x.shape) for x in outer.variables] == [(2, 3), (3,), (3, 5)]
+    _compat.replace_layer(outer, "head", None)
+    assert outer.head is None and len(outer.variables) == 2
+
+
 def test_constants_are_copied():
     def captures():
         with tf.Graph().as_default():

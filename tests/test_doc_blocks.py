@@ -20,6 +20,7 @@ import pytest
 from dtransformer import cli
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
+from dtransformer.runs import config
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -197,7 +198,7 @@ def check_command(words, monkeypatch):
         if getattr(arguments, "rank_command", None):
             check_command(arguments.rank_command[1:], monkeypatch)
         for setting in getattr(arguments, "set", ()):
-            cli.config.load_config(None, [setting])
+            config.load_config(None, [setting])
     elif name == "make":
         check_make(words[1:])
     elif name == "horovodrun":
@@ -263,7 +264,7 @@ def check_extras(words):
 def test_configs_are_such(page, tmp_path):
     for code in blocks(next(path for path in PAGES if path.name == page), "yaml"):
         (tmp_path / "mine.yaml").write_text(code)
-        cli.config.load_config(tmp_path / "mine.yaml")
+        config.load_config(tmp_path / "mine.yaml")
 
 
 def test_inline_commands_are_parsed():

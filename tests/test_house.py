@@ -29,7 +29,20 @@ BOTTOM = {
     "version",
 }
 ROOMS = {
-    "cli": {"planner", "trainers", "reports", "models", "layers", "parallel", "datasets", "inputs"},
+    "cli": {
+        *("runs", "planner", "trainers", "reports", "models", "layers", "parallel", "datasets"),
+        "inputs",
+    },
+    "runs": {
+        "planner",
+        "trainers",
+        "reports",
+        "models",
+        "layers",
+        "parallel",
+        "datasets",
+        "inputs",
+    },
     "trainers": {"reports", "layers", "parallel", "inputs"},
     "reports": {"planner", "layers", "parallel"},
     "planner": {"parallel"},

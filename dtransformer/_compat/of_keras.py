@@ -185,6 +185,18 @@ def forget_weight(layer: keras.layers.Layer, variable: keras.Variable) -> None:
     layer._untrack_variable(variable)
 
 
+def replace_layer(owner: keras.layers.Layer, name: str, layer: keras.layers.Layer | None) -> None:
+    """Put another layer, or None, in the place of one that an owner has as an attribute.
+
+    Keras keeps layers that were replaced, and their weights. Unnecessary if setting did not.
+    """
+    old = getattr(owner, name)
+    owner._tracker.unlock()
+    if old is not None:
+        owner._tracker.untrack(old)
+    setattr(owner, name, layer)
+
+
 def drop_value(layer: keras.layers.Layer, variable: keras.Variable, read: Callable) -> None:
     """Let one of a layer's own variables have a shape and no value, and not be its weight.
 

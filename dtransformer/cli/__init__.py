@@ -1,4 +1,4 @@
-"""The command line: dtransformer prepare, train, launch, translate, generate, plan, and others.
+"""The command line: dtransformer prepare, train, launch, generate, chat, plan, and others.
 
 An error is printed in one line of at most 300 characters: with exit code 2 where the user can
 correct it, with 1 where something else failed, and DTRANSFORMER_TRACEBACK=1 shows where. Imports
@@ -47,6 +47,11 @@ def _run(arguments):
         from dtransformer.cli.launching.supervisor import launch
 
         return launch(arguments)
+    if arguments.command == "new":
+        from dtransformer.runs.preview import new_config
+
+        print(new_config(arguments.task), end="")
+        return 0
     import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 
     if arguments.command == "prepare":
@@ -55,8 +60,16 @@ def _run(arguments):
         return prepare(arguments)
     if arguments.command == "doctor":
         return _doctor(arguments)
-    if arguments.command == "train":
-        from dtransformer.cli.train import train
+    if arguments.command == "train" and arguments.dry_run:
+        from dtransformer.runs.preview import dry_run
+
+        dry_run(arguments.config, arguments.set, sys.stdout.isatty())
+    elif arguments.command == "chat":
+        from dtransformer.cli.chat import chat, terminal_lines
+
+        chat(arguments, terminal_lines(), sys.stdout)
+    elif arguments.command == "train":
+        from dtransformer.runs.run import train
 
         train(arguments.config, arguments.set, arguments.run, arguments.overwrite, arguments.resume)
     elif arguments.command == "checkpoint":
@@ -89,6 +102,13 @@ def _run(arguments):
     else:
         from dtransformer.cli.translate import evaluate
 
+        if (arguments.src is None) != (arguments.ref is None):
+            raise InputError("--src and --ref go together: give both")
+        if arguments.src is None:
+            from dtransformer.runs.evaluating import evaluate_run
+
+            evaluate_run(arguments.run, arguments.data, arguments.json)
+            return 0
         evaluate(arguments.run, arguments.src, arguments.ref, arguments.json, arguments.beam_size)
     return 0
 

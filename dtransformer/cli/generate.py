@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterable
 from typing import BinaryIO, TextIO
 
+import keras
+
 import dtransformer
-from dtransformer.cli import needs
-from dtransformer.cli.config import load_config
-from dtransformer.cli.run_identity import RUN
 from dtransformer.datasets.documents import joined
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, shown
@@ -21,6 +20,9 @@ from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
+from dtransformer.runs import needs
+from dtransformer.runs.config import load_config
+from dtransformer.runs.loading import is_run, load_run
 
 # What of a config counts here: how the work is divided, and the type to compute in.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
@@ -80,9 +82,7 @@ def generate(
     if system is not None and not is_chat:
         raise InputError("--system goes with --chat only: add it, or leave it out")
     prompts = from_chief(lambda: prompts or _read(source, boundary), "generate/prompts")
-    tokenizer, model = _opened(pathlib.Path(folder), config.training.precision)
-    if adapters is not None:
-        load_lora(model, adapters)
+    tokenizer, model = opened(folder, config.training.precision, adapters)
     given = prompts
     if is_chat:
         prompts = [_in_chat(tokenizer, folder, system, prompt) for prompt in prompts]
@@ -130,22 +130,40 @@ def _read(source, boundary):
     return list(joined(enumerate(lines, start=1), boundary, "standard input"))
 
 
-def _opened(folder, precision):
-    """Return the tokenizer and the network of a folder."""
-    if (folder / RUN).exists():
-        raise InputError(
-            f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
-        )
-    tokenizer = load_tokenizer(folder)
-    needs.check_published(folder, job.size())
-    model = from_pretrained(folder, dtype=precision)
-    if not hasattr(model, "generate"):
+def opened(
+    folder: str | os.PathLike, precision: str, adapters: str | os.PathLike | None = None
+) -> tuple[object, keras.Model]:
+    """Return the tokenizer and the network of a published folder, or of a run's.
+
+    Args:
+        folder: its path.
+        precision: the type to compute in.
+        adapters: a folder of low-rank adapters, or None.
+
+    Raises:
+        InputError: the folder is not usable, or what it holds generates no texts.
+    """
+    folder = pathlib.Path(folder)
+    if is_run(folder):
+        run = load_run(folder, precision)
+        if run.config.task == "translation":
+            raise InputError(
+                f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
+            )
+        tokenizer, model = run.tokenizer, run.network
+    else:
+        tokenizer = load_tokenizer(folder)
+        needs.check_published(folder, job.size())
+        model = from_pretrained(folder, dtype=precision)
+    if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
         raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
     if tokenizer.vocab_size > model.vocab_size:
         raise InputError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
             f"{model.vocab_size}: are the files of one model?"
         )
+    if adapters is not None:
+        load_lora(model, adapters)
     return tokenizer, model
 
 

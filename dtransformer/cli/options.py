@@ -7,11 +7,11 @@ from typing import NoReturn
 
 import yaml
 
-from dtransformer.cli.config import RunConfig, set_option
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
+from dtransformer.runs.config import RunConfig, set_option
 from dtransformer.version import __version__
 
 

@@ -1,11 +1,9 @@
 """`dtransformer prepare`: the files that training reads."""
 
 import argparse
-from collections.abc import Iterable
 
 from dtransformer.errors import InputError
 
-_TRAINED_ON = 2**26  # characters that a tokenizer is trained on, at most
 _OF_LM = "input", "tokenizer", "train_tokenizer", "field", "documents", "sentences", "shard_tokens"
 
 
@@ -47,6 +45,7 @@ def _token_shards(arguments):
         read_documents,
         write_token_shards,
     )
+    from dtransformer.datasets.sample import evenly_spread, texts_of
 
     if not arguments.input:
         raise InputError("--lm needs --input: give files with text")
@@ -61,8 +60,9 @@ def _token_shards(arguments):
     if arguments.tokenizer:
         tokenizer = load_tokenizer(arguments.tokenizer)
     elif arguments.train_tokenizer:
-        sample = evenly_spread(_texts(documents()), _TRAINED_ON)
-        tokenizer = SubwordTokenizer.train(sample, arguments.train_tokenizer)
+        tokenizer = SubwordTokenizer.train(
+            evenly_spread(texts_of(documents())), arguments.train_tokenizer
+        )
     else:
         raise InputError(
             "--lm needs a tokenizer: give --tokenizer FOLDER or --train-tokenizer SIZE"
@@ -78,28 +78,3 @@ def _token_shards(arguments):
         f"{arguments.out}: {shards.num_tokens:,} tokens in {shards.num_documents:,} documents, "
         f"{len(shards.shard_sizes)} shards{left_out}"
     )
-
-
-def _texts(documents):
-    for document in documents:
-        yield from [document] if isinstance(document, str) else document
-
-
-def evenly_spread(texts: Iterable[str], most: int) -> list[str]:
-    """Return texts spread evenly over all, of so many characters at most, and one at least.
-
-    Example:
-
-    >>> evenly_spread(["a", "b", "c", "d", "e", "f", "g"], most=4)
-    ['a', 'c', 'e', 'g']
-    """
-    kept, size, step = [], 0, 1
-    for index, text in enumerate(texts):
-        if index % step:
-            continue
-        kept.append(text)
-        size += len(text)
-        while size > most and len(kept) > 1:
-            kept, step = kept[::2], 2 * step
-            size = sum(map(len, kept))
-    return kept

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO, TextIO
 
-from dtransformer.cli import needs, runs
 from dtransformer.datasets.text import read_pairs
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.translator import Translator
+from dtransformer.runs import needs
+from dtransformer.runs.loading import load_run
 
 
 def make_translator(
@@ -31,7 +32,8 @@ def make_translator(
     Raises:
         InputError: the run folder is not usable.
     """
-    config, model, tokenizer = runs.load_run(run_folder)
+    run = load_run(run_folder, task="translation")
+    config, model, tokenizer = run.config, run.network, run.tokenizer
 
     def warn(number, length, limit):
         print(

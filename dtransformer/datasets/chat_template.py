@@ -1,72 +1,271 @@
-"""Chat templates of published tokenizers: messages to the text that their models were trained on."""
+"""Chat templates: messages to the text that a model was trained on.
 
+A template is somebody else's program in Jinja. It runs in a sandbox: nothing is written to, of what
+it is given only texts, lists and mappings have attributes, its loops and calls are counted, and what
+it multiplies or prints has a limit.
+"""
+
+import datetime
 import importlib.util
 import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 
 from dtransformer.errors import InputError, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
-_FILE, _FIELD = "chat_template.jinja", "chat_template"
+FILE, _FIELD = "chat_template.jinja", "chat_template"
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
+_MOST_STEPS, _MOST_CHARACTERS = 10**6, 2**24
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% endif %}"
+)
 
 
-def chat_text(folder: pathlib.Path, config: Mapping, messages: Sequence[Mapping[str, str]]) -> str:
-    """Return the text of a chat, which the model's answer comes after.
-
-    Templates run in a sandbox, as those of `transformers` do.
+class ChatTemplate:
+    """A template that is compiled, to render messages.
 
     Args:
-        folder: the tokenizer's folder, which may have a `chat_template.jinja`.
-        config: the fields of its `tokenizer_config.json`.
-        messages: dicts of "role" and "content", the last of them the user's.
+        source: its text.
+        tokens: dict of the special tokens that it may print, such as `{"bos_token": "<s>"}`.
+        name: where it comes from, for messages.
+        date: what `strftime_now` takes for today; None for the day it is.
 
     Raises:
-        InputError: there is no template, it refuses the messages, or jinja2 is missing.
+        InputError: it is no template, or jinja2 is missing.
+
+    Example:
+
+    >>> template = ChatTemplate(CHATML)
+    >>> template.render([{"role": "user", "content": "Hi"}])
+    '<|im_start|>user\\nHi<|im_end|>\\n'
     """
-    path, source = folder / _FILE, config.get(_FIELD)
-    if path.exists():
-        source = decode(read_bytes(path), path)
-    elif isinstance(source, list):  # of several the one that has no other purpose
-        named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
-        raise InputError(
-            f"{folder}: has no chat template, neither {_FILE} nor {_FIELD} of its "
-            "tokenizer_config.json: is it a chat model's?"
-        )
-    if importlib.util.find_spec("jinja2") is None:
-        raise InputError("chat templates need jinja2: pip install 'dtransformer[chat]'")
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        name: str = "the template",
+        date: str | None = None,
+    ):
+        if importlib.util.find_spec("jinja2") is None:
+            raise InputError("chat templates need jinja2: pip install 'dtransformer[chat]'")
+        self.name, self._tokens = str(name), dict(tokens or {})
+        self._steps = _Steps()
+        today = datetime.date.fromisoformat(date) if date else datetime.date.today()
+        self._environment = _sandbox(self._steps, today)
+        try:
+            self._template = _counted(self._environment, _GENERATION.sub("", source))
+        except Exception as error:  # whatever is wrong in a template that was published
+            raise InputError(f"{name}: is no chat template ({_told(error)})") from None
+
+    @classmethod
+    def of_tokenizer(cls, folder: pathlib.Path, config: Mapping, date: str | None = None):
+        """Return the template of a tokenizer's folder.
+
+        Args:
+            folder: the folder, which may have a `chat_template.jinja`.
+            config: the fields of its `tokenizer_config.json`.
+            date: as of the class.
+
+        Raises:
+            InputError: there is none.
+        """
+        path, source = folder / FILE, config.get(_FIELD)
+        if path.exists():
+            source = decode(read_bytes(path), path)
+        elif isinstance(source, list):  # of several the one that has no other purpose
+            named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
+            source = named.get("default")
+        if not isinstance(source, str):
+            raise InputError(
+                f"{folder}: has no chat template, neither {FILE} nor {_FIELD} of its "
+                "tokenizer_config.json: is it a chat model's?"
+            )
+        tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
+        return cls(source, tokens, f"{folder}: its chat template", date)
+
+    def render(
+        self,
+        messages: Sequence[Mapping],
+        add_generation_prompt: bool = False,
+        tools: Sequence | None = None,
+    ) -> str:
+        """Return the text of messages.
+
+        Args:
+            messages: dicts of `"role"`, `"content"`, and what else the template knows.
+            add_generation_prompt: whether what an answer begins with comes after them.
+            tools: what the model may call, as the template takes it.
+
+        Raises:
+            InputError: the template refuses them, or does too much.
+        """
+        self._steps.left = _MOST_STEPS
+        given = {**self._tokens, "tools": tools, "documents": None}
+        given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            parts, size = [], 0
+            for part in self._template.generate(**given):
+                size += len(part)
+                if size > _MOST_CHARACTERS:
+                    raise ValueError(f"it prints more than {_MOST_CHARACTERS:,} characters")
+                parts.append(part)
+            return "".join(parts)
+        except Exception as error:  # as above
+            raise InputError(
+                f"{self.name} does not take {shown(messages)}: {_told(error)}"
+            ) from None
+
+
+class TakesTemplate:
+    """A mixin of tokenizers: they may be given a chat template, which their folders keep.
+
+    Attributes:
+        template_source: the text of the template; None for none, or for that of its files.
+    """
+
+    template_source: str | None = None
+
+    def chat_template(self, date: str | None = None) -> ChatTemplate:
+        """Return the chat template.
+
+        Args:
+            date: what it takes for today, "2024-07-26"; None for the day it is.
+
+        Raises:
+            InputError: there is none, or it is damaged.
+        """
+        if self.template_source is None:
+            raise InputError("the tokenizer has no chat template: give data.template")
+        tokens = {
+            f"{name}_token": self.decode_special(getattr(self, f"{ours}_id", None))
+            for name, ours in (("bos", "start"), ("eos", "end"), ("pad", "pad"))
+        }
+        return ChatTemplate(self.template_source, tokens, "the chat template", date)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a chat by the model's template, which its answer comes after.
+
+        Args:
+            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+
+        Raises:
+            InputError: there is no template, or it refuses the messages.
+        """
+        return self.chat_template().render(messages, add_generation_prompt=True)
+
+    def save_template(self, folder: pathlib.Path) -> None:
+        """Write the template that was given into a folder."""
+        if self.template_source is not None:
+            (folder / FILE).write_text(self.template_source, encoding="utf-8", newline="")
+
+    def load_template(self, folder: pathlib.Path) -> None:
+        """Take the template of a folder, where it has one."""
+        if (folder / FILE).is_file():
+            self.template_source = decode(read_bytes(folder / FILE), folder / FILE)
+
+    def decode_special(self, number: int | None) -> str:
+        """Return the text of a special token; "" for None."""
+        return ""
+
+
+class _Steps:
+    """Counts what a template does, down to 0."""
+
+    left = _MOST_STEPS
+
+    def take(self):
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+
+    def counted(self, items):
+        for item in items:
+            self.take()
+            yield item
+
+
+def _sandbox(steps, today):
+    """Return an environment in which a template may do little."""
+    import jinja2.runtime
     import jinja2.sandbox
+    import jinja2.utils
+
+    open_to_all = (
+        *(str, list, tuple, dict, jinja2.runtime.LoopContext, jinja2.runtime.Macro),
+        *(jinja2.utils.Namespace, jinja2.utils.Cycler, jinja2.utils.Joiner),
+    )
+
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def is_safe_attribute(self, obj, attr, value):
+            return isinstance(obj, open_to_all) and super().is_safe_attribute(obj, attr, value)
+
+        def call(self, context, obj, /, *args, **kwargs):
+            steps.take()
+            return super().call(context, obj, *args, **kwargs)
+
+        def call_binop(self, context, operator, left, right):
+            kinds = {type(left), type(right)}
+            if not kinds <= {int, float, bool} or max(abs(left), abs(right)) > 10**9:
+                raise ValueError(f"{operator} is for small numbers alone")
+            if operator == "**" and abs(right) > 64:
+                raise ValueError("a power of more than 64")
+            return super().call_binop(context, operator, left, right)
 
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda x, **options: json.dumps(
-        x, **{"ensure_ascii": False, **options}
-    )
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    given = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
-    given |= {"tools": None, "documents": None}
-    source = _GENERATION.sub("", source)
-    try:
-        template = environment.from_string(source)
-        return template.render(messages=list(messages), add_generation_prompt=True, **given)
-    except Exception as error:  # whatever is wrong in a template that was published
-        kind = f"{type(error).__name__}: {one_line(error, 120)}"
-        raise InputError(
-            f"{folder}: its chat template does not take {shown(messages)}: {kind}"
-        ) from None
+    for name in ("center", "indent", "format", "xmlattr", "pprint", "attr", "wordwrap", "urlize"):
+        environment.filters.pop(name)
+    environment.filters["indent"] = _indented
+    environment.filters["tojson"] = _as_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": today.strftime}
+    environment.globals["_counted"] = steps.counted
+    return environment
+
+
+def _as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    if isinstance(indent, int) and indent > 16:
+        raise ValueError("an indent of more than 16")
+    options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _indented(text, width=4, first=False, blank=False):
+    if not isinstance(width, int) or width > 64:
+        raise ValueError("an indent of more than 64")
+    lines = str(text).split("\n")
+    own = [" " * width + x if x or blank else x for x in lines]
+    return "\n".join(own if first else [lines[0], *own[1:]])
+
+
+def _counted(environment, source):
+    """Return a template whose loops are counted."""
+    from jinja2 import nodes
+
+    tree = environment.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        counter = nodes.Name("_counted", "load")
+        loop.iter = nodes.Call(
+            counter, [loop.iter], [], None, None, lineno=loop.lineno, environment=environment
+        )
+        counter.lineno = loop.lineno
+        counter.environment = environment
+    return environment.from_string(tree)
+
+
+def _told(error):
+    return f"{type(error).__name__}: {one_line(error, 120)}"
 
 
 def _content(token):

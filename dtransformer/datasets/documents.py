@@ -110,8 +110,12 @@ def joined(lines: Iterable[tuple[int, str]], boundary: str, path: FilePath) -> I
         yield "\n".join(held)
 
 
-def _json_values(path):
-    """Yield the values of a file with one on each line, or of one list, and their places."""
+def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
+    """Yield the values of a file with one on each line, or of one list, each after its place.
+
+    Raises:
+        InputError: the file is missing, or damaged; says the line.
+    """
     lines, held = iterate_lines(path), None
     for number, line in lines:
         if not line.strip(WHITE_SPACE):
@@ -128,7 +132,7 @@ def _json_values(path):
 def _json_lines(path, fields):
     """Yield the documents of a file with a JSON object on each line, or a list of them."""
     names = [name for field in fields for name in field.split("+")]
-    for place, value in _json_values(path):
+    for place, value in json_values(path):
         if not isinstance(value, dict):
             raise InputError(
                 f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "

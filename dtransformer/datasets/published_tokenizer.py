@@ -2,12 +2,14 @@
 
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.datasets.chat_template import chat_text
+from dtransformer.datasets.chat_template import FILE as TEMPLATE
+from dtransformer.datasets.chat_template import ChatTemplate, TakesTemplate
 from dtransformer.datasets.special_tokens import FILES, SpecialTokens
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
@@ -15,7 +17,32 @@ from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import whole_texts
 
 
-class PublishedTokenizer:
+class Encoding(NamedTuple):
+    """The tokens of a text.
+
+    Args:
+        ids: list of ints.
+        places: list of (start, end), the characters of each; (0, 0) of special tokens.
+        types: list of ints, 1 for tokens of the second text of a pair, else 0.
+    """
+
+    ids: list[int]
+    places: list[tuple[int, int]]
+    types: list[int]
+
+
+def encodings(
+    tokenizer: object, sentences: Iterable[str], others: Iterable[str] | None
+) -> list[Encoding]:
+    """Return the encodings by a tokenizer of the library `tokenizers`; see `encode_with_offsets`."""
+    inputs = whole_texts(sentences)
+    if others is not None:
+        inputs = list(zip(inputs, whole_texts(others), strict=True))
+    found = tokenizer.encode_batch(inputs, add_special_tokens=others is not None)
+    return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
+
+
+class PublishedTokenizer(TakesTemplate):
     """A tokenizer of a published model, with the interface of `SubwordTokenizer`.
 
     Args:
@@ -100,16 +127,30 @@ class PublishedTokenizer:
             rows[number] = row[start:stop]
         return rows
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a chat by the model's template, which its answer comes after.
+    def chat_template(self, date: str | None = None) -> ChatTemplate:
+        config = dict(self._config)
+        if self.template_source is None:
+            return ChatTemplate.of_tokenizer(self._path.parent, config, date)
+        tokens = {key: x for key, x in config.items() if key.endswith("_token")}
+        tokens = {key: x.get("content") if isinstance(x, dict) else x for key, x in tokens.items()}
+        return ChatTemplate(self.template_source, tokens, "the chat template", date)
+
+    def encode_with_offsets(
+        self, sentences: Iterable[str], others: Iterable[str] | None = None
+    ) -> list[Encoding]:
+        """Return the ids of texts, or of pairs of texts, with the places that they come from.
 
         Args:
-            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+            sentences: the texts. They get no special tokens; pairs do, as the model has them.
+            others: the second text of each pair.
 
         Raises:
-            InputError: there is no template, or it refuses the messages.
+            InputError: the tokenizer does not tell places: it has no `tokenizer.json`.
         """
-        return chat_text(self._path.parent, self._config, messages)
+        raise InputError(
+            f"{self._path}: does not tell which characters a token has: put the model's tokenizer.json "
+            "into the folder"
+        )
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the texts of ids.
@@ -132,11 +173,12 @@ class PublishedTokenizer:
         Raises:
             InputError: the folder cannot be written, or has such files already.
         """
-        paths = [self._path, *(self._path.parent / name for name in FILES)]
+        paths = [self._path, *(self._path.parent / name for name in (*FILES, TEMPLATE))]
         with adding_to(folder) as fresh:
             for path in paths:
                 if path.exists():
                     (fresh / path.name).write_bytes(read_bytes(path))
+            self.save_template(fresh)
 
     def _until_end(self, row):
         if row.ndim != 1:

@@ -75,11 +75,10 @@ class SpanCorruptionBatches(PackedDocuments):
             )
         self._spans, end_id = (rate, mean_span), first_id(shards, ("end", "sep"))
         self._end = [] if end_id is None else [end_id]
-        text = 2  # tokens of a row before spans are replaced
-        while self._lengths(text + 1)[0] <= length:
-            text += 1
-        self.source_length, self.target_length = self._lengths(text)
-        num_spans = span_counts(text, *self._spans)[1]
+        text = text_length(length, rate, mean_span, len(self._end))
+        num_replaced, num_spans = span_counts(text, *self._spans)
+        more = num_spans + len(self._end)
+        self.source_length, self.target_length = text - num_replaced + more, num_replaced + more
         if sentinel_ids is None:
             sentinel_ids = range(shards.vocab_size, shards.vocab_size + num_spans)
         if len(sentinel_ids) < num_spans:
@@ -119,11 +118,26 @@ class SpanCorruptionBatches(PackedDocuments):
         inputs = {side: np.full(size, self.pad_id, np.int32) for side, size in lengths.items()}
         return inputs, np.full(self.target_length, self.ignore_id, np.int32)
 
-    def _lengths(self, text):
-        """Return the numbers of tokens of the source and the target of a row of text."""
-        num_replaced, num_spans = span_counts(text, *self._spans)
-        more = num_spans + len(self._end)
-        return text - num_replaced + more, num_replaced + more
+
+def text_length(length: int, rate: float, mean_span: float, num_ends: int = 1) -> int:
+    """Return how many tokens of text make a source of a number of tokens, at most.
+
+    Args:
+        length: number of tokens of the source, at least 4.
+        rate, mean_span: as of `SpanCorruptionBatches`.
+        num_ends: number of end tokens of a source.
+
+    Example:
+
+    >>> text_length(512, 0.15, 3.0)
+    568
+    """
+    text = 2
+    while True:
+        num_replaced, num_spans = span_counts(text + 1, rate, mean_span)
+        if text + 1 - num_replaced + num_spans + num_ends > length:
+            return text
+        text += 1
 
 
 def span_counts(length: int, rate: float, mean_span: float) -> tuple[int, int]:

@@ -18,6 +18,7 @@ Reference: Wu et al., Google's Neural Machine Translation System, 2016, section 
 Song et al., Fast WordPiece Tokenization, EMNLP 2021.
 """
 
+import functools
 import json
 import os
 import re
@@ -28,8 +29,11 @@ import numpy as np
 import pydantic
 import tensorflow as tf
 import tensorflow_text as tf_text
+import tokenizers
 
+from dtransformer.datasets.chat_template import TakesTemplate
 from dtransformer.datasets.published_form import config_fields, tokenizer_fields
+from dtransformer.datasets.published_tokenizer import Encoding, encodings
 from dtransformer.datasets.special_tokens import CONFIG
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.datasets.vocabulary import (
@@ -70,7 +74,7 @@ class _Config(pydantic.BaseModel):
     lower_case: bool
 
 
-class SubwordTokenizer:
+class SubwordTokenizer(TakesTemplate):
     """Turns sentences into ids of subword pieces and back, without loss.
 
     `decode(encode(text))` gives the text again, up to Unicode NFC, runs of white space
@@ -215,6 +219,32 @@ class SubwordTokenizer:
             )
         return re.sub(" +", " ", unescape("".join(self._texts[row]))).strip(" ")
 
+    def encode_with_offsets(
+        self, sentences: Iterable[str], others: Iterable[str] | None = None
+    ) -> list[Encoding]:
+        """Return the ids of texts, or of pairs of texts, with the characters that each stands for.
+
+        Pairs have the start token before them and the end token after each text; see
+        `PublishedTokenizer.encode_with_offsets`.
+        """
+        own = self._published()
+        first = encodings(own, sentences, None)
+        if others is None:
+            return first
+        start, end = ([self.start_id], [(0, 0)]), ([self.end_id], [(0, 0)])
+        found = []
+        for a, b in zip(first, encodings(own, others, None), strict=True):
+            parts = start, (a.ids, a.places), end, (b.ids, b.places), end
+            ids, places = (sum((list(part[side]) for part in parts), []) for side in (0, 1))
+            num_first = len(a.ids) + 2
+            found.append(Encoding(ids, places, [0] * num_first + [1] * (len(ids) - num_first)))
+        return found
+
+    @functools.cache  # noqa: B019 (as long as the tokenizer)
+    def _published(self):
+        fields = tokenizer_fields(self._vocabulary, self._unknown(), self._lower_case)
+        return tokenizers.Tokenizer.from_str(json.dumps(fields))
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write `subword_tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
 
@@ -244,6 +274,7 @@ class SubwordTokenizer:
         for name, content in contents.items():
             text = json.dumps(content, indent=2, ensure_ascii=False)
             write_text_atomically(folder / name, text + "\n")
+        self.save_template(folder)
 
     @staticmethod
     def _is_older(folder):
@@ -277,9 +308,11 @@ class SubwordTokenizer:
                 f"{shown(config['vocab_size'])}: the file is damaged; copy the folder again"
             )
         try:
-            return cls(vocabulary, config["lower_case"])
+            found = cls(vocabulary, config["lower_case"])
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+        found.load_template(folder)
+        return found
 
     def _unknown(self):
         """Return a regular expression of the characters that are no pieces."""

@@ -5,7 +5,7 @@ import pathlib
 
 import tokenizers
 
-from dtransformer.datasets.published_tokenizer import PublishedTokenizer
+from dtransformer.datasets.published_tokenizer import Encoding, PublishedTokenizer, encodings
 from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
 from dtransformer.datasets.special_tokens import SpecialTokens
 from dtransformer.datasets.tokenizer import SubwordTokenizer
@@ -88,6 +88,13 @@ class JsonTokenizer(PublishedTokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         special = SpecialTokens.of(path.parent, vocabulary.get, {})
         super().__init__(path, max(vocabulary.values(), default=-1) + 1, special)
+
+    def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
+        return encodings(self._tokenizer, sentences, others)
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _id_of(self, token):
         return self._tokenizer.token_to_id(token)

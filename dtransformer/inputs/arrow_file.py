@@ -37,6 +37,25 @@ def iterate_columns(
                 number += 1
 
 
+def iterate_rows(path: FilePath) -> Iterator[tuple[int, dict]]:
+    """Yield the rows of a file with their numbers, from 1: dicts of all columns, lists and structs, too.
+
+    Args:
+        path: as of `iterate_columns`.
+
+    Raises:
+        InputError: pyarrow is missing, or the file is missing or damaged.
+    """
+    check_installed("pyarrow", f"{path}: Arrow and Parquet files", "arrow")
+    with opened(path) as file, _told(path):
+        batches, _ = _parquet(file, None) if _ends(path, PARQUET) else _arrow(file)
+        number = 1
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+
+
 def _ends(path, endings):
     return str(path).lower().endswith(endings)
 
@@ -46,7 +65,7 @@ def _parquet(file, columns):
 
     parquet = pyarrow.parquet.ParquetFile(file)
     schema = parquet.schema_arrow
-    known = [name for name in columns if name in schema.names]
+    known = None if columns is None else [name for name in columns if name in schema.names]
     return parquet.iter_batches(batch_size=_ROWS, columns=known), schema
 
 

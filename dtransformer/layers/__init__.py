@@ -11,6 +11,7 @@ from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLayer
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.fixed_sparse_attention import FixedSparseAttention
+from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
@@ -35,10 +36,13 @@ __all__ = [
     "MaskedLMHead",
     "MoE",
     "MultiHeadAttention",
+    "PoolingHead",
     "PositionEmbedding",
     "RMSNorm",
     "Router",
     "SentenceHead",
+    "SequenceHead",
+    "TokenHead",
     "TokenTypeEmbedding",
     "Transformer",
     "TransformerBlock",

@@ -255,7 +255,8 @@ class CausalLM(OneStackModel):
         if segments is None and prefix is not None:
             segments = tf.ones_like(ids)
         mask = None if segments is None else Segments(segments, segments, prefix)
-        return self.head(self.blocks(x, mask, training=training), table)
+        x = self.blocks(x, mask, training=training)
+        return self.labels(x, mask, training) if self.has_task_head else self.head(x, table)
 
     def _prefix_of(self, inputs):
         """Return which tokens are of a prefix, bool [b, s]; None where there is none."""
@@ -286,8 +287,8 @@ class CausalLM(OneStackModel):
         layers = self.embedding, self.positions, self.dropout
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.causal_lm(self.arguments_and_experts())
+    def _vocabulary_shapes(self, arguments):
+        return weight_shapes.causal_lm(arguments)
 
     def generate(
         self,

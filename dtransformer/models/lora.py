@@ -158,6 +158,14 @@ def adapters_of(network: keras.Model) -> dict[str, dict]:
     }
 
 
+def only_adapters_are_trained(network: keras.Model) -> bool:
+    """Return whether a network has adapters, on any stage, and nothing else is trained on this one."""
+    if not adapters_of(network):
+        return False
+    factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
+    return {id(weight) for weight in network.trainable_variables} <= factors
+
+
 def check_adapted(network: keras.Model, function: str) -> None:
     """Check that a network has adapters.
 

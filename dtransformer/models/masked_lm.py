@@ -223,21 +223,27 @@ class MaskedLM(OneStackModel):
         elif mask is None and self.pad_id is not None:
             mask = ids != self.pad_id
         x = self.blocks(x, mask, training=training)
+        if self.has_task_head:
+            return self.labels(x, mask, training)
         logits = self.head(x, table)
         if self.sentence_head is None:
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.masked_lm(self.arguments_and_experts())
+    def _vocabulary_shapes(self, arguments):
+        return weight_shapes.masked_lm(arguments)
 
     def logits_vocab_size(self) -> int | dict[str, int]:
         """Return the number of classes of the outputs, in their structure; more are padding."""
+        if self.has_task_head:
+            return self.head.num_labels
         if self.sentence_head is None:
             return self.vocab_size
         return {"masked_lm": self.vocab_size, "next_sentence": self.sentence_head.num_classes}
 
     def _head_products(self, length):
+        if self.has_task_head:
+            return super()._head_products(length)
         h = self.arguments["hidden_size"]
         sentence = h * (h + 2) if self.sentence_head is not None else 0
         return length * h * h + super()._head_products(length) + sentence

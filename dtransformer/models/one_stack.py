@@ -2,12 +2,46 @@
 
 import tensorflow as tf
 
+from dtransformer.layers.attention_mask import Segments
+from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.experts import feed_forward_products, with_experts
 
 
 class OneStackModel(TokenModel):
     """A network of tokens with one stack of blocks, `blocks`."""
+
+    @property
+    def has_task_head(self) -> bool:
+        """Whether it labels sequences or tokens; see `with_task_head`."""
+        return isinstance(self.head, (PoolingHead, SequenceHead, TokenHead))
+
+    def labels(self, x: tf.Tensor, mask: Segments | tf.Tensor | None, training: bool) -> tf.Tensor:
+        """Return what the head of a task makes of the last block's results [b, s, h].
+
+        Args:
+            x: the results.
+            mask: what the blocks were given; positions of segment 0 are padding.
+            training: whether dropout applies.
+        """
+        mask = mask.queries if isinstance(mask, Segments) else mask
+        mask = None if mask is None else tf.cast(mask, "bool")
+        return self.head(x, mask, training=training)
+
+    def logits_vocab_size(self) -> int:
+        return self.head.num_labels if self.has_task_head else self.vocab_size
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._vocabulary_shapes(self.arguments_and_experts())
+        if not self.has_task_head:
+            return shapes
+        shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
+        own = {x.path.partition("/")[2]: tuple(x.shape) for x in self.head.weights}
+        return {**shapes, **own}
+
+    def _vocabulary_shapes(self, arguments):
+        """Return the shapes of all weights with the head of the vocabulary."""
+        raise NotImplementedError
 
     def arguments_and_experts(self) -> dict:
         return with_experts(self.arguments, blocks=self.blocks)
@@ -37,6 +71,8 @@ class OneStackModel(TokenModel):
 
     def _head_products(self, length):
         """Return how many numbers are multiplied in the head, for a sequence of some length."""
+        if self.has_task_head:
+            return self.arguments["hidden_size"] * self.head.num_labels
         return length * self.arguments["hidden_size"] * self.vocab_size
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:

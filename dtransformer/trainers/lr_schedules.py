@@ -9,82 +9,17 @@ that the first update already has a rate above 0 and the last one of the warm-up
 import difflib
 import inspect
 import math
-import numbers
 
 import keras
 from keras import ops
 
 from dtransformer.errors import InputError
-
-
-class _WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """What the schedules share: two arguments and the linear rise."""
-
-    def __init__(self, peak_learning_rate: float, warmup_steps: int):
-        super().__init__()
-        self.peak_learning_rate = _rate("peak_learning_rate", peak_learning_rate)
-        if self.peak_learning_rate == 0.0:
-            raise InputError(
-                f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
-            )
-        self.warmup_steps = _count("warmup_steps", warmup_steps)
-
-    def _warmup(self, step):
-        """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
-        return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
-
-    def get_config(self):
-        return {
-            "peak_learning_rate": self.peak_learning_rate,
-            "warmup_steps": self.warmup_steps,
-        }
-
-
-class _WarmupDecay(_WarmupSchedule):
-    """A warm-up followed by a decay that ends at `total_steps`."""
-
-    def __init__(
-        self,
-        peak_learning_rate: float,
-        warmup_steps: int,
-        total_steps: int,
-        final_learning_rate: float = 0.0,
-    ):
-        super().__init__(peak_learning_rate, warmup_steps)
-        self.total_steps = _count("total_steps", total_steps)
-        self.final_learning_rate = _rate("final_learning_rate", final_learning_rate)
-        if self.total_steps <= self.warmup_steps:
-            raise InputError(
-                "total_steps counts the warm-up too and must be greater than warmup_steps, "
-                f"received total_steps={total_steps!r} and warmup_steps={warmup_steps!r}"
-            )
-        if self.final_learning_rate > self.peak_learning_rate:
-            raise InputError(
-                "final_learning_rate must not exceed peak_learning_rate, received "
-                f"final_learning_rate={final_learning_rate!r} and "
-                f"peak_learning_rate={peak_learning_rate!r}"
-            )
-
-    def _progress(self, step):
-        """Return how much of the decay is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
-        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return ops.clip(done, 0.0, 1.0)
-
-    def _between(self, factor):
-        """Return the final rate where `factor` is 0, the peak where it is 1."""
-        span = self.peak_learning_rate - self.final_learning_rate
-        return self.final_learning_rate + span * factor
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "total_steps": self.total_steps,
-            "final_learning_rate": self.final_learning_rate,
-        }
+from dtransformer.trainers.long_schedules import WarmupRestarts, WarmupStableDecay
+from dtransformer.trainers.warmup import WarmupDecay, WarmupSchedule, as_float, count
 
 
 @keras.saving.register_keras_serializable(package="dtransformer")
-class WarmupInverseSquareRoot(_WarmupSchedule):
+class WarmupInverseSquareRoot(WarmupSchedule):
     """Linear warm-up, then a decay with the inverse square root of the step.
 
     With n = step + 1 and w = max(warmup_steps, 1):
@@ -131,14 +66,14 @@ class WarmupInverseSquareRoot(_WarmupSchedule):
         >>> print(f"{schedule.peak_learning_rate:.6f}")
         0.000699
         """
-        hidden_size = _count("hidden_size", hidden_size)
+        hidden_size = count("hidden_size", hidden_size)
         if hidden_size == 0:
             raise InputError("hidden_size must be at least 1, received 0")
-        steps = max(_count("warmup_steps", warmup_steps), 1)
+        steps = max(count("warmup_steps", warmup_steps), 1)
         return cls((hidden_size * steps) ** -0.5, warmup_steps)
 
     def __call__(self, step):
-        step = _as_float(step)
+        step = as_float(step)
         warmup_steps = max(self.warmup_steps, 1)
         return self.peak_learning_rate * ops.minimum(
             (step + 1.0) / warmup_steps, ops.sqrt(warmup_steps / (step + 1.0))
@@ -146,7 +81,7 @@ class WarmupInverseSquareRoot(_WarmupSchedule):
 
 
 @keras.saving.register_keras_serializable(package="dtransformer")
-class WarmupLinear(_WarmupDecay):
+class WarmupLinear(WarmupDecay):
     """Linear warm-up, then a straight line down to a final rate.
 
     With w = warmup_steps and T = total_steps:
@@ -180,12 +115,12 @@ class WarmupLinear(_WarmupDecay):
     """
 
     def __call__(self, step):
-        step = _as_float(step)
-        return self._warmup(step) * self._between(1.0 - self._progress(step))
+        step = as_float(step)
+        return self.warmup(step) * self.between(1.0 - self.progress(step))
 
 
 @keras.saving.register_keras_serializable(package="dtransformer")
-class WarmupCosine(_WarmupDecay):
+class WarmupCosine(WarmupDecay):
     """Linear warm-up, then half a cosine wave down to a final rate.
 
     With w = warmup_steps and T = total_steps:
@@ -223,13 +158,13 @@ class WarmupCosine(_WarmupDecay):
     """
 
     def __call__(self, step):
-        step = _as_float(step)
-        factor = 0.5 * (1.0 + ops.cos(math.pi * self._progress(step)))
-        return self._warmup(step) * self._between(factor)
+        step = as_float(step)
+        factor = 0.5 * (1.0 + ops.cos(math.pi * self.progress(step)))
+        return self.warmup(step) * self.between(factor)
 
 
 @keras.saving.register_keras_serializable(package="dtransformer")
-class WarmupConstant(_WarmupSchedule):
+class WarmupConstant(WarmupSchedule):
     """Linear warm-up, then the peak for ever.
 
         learning rate = peak * min((step + 1) / warmup_steps, 1)
@@ -255,7 +190,7 @@ class WarmupConstant(_WarmupSchedule):
     """
 
     def __call__(self, step):
-        return self.peak_learning_rate * self._warmup(_as_float(step))
+        return self.peak_learning_rate * self.warmup(as_float(step))
 
 
 SCHEDULES = {
@@ -263,6 +198,8 @@ SCHEDULES = {
     "cosine": WarmupCosine,
     "inverse_sqrt": WarmupInverseSquareRoot,
     "linear": WarmupLinear,
+    "restarts": WarmupRestarts,
+    "wsd": WarmupStableDecay,
 }
 
 
@@ -270,7 +207,7 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
     """Make a schedule from the name and the arguments that a config file holds.
 
     Args:
-        name: `"constant"`, `"cosine"`, `"inverse_sqrt"` or `"linear"`.
+        name: `"constant"`, `"cosine"`, `"inverse_sqrt"`, `"linear"`, `"restarts"` or `"wsd"`.
         **kwargs: the arguments of that schedule.
 
     Raises:
@@ -305,20 +242,3 @@ def _nearest(name, known):
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f", did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known: {', '.join(sorted(known))}"
-
-
-def _as_float(step):
-    return ops.cast(ops.convert_to_tensor(step), "float32")
-
-
-def _rate(name, value):
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise InputError(f"{name} must be a finite number, at least 0, received {value!r}")
-    return float(value)
-
-
-def _count(name, value):
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-        raise InputError(f"{name} must be an integer, at least 0, received {value!r}")
-    return int(value)

@@ -305,7 +305,7 @@ def test_runs_of_other_kinds_are_told_as_what_they_are(folder, tmp_path, capsys)
     (own / "checkpoints").mkdir(parents=True)
     for place, told in (
         (folder, f"generate --model {folder}"),
-        (own, "it has checkpoints; a script's"),
+        (own, "it has checkpoints"),
     ):
         ask = ["evaluate", "--run", str(place), "--src", str(lines), "--ref", str(lines)]
         assert main(ask) == 2

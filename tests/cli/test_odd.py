@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from dtransformer.cli import main, needs
-from dtransformer.cli.config import load_config
+from dtransformer.cli import main
 from dtransformer.errors import MAX_MESSAGE
+from dtransformer.runs import needs
+from dtransformer.runs.config import load_config
 from tests.inputs.bounded import refusal
 
 HUGE = "9" * 5000

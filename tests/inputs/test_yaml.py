@@ -5,8 +5,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtransformer.cli.config import load_config, save_config
 from dtransformer.inputs.yaml_file import MAX_BYTES, parse_yaml
+from dtransformer.runs.config import load_config, save_config
 from tests.inputs.bounded import BOUNDED, read_or_refused, refusal
 
 VALUES = st.recursive(

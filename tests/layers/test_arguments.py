@@ -242,6 +242,8 @@ OF_SIXTEEN = {
     "RMSNorm": (),
     "Router": (MoEConfig(expert_num=2),),
     "SentenceHead": (2, 16),
+    "SequenceHead": (2,),
+    "TokenHead": (2,),
     "TokenTypeEmbedding": (2,),
     "VocabHead": (5,),
 }

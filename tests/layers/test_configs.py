@@ -74,6 +74,17 @@ LAYER_OPTIONS = {
     ),
     "RMSNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
     "SentenceHead": ({"num_classes": 3, "hidden_size": 12}, [(2, 4, 12)]),
+    "SequenceHead": (
+        {
+            "num_labels": 3,
+            "pooling": "last",
+            "hidden_act": "relu",
+            "use_bias": False,
+            "dropout_rate": 0.1,
+        },
+        [(2, 4, 12)],
+    ),
+    "TokenHead": ({"num_labels": 3, "use_bias": False, "dropout_rate": 0.1}, [(2, 4, 12)]),
     "TokenTypeEmbedding": ({"num_types": 3, "initializer": "he_normal"}, [(2, 4, 12), (2, 4)]),
     "VocabEmbedding": (
         {"vocab_size": 10, "embedding_size": 12, "initializer": "he_normal"},

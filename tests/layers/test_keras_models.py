@@ -40,6 +40,8 @@ LAYERS = {
     "RMSNorm": ({}, [X]),
     "Router": ({"moe_config": EXPERTS}, [X]),
     "SentenceHead": ({"num_classes": 3, "hidden_size": 8}, [X]),
+    "SequenceHead": ({"num_labels": 3, "pooling": "mean", "hidden_act": "tanh"}, [X]),
+    "TokenHead": ({"num_labels": 3}, [X]),
     "TokenTypeEmbedding": ({"num_types": 2}, [X]),
     "Transformer": ({"encoder_layers": 1, "decoder_layers": 1, **BLOCK}, [X, BOTH, X, BOTH]),
     "TransformerDecoder": ({"num_layers": 1, **BLOCK}, [X, BOTH, X]),

@@ -6,12 +6,12 @@ import os
 import pytest
 
 from dtransformer import TransformerOpParallelConfig
-from dtransformer.cli.automatic import plan_of_run
-from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.machine import cpu_device, device_of_gpu, this_cluster
+from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.config import load_config
 
 FOUR_RANKS = {"HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_RANK": "3"}
 

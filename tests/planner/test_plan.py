@@ -11,7 +11,6 @@ import yaml
 
 from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
-from dtransformer.cli.config import load_config
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.validators import check_supported
@@ -33,6 +32,7 @@ from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
+from dtransformer.runs.config import load_config
 
 SMALL = "gpt2_small"
 

@@ -5,8 +5,6 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from dtransformer.cli.automatic import plan_of_run
-from dtransformer.cli.config import RunConfig, load_config
 from dtransformer.cli.launching.processes import is_here
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
@@ -14,6 +12,8 @@ from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import this_device
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
+from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.config import RunConfig, load_config
 
 # Fields of the config that are another layout's. All others stay as they are given.
 _FREE = (

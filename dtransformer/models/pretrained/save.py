@@ -91,6 +91,15 @@ def save_pretrained(
     return saved_by_chief(folder, write, overwrite, _HIDE)
 
 
+def check_family(network: TokenModel, family: str | None = None) -> None:
+    """Check that a network can be saved as one of a family; arguments as of `save_pretrained`.
+
+    Raises:
+        InputError: it cannot; says what differs.
+    """
+    _config_of(network, family)
+
+
 def saved_by_chief(
     folder: str | os.PathLike, write: Callable, overwrite: bool, replaces: Sequence[str] = ()
 ) -> pathlib.Path:

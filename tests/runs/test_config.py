@@ -4,11 +4,12 @@ import pathlib
 
 import pytest
 
-from dtransformer.cli import needs
-from dtransformer.cli.automatic import shape_of_run
-from dtransformer.cli.config import load_config, save_config
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
+from dtransformer.runs import needs
+from dtransformer.runs.automatic import shape_of_run
+from dtransformer.runs.config import load_config, save_config
+from dtransformer.runs.options import SECTIONS
 
 
 def write(tmp_path, text):
@@ -65,12 +66,58 @@ def test_wrong_files(tmp_path, text, words):
 
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+CONFIGS = [
+    path
+    for path in sorted(EXAMPLES.rglob("*.yaml"))
+    if path.parent.name
+    not in ("launch", "long_context", "t5", "fine_tuning")  # Kubernetes', a script's
+]
 
 
-@pytest.mark.parametrize("name", ["fine_tuning/lora", "language_model/gpt", "t5/embedded"])
-def test_configs_of_scripts_are_told_as_such(name):
-    with pytest.raises(InputError, match="no keys of dtransformer train, which trains translation"):
-        load_config(EXAMPLES / f"{name}.yaml")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_examples_are_taken(path):
+    assert load_config(path).task in SECTIONS
+
+
+def test_a_key_of_another_task_says_so():
+    with pytest.raises(InputError, match="task translation has none, .* is `task: .*` missing"):
+        load_config(None, ["data.train=a.jsonl"])
+    with pytest.raises(InputError, match="did you mean chat"):
+        load_config(None, ["task=caht"])
+
+
+def test_sources_and_adapters_are_mappings(tmp_path):
+    text = (
+        "task: chat\ndata:\n  train: [a.jsonl, {path: b.parquet, weight: 0.5}]\n"
+        "model: {from: models/x, adapters: {rank: 4, targets: ['*kernel']}}\n"
+    )
+    config = load_config(write(tmp_path, text))
+    assert [(x.path, x.weight) for x in config.data.train] == [
+        ("a.jsonl", None),
+        ("b.parquet", 0.5),
+    ]
+    assert config.model.from_ == "models/x" and config.model.adapters.rank == 4
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("data.train={path: a, weigth: 2}", ["data.train", "Source has no 'weigth'", "weight"]),
+        ("data.train=[{path: a, weight: 0}]", ["data.train", "weight must be greater than 0"]),
+        ("data.train=[3]", ["data.train", "must be a path, or a list"]),
+        ("model.adapters={rank: 0}", ["model.adapters", "rank must be at least 1"]),
+        ("model.adapters={kind: dora}", ["model.adapters", "kind must be one of 'lora'"]),
+        ("data.date=tomorrow", ["data.date"]),
+        ("training.schedule=wdd", ["training.schedule", "wsd"]),
+    ],
+)
+def test_wrong_values_of_new_keys(setting, words):
+    with pytest.raises(InputError) as caught:
+        load_config(None, ["task=chat", setting])
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(

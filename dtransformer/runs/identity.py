@@ -2,7 +2,7 @@
 
     {"run": {"version": 1, "id": "9f86d081…",
              "files": {"config.yaml": SHA-256, "tokenizer/vocab.txt": SHA-256, …},
-             "data": {"train": SHA-256 of the sentence pairs, "dev": …}},
+             "data": {"train": SHA-256 of the records, "dev": …}},
      "sha256": SHA-256 of what is under "run"}
 
 Weights end with the SHA-256 of this file, see `checkpoint.seal`, and checkpoints have a copy of it:
@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import pydantic
@@ -35,10 +35,13 @@ CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 WEIGHTS = "model.weights.h5"
 METRICS = "metrics.jsonl"
+ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 PLAN = "plan.txt"
-PARTS = frozenset({RUN, CONFIG, TOKENIZER, WEIGHTS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN})
+PARTS = frozenset(
+    {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN}
+)
 
 _VERSION = 1
 _MAX_BYTES = MEBIBYTE
@@ -85,7 +88,7 @@ class RunIdentity:
     Args:
         text: the file's content.
         files: names of files, and the SHA-256 of each.
-        data: the SHA-256 of the sentence pairs "train" and "dev"; None where there are none.
+        data: the SHA-256 of the records "train" and "dev"; None where there are none.
     """
 
     text: str
@@ -185,6 +188,15 @@ def digest_of(pairs: Sequence[Sequence[str]] | None) -> str | None:
         digest.update(f"{len(sentences)}\n".encode())
         for sentence in sentences:
             digest.update(sentence.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def digest_of_records(records: Iterable) -> str:
+    """Return the SHA-256 of records, of what JSON has, whatever files they came from."""
+    digest = hashlib.sha256()
+    for record in records:
+        text = json.dumps(record, sort_keys=True, ensure_ascii=False)
+        digest.update(text.encode(errors="surrogatepass") + b"\n")
     return digest.hexdigest()
 
 

@@ -1,9 +1,9 @@
 """`parallel: auto`: the layout of a run is the planner's."""
 
+import importlib
 from collections.abc import Mapping
 
 from dtransformer.architectures import Architecture
-from dtransformer.cli.config import RunConfig
 from dtransformer.planner.automatic import automatic_plan
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.machine import this_cluster
@@ -11,7 +11,16 @@ from dtransformer.planner.models import from_architecture
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
+from dtransformer.runs.config import TRANSLATION, RunConfig
 
+# What a task trains where its model is of sizes; all others train a decoder.
+_KINDS = {
+    **dict.fromkeys(("masked_lm", "next_sentence"), "MaskedLM"),
+    **dict.fromkeys(("classification", "token_classification", "regression"), "MaskedLM"),
+    **dict.fromkeys(("span_corruption", "seq2seq"), "EncoderDecoderLM"),
+    "embedding": "MaskedLM",
+}
+_OF_PAIRS = "preference", "reward", "embedding"
 # Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
 _USUAL_SHARE = 4
 
@@ -30,12 +39,9 @@ def plan_of_run(
     Raises:
         InputError: nothing fits, or no layout has what is given.
     """
-    training, data = config.training, config.data
+    training = config.training
     cluster = cluster or this_cluster(local_devices=training.local_devices)
-    devices = cluster.num_devices
-    length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
-    rows = data.batch_size or max(data.batch_tokens // length, 1)
-    rows = 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
+    length, rows = batch_of_run(config, cluster.num_devices)
     return automatic_plan(
         shape_of_run(config, length),
         rows,
@@ -46,8 +52,28 @@ def plan_of_run(
     )
 
 
+def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
+    """Return the usual length of a run's rows in tokens, and the number of rows of a batch."""
+    data = config.data
+    if config.task != TRANSLATION:
+        pairs = 2 if config.task in _OF_PAIRS else 1
+        return data.length, pairs * config.training.batch_size
+    length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
+    rows = data.batch_size or max(data.batch_tokens // length, 1)
+    return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
+
+
 def shape_of_run(config: RunConfig, length: int) -> ModelShape:
-    """Return the shape of a run's model, for sentences of some length."""
+    """Return the shape of a run's model, for rows of some length."""
+    if config.task != TRANSLATION:
+        networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
+        found = networks.architecture(
+            config, _KINDS.get(config.task, "CausalLM"), config.tokenizer.vocab_size
+        )
+        adapters = config.model.adapters
+        rank = {} if adapters is None else {"adapter_rank": adapters.rank}
+        name = config.model.preset or config.model.from_ or f"{config.task} model"
+        return from_architecture(name, found, sequence_length=length, **rank)
     longest = config.data.max_length
     arguments = {
         **vars(config.model),

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from dtransformer.cli import main
-from dtransformer.cli.run_callbacks import FiniteWeights
-from dtransformer.cli.run_identity import RunIdentity
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
+from dtransformer.runs.callbacks import FiniteWeights
+from dtransformer.runs.identity import RunIdentity
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint.seal import seal
 from tests.cli.test_cli import ENGLISH, french

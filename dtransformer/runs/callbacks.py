@@ -1,17 +1,20 @@
-"""Callbacks of `dtransformer train`: the run's weights, its time, its beginning."""
+"""Callbacks of runs: the run's weights, its limits, its samples, its beginning."""
 
 import math
 import os
 import pathlib
 import warnings
+from collections.abc import Callable, Sequence
 
 import keras
 
-from dtransformer.cli.run_folder import RunFolder
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
 from dtransformer.files import partial_path
+from dtransformer.models.base import TokenModel
+from dtransformer.models.lora_folder import save_lora
 from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.runtime import job
+from dtransformer.runs.folder import RunFolder
 from dtransformer.trainers.checkpoint.callback import SharedTimer
 from dtransformer.trainers.checkpoint.export import check_finite, network_values
 from dtransformer.trainers.checkpoint.seal import seal
@@ -65,6 +68,9 @@ class BestWeights(keras.callbacks.Callback):
             if not value < self.best:
                 return
             self.best = value
+        self._save()
+
+    def _save(self):
         fresh = partial_path(self.path)
         self.model.save_weights(fresh)
         from_chief(lambda: self._take(fresh), "run/weights")
@@ -75,6 +81,63 @@ class BestWeights(keras.callbacks.Callback):
             os.replace(fresh, self.path)
         finally:
             fresh.unlink(missing_ok=True)
+
+
+class BestAdapters(BestWeights):
+    """Writes the adapters of the best epoch, or of the last one, in place of all weights.
+
+    Args:
+        path: the folder.
+        core: the network that has them.
+        monitor, best: as of `BestWeights`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        core: TokenModel,
+        monitor: str | None = None,
+        best: float | None = None,
+    ):
+        super().__init__(path, "", monitor, best)
+        self._core = core
+
+    def _save(self):
+        save_lora(self._core, self.path, family="dtransformer", overwrite=True)
+
+
+class StepLimit(keras.callbacks.Callback):
+    """Stops training after a number of steps, counted from the run's beginning.
+
+    Args:
+        steps: the number.
+    """
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        if int(self.model.optimizer.iterations) >= self.steps:
+            self.model.stop_training = True
+
+
+class Samples(keras.callbacks.Callback):
+    """Prints, at the end of every epoch, how the network goes on with some prompts.
+
+    Args:
+        generate: a function of a list of prompts that returns as many texts, on every rank.
+        prompts: them.
+    """
+
+    def __init__(self, generate: Callable[[list[str]], list[str]], prompts: Sequence[str]):
+        super().__init__()
+        self._generate, self._prompts = generate, list(prompts)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        for prompt, text in zip(self._prompts, self._generate(self._prompts)):
+            if job.is_chief():
+                print(f"epoch: {epoch + 1}, {prompt} … {one_line(text)}", flush=True)
 
 
 class Beginning(keras.callbacks.Callback):

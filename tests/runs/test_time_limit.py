@@ -4,7 +4,7 @@ import types
 
 import keras
 
-from dtransformer.cli.run_callbacks import TimeLimit
+from dtransformer.runs.callbacks import TimeLimit
 from dtransformer.trainers.checkpoint import callback
 from tests.trainers.small import Record, dense_trainer, points
 

@@ -2,9 +2,9 @@
 
 import pathlib
 
-from dtransformer.cli.config import RunConfig
 from dtransformer.errors import InputError
 from dtransformer.inputs.machine import free_memory
+from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32
 _TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
@@ -89,6 +89,20 @@ def check_batches(config: RunConfig, vocab_size: int, num_tokens: int, num_ranks
         f"data (batches of {num_tokens:,} tokens)",
         _NUMBER * numbers // (num_ranks * config.parallel.micro_batch_num),
     )
+
+
+def check_network(network: object, num_ranks: int = 1) -> None:
+    """Refuse a network that this machine cannot hold while it is trained.
+
+    Args:
+        network: the network, not built, with `num_parameters()`.
+        num_ranks: number of ranks that share the weights, at best.
+
+    Raises:
+        InputError: names the need.
+    """
+    number = network.num_parameters()
+    _check(f"model ({number:,} parameters)", _TRAINED * number // num_ranks)
 
 
 def check_published(folder: pathlib.Path, num_ranks: int = 1) -> None:

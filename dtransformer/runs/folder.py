@@ -10,8 +10,11 @@ import os
 import pathlib
 import shutil
 
-from dtransformer.cli.config import RunConfig, save_config
-from dtransformer.cli.run_identity import (
+from dtransformer.errors import InputError
+from dtransformer.files import beside, is_partial
+from dtransformer.runs.config import RunConfig, save_config
+from dtransformer.runs.identity import (
+    ADAPTERS,
     CHECKPOINTS,
     CONFIG,
     PARTS,
@@ -19,9 +22,6 @@ from dtransformer.cli.run_identity import (
     WEIGHTS,
     RunIdentity,
 )
-from dtransformer.datasets.tokenizer import SubwordTokenizer
-from dtransformer.errors import InputError
-from dtransformer.files import beside, is_partial
 from dtransformer.trainers.checkpoint.folders import folders_without_manifest, saved_steps
 from dtransformer.trainers.checkpoint.seal import RUN
 
@@ -93,15 +93,13 @@ class RunFolder:
                 if is_partial(path.name):
                     path.unlink(missing_ok=True)
 
-    def begin(
-        self, config: RunConfig, tokenizer: SubwordTokenizer, data: dict[str, str | None]
-    ) -> None:
+    def begin(self, config: RunConfig, tokenizer: object, data: dict[str, str | None]) -> None:
         """Begin a new run; an old one that is there is moved aside.
 
         Args:
             config: the run's config.
-            tokenizer: its tokenizer.
-            data: the checksums of its sentence pairs; see `RunIdentity`.
+            tokenizer: its tokenizer, an object with `save(folder)`.
+            data: the checksums of its records; see `RunIdentity`.
 
         Raises:
             InputError: the folder cannot be written; the old run is where it was.
@@ -188,8 +186,10 @@ def _is_run(folder):
 
 
 def _has_begun(folder):
-    """Return whether there is something to translate with, or to resume from."""
-    return os.path.lexists(folder / WEIGHTS) or bool(saved_steps(folder / CHECKPOINTS))
+    """Return whether there is something to compute with, or to resume from."""
+    return any(os.path.lexists(folder / x) for x in (WEIGHTS, ADAPTERS)) or bool(
+        saved_steps(folder / CHECKPOINTS)
+    )
 
 
 def _names_in(folder, path):

@@ -1,0 +1,49 @@
+"""`dtransformer chat`: a conversation in the terminal."""
+
+import argparse
+import os
+from collections.abc import Iterable
+from typing import TextIO
+
+_HELP = "/reset begins anew, /quit ends"
+
+
+def chat(arguments: argparse.Namespace, lines: Iterable[str], out: TextIO) -> None:
+    """Answer lines, each with what was said before it, until they end; rank 0 alone is asked.
+
+    Raises:
+        InputError: the folder has no model that generates, or no chat template.
+    """
+    from dtransformer.cli.generate import opened
+    from dtransformer.models import TextGenerator
+
+    tokenizer, model = opened(arguments.model, "float32", arguments.adapters)
+    generate = TextGenerator(
+        model, tokenizer, arguments.max_new_tokens, temperature=arguments.temperature
+    )
+    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    tokenizer.chat([*first, {"role": "user", "content": "?"}])  # which tells what lacks
+    print(_HELP, file=out, flush=True)
+    turns = list(first)
+    for line in lines:
+        text = line.strip()
+        if text == "/quit":
+            break
+        if text == "/reset":
+            turns = list(first)
+        if not text or text == "/reset":
+            continue
+        turns.append({"role": "user", "content": text})
+        show = lambda _, part: print(part, end="", flush=True, file=out)
+        (answer,) = generate([tokenizer.chat(turns)], show)
+        print(file=out)
+        turns.append({"role": "assistant", "content": answer})
+
+
+def terminal_lines(prompt: str = "> ") -> Iterable[str]:
+    """Yield what is typed, line by line, until the end of input."""
+    while True:
+        try:
+            yield input(prompt if os.isatty(0) else "")
+        except EOFError:
+            return

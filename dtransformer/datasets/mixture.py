@@ -1,0 +1,97 @@
+"""Mixtures: which source each record of an epoch is of, in exact shares at every prefix.
+
+Reference: Tijdeman, 1980, "The chairman assignment problem", Discrete Mathematics 32: of sources with
+shares w some order has, of the first n records, less than one more or fewer than w·n of each.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dtransformer.datasets.permutation import permuted
+
+MODES = "once", "repeat", "first_ends"
+
+
+def mixture_order(sizes: Sequence[int], weights: Sequence[float], mode: str = "once") -> np.ndarray:
+    """Return the number of the source of each record of an epoch, int32 [n].
+
+    Of the sources that take a turn, the one takes it whose next record is due first.
+
+    Args:
+        sizes: numbers of records of the sources, at least 1.
+        weights: their weights, more than 0; shares are these, divided by their sum.
+        mode: `"once"`: each record comes once, and a source that has ended leaves its share to the
+            others; `"repeat"`: until each record has come, others again; `"first_ends"`: until a
+            source has ended.
+
+    Example:
+
+    >>> mixture_order([100, 100], [0.75, 0.25], "first_ends")[:8].tolist()
+    [0, 0, 0, 1, 0, 0, 0, 1]
+    """
+    shares = np.array(weights, np.float64) / np.sum(weights)
+    sizes = np.array(sizes, np.int64)
+    if mode != "once":
+        ends = sizes / shares
+        number = math.ceil(ends.max()) if mode == "repeat" else max(int(ends.min()), 1)
+        return _balanced(shares, number)
+    order, left, alive = [], sizes.copy(), np.arange(len(sizes))
+    while len(alive):
+        own = shares[alive] / shares[alive].sum()
+        number = max(int((left[alive] / own).min()), 1)
+        part = alive[_balanced(own, number)]
+        counts = np.bincount(part, minlength=len(sizes))
+        if (counts > left).any():  # the last record of a source came before its turn
+            part = np.concatenate([part[part == x][: left[x]] for x in alive])
+            counts = np.bincount(part, minlength=len(sizes))
+        order.append(part)
+        left -= counts
+        alive = alive[left[alive] > 0]
+    return np.concatenate(order).astype(np.int32)
+
+
+def _balanced(shares, number):
+    """Return the source of each of a number of records, by earliest deadline; int [number]."""
+    shares = shares.tolist()
+    counts, order = [0] * len(shares), np.zeros(number, np.int64)
+    sources = range(len(shares))
+    for place in range(number):
+        # Those may come whose share of the records so far, this one included, is not there yet.
+        ready = [j for j in sources if counts[j] < shares[j] * (place + 1)]
+        chosen = min(ready or sources, key=lambda j: ((counts[j] + 1) / shares[j], j))
+        counts[chosen] += 1
+        order[place] = chosen
+    return order
+
+
+def mixed_records(
+    order: np.ndarray, sizes: Sequence[int], seed: Sequence[int], shuffle: bool = True
+) -> np.ndarray:
+    """Return the number of the record of each place of an order, int64 [n], counted over all sources.
+
+    Args:
+        order: as of `mixture_order`.
+        sizes: numbers of records of the sources.
+        seed: not negative ints, such as a seed and an epoch.
+        shuffle: whether each source is shuffled; anew each time that it is gone through.
+
+    Example:
+
+    >>> mixed_records(np.array([0, 1, 0, 0]), [2, 5], [0, 0], shuffle=False).tolist()
+    [0, 2, 1, 0]
+    """
+    found, first = np.zeros(len(order), np.int64), np.cumsum([0, *sizes])
+    for source, size in enumerate(sizes):
+        places = np.flatnonzero(order == source)
+        turns = np.arange(len(places))
+        within = turns % size
+        if shuffle:
+            rounds = [
+                permuted(np.arange(size), size, [*seed, source, number])
+                for number in range(-(-len(places) // size))
+            ]
+            within = np.concatenate([np.zeros(0, np.int64), *rounds])[: len(places)]
+        found[places] = first[source] + within
+    return found

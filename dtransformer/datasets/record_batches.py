@@ -1,0 +1,242 @@
+"""Batches of encoded records: packed or one a row, in an order that is known by index."""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.left_out import warn_left_out
+from dtransformer.datasets.mixture import mixed_records, mixture_order
+from dtransformer.datasets.packing import pack
+from dtransformer.errors import InputError
+
+_WINDOW = 4096  # records of a mixture that are packed together
+
+
+class EncodedRecords:
+    """Records as tokens, in memory; each has the same number of sequences, one or a pair.
+
+    Args:
+        rows: for each record a list of its sequences, each a pair of int arrays: ids and labels,
+            of one length.
+        targets: for each record a list of floats; None for none.
+        pad_id: the id of padding.
+
+    Attributes:
+        fingerprint: 16 hexadecimal digits of all of it.
+        num_sequences: of a record.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sequence[tuple]], targets: Sequence | None = None, pad_id: int = 0
+    ):
+        self.num_sequences = len(rows[0]) if rows else 1
+        flat = [sequence for record in rows for sequence in record]
+        lengths = [len(ids) for ids, _ in flat]
+        self._starts = np.cumsum([0, *lengths])
+        join = lambda side: np.concatenate(
+            [np.zeros(0, np.int32), *(np.asarray(one[side], np.int32) for one in flat)]
+        )
+        self._ids, self._labels = join(0), join(1)
+        self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
+        self.targets = None if targets is None else np.array(targets, np.float32)
+        self.special_ids = {"pad": pad_id}
+        digest = hashlib.sha256()
+        for array in (self._ids, self._labels, self._starts, self.targets):
+            digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """The number of records."""
+        return len(self.lengths)
+
+    def sequence(self, record: int, number: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of a sequence of a record, int32 [n]."""
+        place = record * self.num_sequences + number
+        part = slice(self._starts[place], self._starts[place + 1])
+        return self._ids[part], self._labels[part]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of all tokens."""
+        return len(self._ids)
+
+    @property
+    def learnt_share(self) -> float:
+        """The share of all tokens that are learnt."""
+        return float((self._labels != -100).mean()) if len(self._labels) else 0.0
+
+
+class RecordBatches(IndexedBatches):
+    """Batches of records; what a row has, `form` says.
+
+    Args:
+        records: them.
+        form: a function of the records, the numbers of those of a row, its length and the label
+            that counts nothing, that returns the row's inputs, labels, and weights where these have
+            any; of no numbers it returns an empty row.
+        length: number of tokens of a row.
+        sizes: numbers of records of the sources, one after the other.
+        weights: their weights in a mixture; None for all records alike.
+        mixture: when an epoch of a mixture ends; see `mixture_order`.
+        packed: whether rows hold several records.
+        **options: as of `IndexedBatches`.
+
+    Raises:
+        InputError: all records are too long, or fill no batch.
+    """
+
+    def __init__(
+        self,
+        records: EncodedRecords,
+        form: Callable[..., tuple],
+        *,
+        length: int,
+        sizes: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+        mixture: str = "once",
+        packed: bool = False,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        training: bool = True,
+        **options,
+    ):
+        self._records, self._form = records, form
+        self._shuffles = training if shuffle is None else shuffle
+        self._plan_seed, self._packed, self._capacity = seed, packed, length
+        self._sizes = list(sizes or [len(records)])
+        self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
+        if not len(records):
+            raise InputError("there is no record that is not too long: give a greater data.length")
+        self._plan, self._one_at_a_time = functools.lru_cache(2)(self._rows_of), threading.Lock()
+        first = self._rows_of(0)
+        what = f"{len(records):,} records"
+        super().__init__(
+            records,
+            len(first),
+            what,
+            length=length,
+            shuffle=False,  # the plan has shuffled
+            seed=seed,
+            training=training,
+            **options,
+        )
+
+    def _rows_of(self, epoch):
+        """Return the records of each row of an epoch, arrays of their numbers."""
+        number, seed = len(self._records), [self._plan_seed, epoch]
+        if self._order is not None:
+            order = mixed_records(self._order, self._sizes, seed, self._shuffles)
+        else:
+            rng = np.random.default_rng(seed)
+            order = rng.permutation(number) if self._shuffles else np.arange(number)
+        if not self._packed:
+            return order[:, None]
+        rows, window = [], len(order) if self._order is None else _WINDOW
+        for start in range(0, len(order), window):
+            rows += self._packed_rows(order[start : start + window], [*seed, start])
+        return rows
+
+    def _packed_rows(self, order, seed):
+        """Return the rows of a window: the same lengths make the same rows, whoever has them."""
+        lengths = self._records.lengths[order, 0]
+        order = order[np.argsort(-lengths, kind="stable")]
+        lengths = self._records.lengths[order]
+        row_of = pack(np.concatenate([lengths, lengths], 1), self._capacity)
+        by_row = np.argsort(row_of, kind="stable")
+        rows = np.split(order[by_row], np.cumsum(np.bincount(row_of))[:-1])
+        places = np.arange(len(rows))
+        if self._shuffles:
+            places = np.random.default_rng(seed).permutation(len(rows))
+        return [rows[place] for place in places]
+
+    def row(self, epoch: int, number: int) -> Example:
+        with self._one_at_a_time:  # the pipeline's threads all ask for a new epoch's
+            rows = self._plan(epoch)
+        # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
+        numbers = rows[number % len(rows)]
+        return self._form(self._records, numbers, self.length, self.ignore_id, self.pad_id)
+
+    def empty_row(self) -> Example:
+        return self._form(self._records, (), self.length, self.ignore_id, self.pad_id)
+
+
+def next_tokens(
+    records: EncodedRecords, numbers: Sequence[int], length: int, ignore_id: int, pad_id: int
+) -> tuple:
+    """Return a row for a `CausalLM`: records one after the other, with the label of each next token.
+
+    Returns:
+        {"tokens": int32 [s], "segments": int32 [s]}, labels int32 [s].
+    """
+    tokens, segments = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
+    labels, start = np.full(length, ignore_id, np.int32), 0
+    for segment, number in enumerate(numbers, start=1):
+        ids, own = (x[: length - start] for x in records.sequence(int(number)))
+        end = start + len(ids)
+        tokens[start:end], segments[start:end] = ids, segment
+        labels[start : end - 1] = own[1:]
+        start = end
+    return {"tokens": tokens, "segments": segments}, labels
+
+
+def group_row(
+    records: EncodedRecords,
+    numbers: Sequence[int],
+    length: int,
+    ignore_id: int,
+    pad_id: int,
+    with_labels: bool = True,
+) -> tuple:
+    """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
+
+    Returns:
+        {"tokens": int32 [k, s], "segments": int32 [k, s], "labels": int32 [k, s]}, float32 [t], and
+        the weight, float32: 0 of an empty row.
+    """
+    k = records.num_sequences
+    tokens, segments = np.full((k, length), pad_id, np.int32), np.zeros((k, length), np.int32)
+    labels = np.full((k, length), ignore_id, np.int32)
+    for number in numbers:
+        for side in range(k):
+            ids, own = records.sequence(int(number), side)
+            tokens[side, : len(ids)], segments[side, : len(ids)] = ids, 1
+            labels[side, : len(ids) - 1] = own[1:]
+    inputs = {"tokens": tokens, "segments": segments, **({"labels": labels} if with_labels else {})}
+    weight = np.float32(len(numbers) > 0)
+    return inputs, targets_of(records, numbers), weight
+
+
+def targets_of(records: EncodedRecords, numbers: Sequence[int]) -> np.ndarray:
+    """Return the targets of a row's record, float32 [t]; zeros of an empty row."""
+    if len(numbers):
+        return records.targets[int(numbers[0])]
+    return np.zeros(records.targets.shape[1:], np.float32)
+
+
+def prepared_lengths(
+    rows: list, length: int, longer: str, owner: str, what: str = "records"
+) -> tuple[list[int], list]:
+    """Return the numbers of the records that are kept, and their sequences, cut where asked for.
+
+    Args:
+        rows: for each record its sequences, pairs of ids and labels.
+        length: most tokens of one.
+        longer: `"leave_out"` or `"cut"`.
+        owner: who leaves out, for what is printed.
+        what: what they are called.
+    """
+    is_long = [max(len(ids) for ids, _ in record) > length for record in rows]
+    if longer == "cut":
+        warn_left_out(
+            owner, sum(is_long), len(rows), f"{what} are longer than {length} tokens, and cut off"
+        )
+        cut = lambda record: [(ids[:length], labels[:length]) for ids, labels in record]
+        return list(range(len(rows))), [cut(record) for record in rows]
+    told = f"{what} are longer than {length} tokens, and left out: give a greater data.length"
+    warn_left_out(owner, sum(is_long), len(rows), told)
+    kept = [number for number, long in enumerate(is_long) if not long]
+    return kept, [rows[number] for number in kept]

@@ -1,0 +1,175 @@
+"""Records: what files hold that examples are made of, in the forms that are in use.
+
+A record is a dict. `text` alone is a text; `messages` a conversation; `prompt` and `completion` a text
+and how it goes on, or conversations; `chosen` and `rejected` two answers, with a `prompt` or without.
+ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become messages.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dtransformer.datasets.documents import json_values, read_documents
+from dtransformer.datasets.text import read_pairs
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
+from dtransformer.inputs.paths import FilePath
+from dtransformer.inputs.text import check_whole
+
+Record = dict[str, Any]
+Turns = list[dict[str, Any]]
+_JSON = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_SHAREGPT |= {"chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def read_records(
+    path: FilePath, fields: Mapping[str, str] | None = None, target: FilePath | None = None
+) -> Iterator[tuple[str, Record]]:
+    """Yield the records of a file, each with its place, for messages.
+
+    Args:
+        path: JSON lines or a list (`.jsonl`, `.ndjson`, `.json`), Parquet or Arrow, which need
+            pyarrow; else text, of which each document between blank lines is a record. Text and JSON
+            may be packed, `.gz`.
+        fields: dict of our names of fields and the file's, where they differ.
+        target: a file of lines that those of `path` become: records of `prompt` and `completion`.
+
+    Raises:
+        InputError: a file is missing or damaged, or a record is no object or lacks a field.
+
+    Example:
+
+    >>> import pathlib
+    >>> _ = pathlib.Path("a.jsonl").write_text('{"question": "2?", "answer": "two"}')
+    >>> names = {"prompt": "question", "completion": "answer"}
+    >>> list(read_records("a.jsonl", names))
+    [('a.jsonl, line 1', {'prompt': '2?', 'completion': 'two'})]
+    """
+    name, theirs = str(path).lower(), {own: key for key, own in (fields or {}).items()}
+    if target is not None:
+        pairs = zip(*read_pairs(path, target))
+        found = (
+            (f"{path}, line {number}", {"prompt": source, "completion": text})
+            for number, (source, text) in enumerate(pairs, start=1)
+        )
+    elif name.endswith(_JSON):
+        found = json_values(path)
+    elif name.endswith((*PARQUET, *ARROW)):
+        found = ((f"{path}, row {number}", row) for number, row in iterate_rows(path))
+    else:
+        texts = enumerate(read_documents([path]), start=1)
+        found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
+    for place, value in found:
+        if not isinstance(value, dict):
+            raise InputError(f"{place}: expected an object with keys, got {shown(value)}")
+        for key in theirs:
+            if key not in value:
+                known = shown(", ".join(value), 100)
+                raise InputError(
+                    f"{place} has no {shown(key)}, as data.fields says; it has {known}"
+                )
+        yield place, _own_form({theirs.get(key, key): x for key, x in value.items()}, place)
+
+
+def _own_form(record, place):
+    """Return a record whose conversation, of ShareGPT's or Alpaca's form, is in messages."""
+    if isinstance(record.get("conversations"), list) and "messages" not in record:
+        messages = [_of_sharegpt(turn, place) for turn in record["conversations"]]
+        rest = {k: x for k, x in record.items() if k != "conversations"}
+        return {**rest, "messages": messages}
+    if "instruction" in record and "output" in record:
+        parts = [text_of(record, key, place) for key in ("instruction", "input") if record.get(key)]
+        messages = [{"role": "user", "content": "\n".join(parts)}]
+        if record.get("system"):
+            messages.insert(0, {"role": "system", "content": text_of(record, "system", place)})
+        answer = {"role": "assistant", "content": text_of(record, "output", place)}
+        return {"messages": [*messages, answer]}
+    return record
+
+
+def _of_sharegpt(turn, place):
+    if not isinstance(turn, dict) or turn.get("from") not in _SHAREGPT:
+        raise InputError(
+            f"{place}: a turn of conversations is {shown(turn)}, expected from and value, from one of "
+            f"{', '.join(_SHAREGPT)}"
+        )
+    others = {k: x for k, x in turn.items() if k not in ("from", "value")}
+    return {"role": _SHAREGPT[turn["from"]], "content": turn.get("value"), **others}
+
+
+def text_of(record: Mapping, key: str, place: str) -> str:
+    """Return a text of a record, checked.
+
+    Raises:
+        InputError: it is missing, or no text; says where.
+    """
+    value = record.get(key)
+    if not isinstance(value, str):
+        keys = shown(", ".join(record), 100)
+        told = (
+            f"is {shown(value)}, expected a text" if key in record else f"is missing; it has {keys}"
+        )
+        raise InputError(f"{place}: {key} {told}: give it, or name it in data.fields")
+    check_whole(value, f"{place}, {key}")
+    return value
+
+
+def messages_of(value: Any, place: str) -> Turns:
+    """Return messages, checked: dicts of a `role` and `content`.
+
+    Raises:
+        InputError: they are none; says where.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError(
+            f"{place}: messages are {shown(value)}, expected a list of role and content"
+        )
+    for number, message in enumerate(value, start=1):
+        where = f"{place}, message {number}"
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise InputError(
+                f"{where} is {shown(message)}, expected role and content, role one of {', '.join(ROLES)}"
+            )
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InputError(f"{where}: content is {shown(content)}, expected a text")
+        if message.get("train", True) not in (True, False):
+            raise InputError(f"{where}: train is {shown(message['train'])}, expected true or false")
+        if message.get("weight", 1) not in (0, 1):
+            raise InputError(
+                f"{where}: weight is {shown(message['weight'])}, expected 1, or 0 for what is not learnt"
+            )
+    return [{k: x for k, x in message.items() if x is not None} for message in value]
+
+
+def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
+    """Return the prompt, the chosen and the rejected answer of a record, texts or messages.
+
+    Where there is no prompt, it is the messages that both begin with.
+
+    Raises:
+        InputError: one is missing or of another kind; says where.
+    """
+    sides = [record.get(key) for key in ("chosen", "rejected")]
+    if all(isinstance(side, str) for side in sides):
+        prompt = record.get("prompt")
+        if isinstance(prompt, list):
+            as_turn = lambda text: [{"role": "assistant", "content": text}]
+            return messages_of(prompt, place), *map(as_turn, sides)
+        return text_of(record, "prompt", place), *(
+            text_of(record, key, place) for key in ("chosen", "rejected")
+        )
+    chosen, rejected = (
+        messages_of(side, f"{place}, {key}") for side, key in zip(sides, ("chosen", "rejected"))
+    )
+    if "prompt" in record:
+        prompt = record["prompt"]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return messages_of(prompt, f"{place}, prompt"), chosen, rejected
+    same = 0
+    while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
+        same += 1
+    if not same:
+        raise InputError(f"{place}: chosen and rejected have no messages in common: give a prompt")
+    return chosen[:same], chosen[same:], rejected[same:]

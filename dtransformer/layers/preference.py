@@ -1,0 +1,110 @@
+"""Losses of preferences: of two answers to a prompt one is chosen.
+
+References: Rafailov et al., 2023, "Direct preference optimization", arXiv 2305.18290; Azar et al., 2023,
+"A general theoretical paradigm to understand learning from human preferences", arXiv 2310.12036, for
+`"ipo"`; Zhao et al., 2023, "SLiC-HF", arXiv 2305.10425, for `"hinge"`; Touvron et al., 2023, "Llama 2",
+arXiv 2307.09288, §3.2.2, for margins of rewards.
+"""
+
+import keras
+import tensorflow as tf
+
+from dtransformer.layers.base import Layer, register
+from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
+
+KINDS = ("sigmoid", "ipo", "hinge")
+_CENTRE = 0.01  # how strongly rewards are drawn to a mean of 0
+
+
+@register
+class SequenceLogProbability(Layer):
+    """Sum the log-likelihoods of each sequence's labels.
+
+    Args:
+        vocab_size: number V of entries of the logits that count.
+        mean: whether to return the mean over the labels that count, in place of the sum.
+
+    Call arguments:
+        logits: tensor [b, s, V'].
+        labels: int32 tensor [b, s]; -100 where nothing counts.
+
+    Output shape:
+        [b], float32.
+    """
+
+    pipeline_stage = -1
+
+    def __init__(self, vocab_size: int, mean: bool = False, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        self.vocab_size, self.mean = vocab_size, mean
+
+    def call(self, logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        counts = tf.cast(labels >= 0, "float32")
+        values = token_nll(logits, tf.maximum(labels, 0), vocab_size=self.vocab_size)
+        total = -tf.reduce_sum(values * counts, axis=1)
+        return tf.math.divide_no_nan(total, tf.reduce_sum(counts, 1)) if self.mean else total
+
+    def compute_output_shape(self, logits_shape: tuple, labels_shape: tuple) -> tuple:
+        return logits_shape[:1]
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), "vocab_size": self.vocab_size, "mean": self.mean}
+
+
+def margins(reference: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Return by how much more the chosen answers gained over the reference than others, [b].
+
+    Args:
+        reference: tensor [b, 2], log-likelihoods of the chosen and the rejected answers.
+        values: tensor [b, 2], those of the model.
+    """
+    gained = values - reference
+    return gained[:, 0] - gained[:, 1]
+
+
+class PreferenceLoss(keras.losses.Loss):
+    """The loss of a pair of answers, by the margin h between them; see `margins`.
+
+    `"sigmoid"` is −(1−ε)·log σ(β·h) − ε·log σ(−β·h), `"hinge"` max(0, 1 − β·h), and `"ipo"`
+    (h − 1/(2β))², of means over tokens.
+
+    Args:
+        kind: one of these.
+        beta: β, more than 0.
+        smoothing: ε, in [0, 0.5), with `"sigmoid"`.
+    """
+
+    def __init__(self, kind: str = "sigmoid", beta: float = 0.1, smoothing: float = 0.0):
+        super().__init__("preference", "mean_with_sample_weight")
+        if kind not in KINDS or beta <= 0 or not 0 <= smoothing < 0.5:
+            raise ValueError(
+                f"expected one of {', '.join(KINDS)}, beta above 0 and smoothing in [0, 0.5), got "
+                f"{kind!r}, {beta} and {smoothing}"
+            )
+        if smoothing and kind != "sigmoid":
+            raise ValueError(f"smoothing goes with 'sigmoid', not with {kind!r}: leave it out")
+        self.kind, self.beta, self.smoothing = kind, beta, smoothing
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        h = margins(y_true, y_pred)
+        if self.kind == "ipo":
+            return tf.square(h - 1 / (2 * self.beta))
+        if self.kind == "hinge":
+            return tf.nn.relu(1 - self.beta * h)
+        wrong = self.smoothing * tf.math.log_sigmoid(-self.beta * h)
+        return -(1 - self.smoothing) * tf.math.log_sigmoid(self.beta * h) - wrong
+
+
+class RewardLoss(keras.losses.Loss):
+    """−log σ(r_c − r_r − margin) + 0.01·(r_c + r_r)², of rewards [b, 2] of pairs of answers.
+
+    Labels are float [b, 2]: the margin, and a number that does not count.
+    """
+
+    def __init__(self):
+        super().__init__("reward", "mean_with_sample_weight")
+
+    def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        difference = y_pred[:, 0] - y_pred[:, 1] - y_true[:, 0]
+        centre = _CENTRE * tf.square(y_pred[:, 0] + y_pred[:, 1])
+        return centre - tf.math.log_sigmoid(difference)

@@ -1,0 +1,187 @@
+"""The config of a run: YAML files, `--set` options, and their checks."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pydantic
+import yaml
+
+from dtransformer.errors import InputError, shown
+from dtransformer.inputs.checked import problem
+from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
+from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
+from dtransformer.planner.models import checked
+from dtransformer.runs.options import SECTIONS
+
+TRANSLATION = "translation"
+# Options that are mappings of fields themselves.
+_MAPPINGS = {
+    "parallel.recompute": TransformerRecomputeConfig,
+    "model.moe_config": MoEConfig,
+}
+_MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
+_NO_DEGREE = "parallel.parallel_optimizer_threshold"
+_MAX_KEY = 100  # characters that are compared with the names of options
+
+
+class RunConfig:
+    """All options of a run, as its folder keeps them in config.yaml.
+
+    Args:
+        task: what is trained, one of `SECTIONS`.
+
+    Attributes:
+        task: as given.
+        data, tokenizer, model, training, parallel, …: the sections of the task, dataclasses.
+
+    Raises:
+        InputError: there is no such task.
+    """
+
+    def __init__(self, task: str = TRANSLATION):
+        if task not in SECTIONS:
+            close = difflib.get_close_matches(str(task), SECTIONS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SECTIONS)}"
+            raise InputError(f"task: there is no task {shown(task)}: {hint}")
+        self.task = task
+        for name, kind in SECTIONS[task].items():
+            setattr(self, name, kind())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunConfig) and vars(self) == vars(other)
+
+    def sections(self) -> dict[str, Any]:
+        """Return the sections by their names."""
+        return {name: getattr(self, name) for name in SECTIONS[self.task]}
+
+    def keys(self) -> list[str]:
+        """Return the names of all options, "section.key"."""
+        return [
+            f"{name}.{key_of(field.name)}"
+            for name, section in self.sections().items()
+            for field in dataclasses.fields(section)
+        ]
+
+
+def key_of(field: str) -> str:
+    """Return what YAML calls a field: one that Python has a word for ends with "_" here."""
+    return field.rstrip("_")
+
+
+def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
+    """Read a config file, and replace the values that `--set` gives.
+
+    Args:
+        path: a YAML file; None for the defaults.
+        settings: texts "section.key=value".
+
+    Raises:
+        InputError: the file is missing or not YAML, a key is unknown (says the
+            nearest known one), or a value is wrong.
+    """
+    content = read_yaml(path) if path is not None else {}
+    if not isinstance(content, dict | None):
+        raise InputError(f"{path}: expected sections with keys, got {type(content).__name__}")
+    given = [_setting(text) for text in settings]
+    task = dict(given).get("task", (content or {}).get("task", TRANSLATION))
+    config = RunConfig(task)
+    for key, value in _flatten(content or {}, config, str(path)).items():
+        set_option(config, key, value, str(path))
+    for key, value in given:
+        if key != "task":
+            set_option(config, key, value, "--set")
+    return config
+
+
+def _setting(setting):
+    """Return key and value of a text of `--set`."""
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise InputError(f"--set {shown(setting)}: expected section.key=value")
+    key, value = key.strip(), parse_yaml(text, f"--set {shown(key)}")
+    return ("training.layout" if (key, value) == ("parallel", "auto") else key), value
+
+
+def save_config(config: RunConfig, path: str | os.PathLike) -> None:
+    """Write the options of a run as YAML."""
+    from dtransformer.datasets.text_files import write_text_atomically
+
+    content = {
+        name: {key_of(field): value for field, value in dataclasses.asdict(section).items()}
+        for name, section in config.sections().items()
+    }
+    text = yaml.safe_dump({"task": config.task, **content}, sort_keys=False, allow_unicode=True)
+    write_text_atomically(path, text)
+
+
+def _flatten(content, config, path):
+    """Return {"section.key": value} of a config file's content."""
+    flat = {}
+    for section, values in content.items():
+        if section == "task":
+            continue
+        if section == "parallel" and values == "auto":
+            values, section = {"layout": "auto"}, "training"
+        if section not in config.sections() and not isinstance(values, dict):
+            flat[section] = values
+            continue
+        if not isinstance(values, dict | None):
+            raise InputError(
+                f"{path}: section {section} holds {shown(values)}, expected keys and values"
+            )
+        flat.update({f"{section}.{key}": value for key, value in (values or {}).items()})
+    for key in flat:
+        if key not in config.keys():
+            set_option(config, key, flat[key], path)  # says what is near
+    return flat
+
+
+def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
+    """Set an option of a run, checked.
+
+    Args:
+        config: the config.
+        key: "section.key".
+        value: as YAML has it.
+        origin: where it comes from, for messages.
+
+    Raises:
+        InputError: there is no such option, or it may not have this value.
+    """
+    known = config.keys()
+    if key not in known:
+        raise InputError(f"{origin}: unknown key {key[:_MAX_KEY]}; {_nearest(config, key)}")
+    section, name = key.split(".")
+    owner = getattr(config, section)
+    field = next(f.name for f in dataclasses.fields(owner) if key_of(f.name) == name)
+    if key == "training.jit_compile" and isinstance(value, bool):
+        value = str(value).lower()  # YAML has the words for its own
+    try:
+        if key in _MAPPINGS and isinstance(value, dict):
+            value = checked(_MAPPINGS[key], value)
+        is_degree = section == "parallel" and key != _NO_DEGREE
+        if is_degree and type(value) is int and value > _MAX_DEGREE:
+            raise ValueError(f"{key} must be at most {_MAX_DEGREE}, got {value}")
+        setattr(owner, field, value)
+    except pydantic.ValidationError as error:
+        raise InputError(f"{origin}: {key} {problem(error)[1]}") from None
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise InputError(f"{origin}: {error if key in str(error) else f'{key}: {error}'}") from None
+
+
+def _nearest(config, key):
+    """Return a hint at the known key that is nearest to one that is not known."""
+    keys, key, sections = config.keys(), key[:_MAX_KEY], config.sections()
+    others = [name for name in SECTIONS if key in RunConfig(name).keys() and name != config.task]
+    if others:
+        return f"task {config.task} has none, {others[0]} has: is `task: {others[0]}` missing?"
+    known = keys if "." in key else [*sections, *keys]
+    names = {name.split(".")[-1]: name for name in reversed(keys)}
+    close = difflib.get_close_matches(key, known, n=1)
+    close = close or difflib.get_close_matches(key.split(".")[-1], names, n=1, cutoff=0.55)
+    if close:
+        return f"did you mean {names.get(close[0], close[0])}?"
+    return f"sections are {', '.join(sections)}"

@@ -1,0 +1,49 @@
+"""`dtransformer evaluate` of any task: loss and metrics of a run on records."""
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable
+
+from dtransformer.files import beside
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.config import set_option
+from dtransformer.runs.loading import check_run, load_run
+from dtransformer.runs.run import make_trainer, start_job
+
+
+def evaluate_run(
+    folder: str | os.PathLike, data: Iterable[str] = (), as_json: bool = False
+) -> dict[str, float]:
+    """Print loss and metrics of a run's weights; all ranks call.
+
+    Args:
+        folder: the run's folder.
+        data: files of records; those of its `data.dev` by default.
+        as_json: whether to print JSON.
+
+    Returns:
+        What is printed.
+
+    Raises:
+        InputError: the folder or a file is not usable, or there are no records.
+    """
+    folder = pathlib.Path(folder)
+    start_job(check_run(folder))
+    task = load_run(folder)
+    if data:
+        set_option(task.config, "data.dev", list(data), "--data")
+    task.needed("data", "dev")
+    task.folder = pathlib.Path(f"{folder}.evaluated")
+    try:
+        task.read("dev")
+        results = task.results(make_trainer(task, 1), task.batches("dev"))
+    finally:
+        if job.is_chief():
+            shutil.rmtree(beside(task.folder, ".shards"), ignore_errors=True)
+    if job.is_chief():
+        shown = {name: float(value) for name, value in results.items()}
+        lines = (f"{name}: {value:.6g}" for name, value in shown.items())
+        print(json.dumps(shown) if as_json else "\n".join(lines))
+    return results

@@ -1,0 +1,78 @@
+"""Export of a run for other programs: a published folder, or adapters apart."""
+
+import os
+import pathlib
+
+import keras
+
+from dtransformer.errors import InputError
+from dtransformer.models import check_target, load_lora, merge_lora, save_lora, save_pretrained
+from dtransformer.models.lora import adapters_of, only_adapters_are_trained
+from dtransformer.models.pretrained.save import check_family
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.identity import ADAPTERS, WEIGHTS
+from dtransformer.runs.tasks.base import Task
+
+
+def check_export(task: Task, overwrite: bool) -> None:
+    """Check, before training, that what is trained can be written where `export` says.
+
+    Raises:
+        InputError: it cannot; says why.
+    """
+    options = task.config.sections().get("export")
+    if options is None or not options.folder:
+        return
+    check_target(options.folder, overwrite)
+    if task.network is not task.core or getattr(task.core, "has_task_head", False):
+        raise InputError(
+            f"export.folder: published folders have no form for the head of task {task.config.task} "
+            "here: leave it out; the run's folder has the weights"
+        )
+    if options.merge_adapters or not adapters_of(task.core):
+        check_family(task.core, options.family)
+
+
+def export(
+    task: Task,
+    trainer: keras.Model,
+    run: str | os.PathLike,
+    overwrite: bool = False,
+) -> pathlib.Path | None:
+    """Write what `export` of a run's config asks for, of the run's best weights; all ranks call.
+
+    Args:
+        task: the task, whose network is trained.
+        trainer: the trainer of the network.
+        run: the run's folder.
+        overwrite: whether what is there is replaced.
+
+    Returns:
+        The folder that it is in; None where nothing is asked for.
+
+    Raises:
+        InputError: the network is of no published family, or the folder cannot be written.
+    """
+    options = task.config.sections().get("export")
+    if options is None or not options.folder:
+        return None
+    run, network = pathlib.Path(run), task.core
+    if not only_adapters_are_trained(network):
+        trainer.load_weights(run / WEIGHTS)
+    else:
+        load_lora(network, run / ADAPTERS)
+    if adapters_of(network):
+        if not options.merge_adapters:
+            landed = save_lora(network, options.folder, options.family, overwrite)
+            return _told(landed, "The adapters are")
+        merge_lora(network)
+    landed = save_pretrained(
+        network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
+    )
+    return _told(landed, "The model is")
+
+
+def _told(folder, what):
+    if job.is_chief():
+        print(f"{what} in {folder}, for dtransformer generate and transformers")
+    return folder

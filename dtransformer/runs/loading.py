@@ -1,0 +1,84 @@
+"""A run as its folder has it: its config, its tokenizer, and its network with the weights."""
+
+import os
+import pathlib
+
+from dtransformer.errors import InputError
+from dtransformer.inputs.weights_file import load_weights
+from dtransformer.models.lora_folder import load_lora
+from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.folder import replaced_run
+from dtransformer.runs.identity import ADAPTERS, CONFIG, RUN, TOKENIZER, WEIGHTS, RunIdentity
+from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks.base import Task
+
+
+def is_run(folder: str | os.PathLike) -> bool:
+    """Return whether a folder is a run's."""
+    return os.path.isfile(os.path.join(folder, RUN))
+
+
+def load_run(
+    folder: str | os.PathLike, precision: str = "float32", task: str | None = None
+) -> Task:
+    """Read a run's folder; all ranks call.
+
+    Args:
+        folder: its path.
+        precision: of the network's computations; weights are float32 anyway.
+        task: the task that the run has to be of; None for any.
+
+    Returns:
+        Its task, with tokenizer and network; records are not read.
+
+    Raises:
+        InputError: the folder or a file in it is missing, damaged, or of another run.
+    """
+    folder = pathlib.Path(folder)
+    config = check_run(folder)
+    if task is not None and config.task != task:
+        raise InputError(f"{folder}: is a run of task {config.task}, expected {task}")
+    own = task_of(config, old_run=folder, folder=folder)
+    own.load_tokenizer(folder)
+    own.make_network(precision)
+    if (folder / ADAPTERS).exists():
+        load_lora(own.core, folder / ADAPTERS)
+    else:
+        load_weights(own.network, folder / WEIGHTS)
+    return own
+
+
+def check_run(folder: pathlib.Path) -> RunConfig:
+    """Return the config of a run's folder, whose files were compared with their checksums.
+
+    Raises:
+        InputError: one is missing, damaged, or of another run.
+    """
+    if not os.path.isdir(folder):
+        raise InputError(f"{folder}: there is no such run folder; 'dtransformer train' makes one")
+    if not any((folder / name).exists() for name in (CONFIG, RUN, WEIGHTS, TOKENIZER)):
+        raise InputError(_other_run(folder))
+    for name in (CONFIG, TOKENIZER, WEIGHTS):
+        there = (folder / name).exists() or (name == WEIGHTS and (folder / ADAPTERS).exists())
+        if not there:
+            old = replaced_run(folder)
+            hint = f"; the run that it was to replace is in {old}" if old.is_dir() else ""
+            raise InputError(
+                f"{folder}: this run folder has no {name}, as its training did not get that far: "
+                f"train again, or give another run{hint}"
+            )
+    RunIdentity.load(folder).check(folder)
+    return load_config(folder / CONFIG)
+
+
+def _other_run(folder):
+    """Return what is told of a folder that `dtransformer train` has not written."""
+    told = f"{folder}: is no run of dtransformer train"
+    for inner in (folder, folder / "model"):
+        if (inner / "config.json").is_file():
+            return f"{told}: it has a published model: dtransformer generate --model {inner}"
+    old = replaced_run(folder)
+    if old.is_dir():
+        return f"{told}; the run that it was to replace is in {old}"
+    found = ", ".join(sorted(x.name for x in folder.iterdir())[:3]) or "nothing"
+    return f"{told}: it has {found}"

@@ -1,0 +1,207 @@
+"""The network of a run: published weights, a preset, another run's, or of sizes; and its adapters."""
+
+import importlib
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer.errors import InputError, shown
+from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
+from dtransformer.models.base import TokenModel
+from dtransformer.models.freezing import unfreeze
+from dtransformer.models.lora import adapters_of
+from dtransformer.models.presets import from_preset
+from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.parallel.runtime import job
+from dtransformer.runs import needs
+from dtransformer.runs.config import RunConfig
+from dtransformer.runs.identity import RUN
+
+_KINDS = {kind.__name__: kind for kind in (CausalLM, EncoderDecoderLM, MaskedLM)}
+_NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
+
+
+def make_network(
+    config: RunConfig,
+    kind: type[TokenModel],
+    vocab_size: int,
+    precision: str | None = None,
+    accepts: type | None = None,
+    **own: Any,
+) -> TokenModel:
+    """Return the network that `model` of a run's config asks for, built; all ranks call.
+
+    Args:
+        config: the run's config.
+        kind: the class that the task trains.
+        vocab_size: number of ids of its tokenizer.
+        precision: of its computations; by default `training.precision`.
+        accepts: a base of the classes that weights may be of; by default `kind`.
+        **own: arguments that the task gives, such as special ids, where it is of sizes.
+
+    Raises:
+        InputError: the options make none, or one that is too large for this machine; or the weights
+            are of another kind, or of a smaller vocabulary.
+    """
+    precision = precision or config.training.precision
+    given = sizes_of(config)
+    try:
+        network = _made(config, kind, vocab_size, precision, given, own)
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InputError(f"model: {error}") from None
+    if not isinstance(network, accepts or kind):
+        raise InputError(
+            f"model: task {config.task} trains a {kind.__name__}, and what is given is a "
+            f"{type(network).__name__}"
+        )
+    if vocab_size > network.vocab_size:
+        raise InputError(
+            f"model: the tokenizer has {vocab_size} ids, and the model {network.vocab_size}: is it "
+            "the model's own?"
+        )
+    return network
+
+
+def sizes_of(config: RunConfig) -> dict[str, Any]:
+    """Return the arguments of a network that a config gives."""
+    return {
+        name: value
+        for name, value in vars(config.model).items()
+        if value is not None and name not in _NOT_SIZES
+    }
+
+
+def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
+    """Return the sizes of a run's network, of which no weight is read or made.
+
+    Args:
+        config: the run's config.
+        kind: name of the class that the task trains.
+        vocab_size: number of ids, where nothing else says it.
+
+    Raises:
+        InputError: there is no such preset or folder.
+    """
+    options, given = config.model, sizes_of(config)
+    if options.from_ is not None:
+        folder = pathlib.Path(options.from_)
+        if (folder / RUN).is_file():
+            loading = importlib.import_module("dtransformer.runs.loading")
+            return architecture(loading.check_run(folder), kind, vocab_size)
+        found = architecture_of(folder)
+    elif options.preset is not None:
+        found = _preset(options.preset)
+    else:
+        usual = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
+        stacks = (
+            ("encoder_layers", "decoder_layers") if kind == "EncoderDecoderLM" else ("num_layers",)
+        )
+        usual |= {"vocab_size": vocab_size, **dict.fromkeys(stacks, 6)}
+        found = Architecture(kind, usual, "")
+    return Architecture(found.network, {**found.arguments, **given}, found.source)
+
+
+def _preset(name):
+    key = name.lower().replace("-", "_")
+    if key not in ARCHITECTURES:
+        raise InputError(f"model.preset: there is no preset {name!r}: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[key]
+
+
+def _made(config, kind, vocab_size, precision, given, own):
+    options = config.model
+    if options.from_ is not None and options.preset is not None:
+        raise InputError("model: from and preset are both given: give one of them")
+    if options.from_ is not None:
+        return _loaded(config, pathlib.Path(options.from_), precision, given)
+    if options.preset is not None:
+        preset = _preset(options.preset)
+        usual = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
+        network = from_preset(
+            options.preset.lower().replace("-", "_"), **{**usual, **given}, dtype=precision
+        )
+    else:
+        own = {"max_length": config.data.length, **own, **given}
+        network = kind(vocab_size, **own, dtype=precision)
+    needs.check_network(network, job.size())
+    network.build()
+    return network
+
+
+def _loaded(config, folder, precision, given):
+    """Return the network of a published folder, or of another run with its adapters merged."""
+    if (folder / RUN).is_file():
+        loading = importlib.import_module("dtransformer.runs.loading")  # which makes networks, too
+        if given:
+            raise InputError(
+                f"model.{next(iter(given))}: {folder} is a run, which has its own sizes"
+            )
+        network = loading.load_run(folder, precision).core
+        if adapters_of(network):
+            merge_lora(network)
+            unfreeze(network)
+        return network
+    needs.check_published(folder, job.size())
+    return from_pretrained(folder, dtype=precision, **given)
+
+
+def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> None:
+    """Give a network the adapters that a config asks for, and freeze what is not trained.
+
+    Args:
+        network: the network, built.
+        config: the run's config.
+        always: a pattern of weights that are trained in any case, such as a new head's.
+
+    Raises:
+        InputError: a pattern matches no weight.
+    """
+    options = config.model
+    try:
+        if options.adapters is not None:
+            if options.from_ is None:
+                raise ValueError("there are no weights to adapt: give model.from")
+            add_lora(network, **{k: x for k, x in vars(options.adapters).items() if k != "kind"})
+            if always is not None:
+                unfreeze(network, always)
+        if options.freeze is not None:
+            freeze(network, options.freeze)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"model.adapters, model.freeze: {error}") from None
+    if job.is_chief() and (options.adapters is not None or options.freeze is not None):
+        trained, all_ = (
+            sum(map(_size, weights)) for weights in (network.trainable_variables, network.variables)
+        )
+        print(f"Trained: {trained:,} of {all_:,} numbers")
+
+
+def _size(variable):
+    size = 1
+    for length in variable.shape:
+        size *= length
+    return size
+
+
+def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
+    """Return where the tokenizer of a run is that is not trained for it; None where it is.
+
+    Raises:
+        InputError: the model has one that is not there.
+    """
+    if config.tokenizer.folder is not None:
+        return pathlib.Path(config.tokenizer.folder)
+    if config.model.from_ is None:
+        return None
+    folder = pathlib.Path(config.model.from_)
+    if not folder.is_dir():
+        raise InputError(f"model.from: there is no folder {shown(str(folder))}")
+    return folder / "tokenizer" if (folder / RUN).is_file() else folder
+
+
+def special_ids(tokenizer: object, names: Mapping[str, str] | None = None) -> dict[str, int | None]:
+    """Return the ids of a tokenizer's special tokens, by the arguments of networks."""
+    names = names or {name: name for name in ("pad_id", "start_id", "end_id")}
+    return {ours: getattr(tokenizer, theirs, None) for ours, theirs in names.items()}

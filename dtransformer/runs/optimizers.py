@@ -1,0 +1,72 @@
+"""The optimizer of a run, with its schedule."""
+
+import inspect
+
+import keras
+
+from dtransformer.errors import InputError
+from dtransformer.runs.config import RunConfig
+from dtransformer.trainers import lr_schedules
+
+# Schedules that end with the training, and the options that they take besides.
+_ENDING = {
+    "linear": (),
+    "cosine": (),
+    "wsd": ("decay_steps",),
+    "restarts": ("restarts",),
+}
+
+
+def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
+    """Return the class of a Keras optimizer.
+
+    Args:
+        name: its name, such as `"adamw"`.
+
+    Raises:
+        InputError: Keras has none of that name.
+    """
+    try:
+        return type(keras.optimizers.get(name))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
+            "adafactor"
+        ) from None
+
+
+def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a run, with its schedule.
+
+    Args:
+        config: the run's config.
+        total_steps: number of steps of the training, at which some schedules end.
+
+    Raises:
+        InputError: the options do not make an optimizer.
+    """
+    try:
+        return _optimizer(config, total_steps)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training: {error}") from None
+
+
+def _optimizer(config, total_steps):
+    options = config.training
+    kind = optimizer_class(options.optimizer)
+    schedule = {"peak_learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps}
+    if options.schedule in _ENDING:
+        schedule["total_steps"] = max(total_steps, options.warmup_steps + 1)
+        schedule["final_learning_rate"] = options.final_learning_rate
+        schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
+    keywords = {"learning_rate": lr_schedules.get(options.schedule, **schedule)}
+    if options.clip_norm:
+        keywords["global_clipnorm"] = options.clip_norm
+    if options.weight_decay:
+        keywords["weight_decay"] = options.weight_decay
+    if "beta_2" in inspect.signature(kind).parameters:
+        keywords["beta_2"] = options.beta_2
+    optimizer = kind(**keywords)
+    if options.weight_decay:
+        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    return optimizer

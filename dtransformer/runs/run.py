@@ -1,0 +1,291 @@
+"""A run: from a config file to a run folder, whatever its task is."""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterable
+
+import keras
+
+import dtransformer
+from dtransformer.datasets.text_files import write_text_atomically
+from dtransformer.errors import InputError
+from dtransformer.models.lora import only_adapters_are_trained
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
+from dtransformer.planner.automatic import summary
+from dtransformer.planner.report import text_of
+from dtransformer.runs.automatic import plan_of_run
+from dtransformer.runs.callbacks import (
+    Beginning,
+    BestAdapters,
+    BestWeights,
+    FiniteWeights,
+    StepLimit,
+    TimeLimit,
+)
+from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.exporting import check_export, export
+from dtransformer.runs.folder import RunFolder
+from dtransformer.runs.identity import (
+    ADAPTERS,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PLAN,
+    TENSORBOARD,
+    TOKENIZER,
+    WEIGHTS,
+    RunIdentity,
+)
+from dtransformer.runs.optimizers import make_optimizer, optimizer_class
+from dtransformer.runs.options import Source
+from dtransformer.runs.tasks import task_of
+from dtransformer.runs.tasks.base import Task
+from dtransformer.trainers import ModelCheckpoint, Trainer
+from dtransformer.trainers.callbacks import MetricsFile, StepTimer
+from dtransformer.trainers.checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.folders import saved_steps
+from dtransformer.trainers.checkpoint.retention import best_of
+from dtransformer.trainers.checkpoint.seal import RUN
+
+# What `--resume` may change: where the data lie, and all that changes neither the model nor the
+# tokens nor their order.
+_MAY_MOVE = (
+    *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
+    *("data.labels", "tokenizer.folder", "model.from_"),
+)
+_KEPT = ("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta")
+
+
+class _Text:
+    """A text file as an asset of checkpoints."""
+
+    def __init__(self, text):
+        self._text = text
+
+    def save(self, path):
+        pathlib.Path(path).write_text(self._text, encoding="utf-8", newline="")
+
+
+def train(
+    config_path: str | os.PathLike,
+    settings: Iterable[str] = (),
+    run_folder: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> pathlib.Path:
+    """Train as a config file says, and write a run folder.
+
+    Args:
+        config_path: a YAML file.
+        settings: texts "section.key=value" that replace values of the file.
+        run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
+        overwrite: whether a run that is there may be replaced.
+        resume: whether to go on from the run's newest checkpoint; without one, training begins.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        InputError: something in the config or the data is wrong.
+    """
+    config = load_config(config_path, settings)
+    folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
+    if folder.is_in_order():
+        folder.check(config_path, overwrite, resume)  # before any work
+    found = None
+    if config.training.layout == "auto":
+        found = plan_of_run(config)
+        config.parallel = found.best.config
+    start_job(config)
+
+    def resumes_from():
+        folder.recover()
+        return folder.check(config_path, overwrite, resume)
+
+    if found is not None and job.is_chief():
+        print(summary(found))
+    resumes = from_chief(resumes_from, "run/resumes")
+    # Everything is made, so that what is wrong is told, before the folder is touched.
+    task, trainer, batches = _prepare(config, folder.path, resumes)
+    check_export(task, overwrite or resume)
+    try:
+        from_chief(lambda: _begin(folder, task, resumes), "run/begin")
+        if found is not None and job.is_chief():
+            write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
+        run = RunIdentity.load(folder.path)
+        trainer.fit(
+            batches["train"],
+            epochs=config.training.epochs,
+            validation_data=batches["dev"],
+            callbacks=_callbacks(task, trainer, folder, run, resumes),
+            resume=resumes,
+            verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
+        )
+    finally:
+        if job.is_chief() and not resumes:
+            folder.settle()
+    if job.is_chief():
+        print(f"The run is in {folder.path}. {_next(config, folder.path)}")
+    export(task, trainer, folder.path, overwrite or resume)
+    return folder.path
+
+
+def start_job(config: RunConfig) -> None:
+    """Join the job's ranks, by the layout of a config.
+
+    Raises:
+        InputError: the layout does not fit them.
+    """
+    try:
+        dtransformer.init(
+            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
+        )
+    except ValueError as error:
+        raise InputError(f"parallel: {error}") from None
+
+
+def _next(config, path):
+    """Return what can be done with a run."""
+    if config.task == "translation":
+        return f"Translate with: dtransformer translate --run {path} < FILE"
+    return f"Evaluate it with: dtransformer evaluate --run {path} --data FILE"
+
+
+def make_trainer(task: Task, total_steps: int) -> Trainer:
+    """Return a trainer of a task's network, compiled.
+
+    Args:
+        task: the task, whose `make_network` was called.
+        total_steps: number of steps of the training.
+
+    Raises:
+        InputError: the options of `training` do not fit.
+    """
+    options, trainer = task.config.training, Trainer(task.network)
+    optimizer = make_optimizer(task.config, total_steps)
+    try:
+        trainer.compile(
+            optimizer,
+            task.loss(),
+            jit_compile={"auto": "auto", "true": True, "false": False}[options.jit_compile],
+            steps_per_execution=options.steps_per_execution,
+            **task.metrics(),
+        )
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training: {error}") from None
+    return trainer
+
+
+def _prepare(config, path, resumes):
+    """Return the task, the trainer and the batches by parts; all is read and made."""
+    options, old_run = config.training, path if resumes else None
+    optimizer_class(options.optimizer)  # before work begins
+    if options.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise InputError("training.tensorboard: install it first: pip install tensorboard")
+    if old_run is not None:
+        RunIdentity.load(old_run).check(old_run)
+        _check_same(config, load_config(old_run / CONFIG))
+    task = task_of(config, old_run=old_run, folder=path)
+    task.read()
+    if job.is_chief():
+        print("\n".join(task.told()))
+    task.make_network()
+    batches = {part: task.batches(part) for part in ("train", "dev")}
+    if job.is_chief():
+        print(f"Batches: {len(batches['train']):,} an epoch")
+    steps = options.epochs * len(batches["train"])
+    trainer = make_trainer(task, min(steps, options.max_steps or steps))
+    trainer.summary()
+    task.before_training(trainer)
+    return task, trainer, batches
+
+
+def _check_same(config, old):
+    """Refuse options that a run that is resumed cannot change."""
+    if config.task != old.task:
+        raise InputError(f"--resume: the run is of task {old.task}, and the config's {config.task}")
+    for section, values in config.sections().items():
+        for field in dataclasses.fields(values):
+            name = f"{section}.{field.name}"
+            if name in _MAY_MOVE or not {section, name} & set(_KEPT):
+                continue
+            own, its = (_placeless(getattr(x, field.name)) for x in (values, getattr(old, section)))
+            if own != its:
+                raise InputError(
+                    f"--resume: {name} is {own!r}, and the run began with {its!r}: give what it "
+                    "began with, or train another --run"
+                )
+
+
+def _placeless(value):
+    """Return an option's value; of sources the weights alone, as files may move."""
+    is_sources = isinstance(value, tuple) and value and isinstance(value[0], Source)
+    return tuple(source.weight for source in value) if is_sources else value
+
+
+def _begin(folder, task, resumes):
+    """Begin the run folder anew, or see that what is there belongs together."""
+    if not resumes:
+        folder.begin(task.config, task.tokenizer, task.digests)
+        return
+    run = RunIdentity.load(folder.path)
+    run.check_checkpoints(folder.path)
+    for name, its in run.data.items():
+        if its != task.digests[name]:
+            raise InputError(
+                f"--resume: the {name} sentences are not those that the run began with: give the same "
+                "files, or train another --run"
+            )
+
+
+def _callbacks(task, trainer, folder, run, resumes):
+    options, path, monitor = task.config.training, folder.path, task.monitor
+    callbacks = [StepTimer()]
+    if resumes:
+        callbacks.append(FiniteWeights(path / CHECKPOINTS))
+    if options.max_minutes:
+        callbacks.append(TimeLimit(options.max_minutes))
+    if options.max_steps:
+        callbacks.append(StepLimit(options.max_steps))
+    callbacks += task.callbacks(trainer)
+    if options.early_stopping:
+        if monitor is None:
+            raise InputError("training.early_stopping: give held-out records, as data.dev, too")
+        callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
+    own_config = (path / CONFIG).read_text(encoding="utf-8")  # which `--resume` does not change
+    best = _best_loss(path) if resumes else None
+    if only_adapters_are_trained(task.network):
+        callbacks.append(BestAdapters(path / ADAPTERS, task.core, monitor, best))
+    else:
+        callbacks.append(BestWeights(path / WEIGHTS, run.key, monitor, best))
+    callbacks += [
+        ModelCheckpoint(
+            path / CHECKPOINTS,
+            every_steps=options.checkpoint_steps or None,
+            every_minutes=options.checkpoint_minutes or None,
+            keep=options.keep_checkpoints,
+            monitor=monitor,
+            assets={RUN: run, CONFIG: _Text(own_config), TOKENIZER: task.tokenizer},
+        ),
+        Beginning(folder),
+    ]
+    if job.is_chief():
+        callbacks.append(MetricsFile(path / METRICS))
+        if options.tensorboard:
+            callbacks.append(keras.callbacks.TensorBoard(path / TENSORBOARD))
+    return callbacks
+
+
+def _best_loss(folder):
+    """Return the best loss of the saved checkpoints, which later epochs have to improve on.
+
+    None where there are no weights that they could be better than.
+    """
+    best = best_of([path for _, path in saved_steps(folder / CHECKPOINTS)], "val_loss")
+    if best is None or not any((folder / name).exists() for name in (WEIGHTS, ADAPTERS)):
+        return None
+    return Checkpoint(best).manifest["metrics"]["val_loss"]

@@ -1,0 +1,119 @@
+"""Base of tasks: everything of a run that depends on what is trained."""
+
+import abc
+import pathlib
+
+import keras
+
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.errors import InputError
+from dtransformer.models.base import TokenModel
+from dtransformer.runs.config import RunConfig
+from dtransformer.runs.identity import TOKENIZER
+
+PARTS = "train", "dev"
+
+
+class Task(abc.ABC):
+    """A kind of training: its records, tokenizer, network, batches, loss and metrics.
+
+    A run calls `read`, then `make_network`, then the others, on every rank.
+
+    Args:
+        config: the run's config.
+        old_run: the folder of the run that goes on; None for a new one.
+        folder: the folder that the run has or gets; what is prepared for it may lie beside it.
+
+    Attributes:
+        tokenizer: the tokenizer, once `read` was called.
+        network: the network that is trained, once `make_network` was called.
+        digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
+        monitor: the log by which the least is best; None where there are no held-out records.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        old_run: pathlib.Path | None = None,
+        folder: pathlib.Path | None = None,
+    ):
+        self.config, self.old_run, self.folder = config, old_run, folder
+        self.tokenizer = self.network = None
+        self.digests = dict.fromkeys(PARTS)
+
+    @property
+    def monitor(self) -> str | None:
+        return "val_loss" if self.digests["dev"] is not None else None
+
+    @abc.abstractmethod
+    def read(self, part: str | None = None) -> None:
+        """Read the tokenizer and the records, and check these.
+
+        Args:
+            part: `"train"` or `"dev"`, the one of which batches are wanted; None for both.
+
+        Raises:
+            InputError: a file is missing or wrong; says which, and the line.
+        """
+
+    @abc.abstractmethod
+    def make_network(self, precision: str | None = None) -> keras.Model:
+        """Return the network, built; it is `network` from then on.
+
+        Args:
+            precision: of its computations; by default `training.precision`.
+
+        Raises:
+            InputError: the options make none, or one that is too large for this machine.
+        """
+
+    @abc.abstractmethod
+    def batches(self, part: str):
+        """Return this rank's batches of a part, for `fit`; None where there are none."""
+
+    @abc.abstractmethod
+    def loss(self):
+        """Return the loss, as `Trainer.compile` takes it."""
+
+    def metrics(self) -> dict:
+        """Return arguments of `Trainer.compile` with metrics."""
+        return {}
+
+    def before_training(self, trainer: keras.Model) -> None:  # noqa: B027 (most need nothing)
+        """Compute what training needs of the network as it begins; all ranks call."""
+
+    def callbacks(self, trainer: keras.Model) -> list:
+        """Return callbacks that look at the network while it trains, on every rank."""
+        return []
+
+    def results(self, trainer: keras.Model, batches) -> dict[str, float]:
+        """Return what `dtransformer evaluate` prints, of batches of `"dev"`; all ranks call."""
+        return trainer.evaluate(batches, verbose=0, return_dict=True)
+
+    def told(self) -> list[str]:
+        """Return lines on the records, which are printed before training."""
+        return []
+
+    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+        """Return some records as pieces of text, each with whether it is learnt."""
+        return []
+
+    @property
+    def core(self) -> TokenModel:
+        """The network of `dtransformer.models` inside of what is trained."""
+        return self.network
+
+    def load_tokenizer(self, run: pathlib.Path) -> None:
+        """Take the tokenizer of a run's folder."""
+        self.tokenizer = load_tokenizer(run / TOKENIZER)
+
+    def needed(self, section: str, key: str):
+        """Return an option that has to be given.
+
+        Raises:
+            InputError: it is not.
+        """
+        value = getattr(getattr(self.config, section), key)
+        if not value:
+            raise InputError(f"{section}.{key} is not given, and task {self.config.task} needs it")
+        return value

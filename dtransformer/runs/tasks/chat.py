@@ -1,0 +1,112 @@
+"""Chat: conversations, of which the answers are learnt; and texts that are learnt as a whole."""
+
+import pathlib
+
+from dtransformer.datasets.chat_records import labels_of, rendered
+from dtransformer.datasets.chat_template import CHATML, ChatTemplate
+from dtransformer.datasets.record_batches import next_tokens
+from dtransformer.errors import InputError
+from dtransformer.inputs.files import read_bytes
+from dtransformer.inputs.text import decode
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM, TextGenerator
+from dtransformer.runs.callbacks import Samples
+from dtransformer.runs.networks import adapt
+from dtransformer.runs.tasks.documents import with_perplexity
+from dtransformer.runs.tasks.records import RecordTask
+
+_CHATML = "chatml"
+
+
+class ChatRecords(RecordTask):
+    """What tasks of conversations share: the template, and what of a text is learnt."""
+
+    kind = CausalLM
+    _template = None
+
+    def texts(self, record, place) -> list[str]:
+        return list(_strings(record))
+
+    def settle(self, found) -> None:
+        given = self.config.data.template
+        if given == _CHATML:
+            self.tokenizer.template_source = CHATML
+        elif given is not None:
+            self.tokenizer.template_source = decode(read_bytes(pathlib.Path(given)), given)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template, which is looked for when the first conversation comes."""
+        if self._template is None:
+            self._template = self.tokenizer.chat_template(self.config.data.date)
+        return self._template
+
+    def encode_rendered(self, found, places) -> list[tuple]:
+        """Return ids and labels of texts, int32 arrays, as of `labels_of`."""
+        start, end = (getattr(self.tokenizer, f"{name}_id", None) for name in ("start", "end"))
+        encoded = self.tokenizer.encode_with_offsets([one.text for one in found])
+        rows = []
+        for one, (ids, spots, _), place in zip(found, encoded, places, strict=True):
+            labels = labels_of(ids, spots, one.spans).tolist()
+            if one.is_plain and start is not None and ids[:1] != [start]:
+                ids, labels = [start, *ids], [-100, *labels]
+            if one.is_plain and end is not None and ids[-1:] != [end]:
+                ids, labels = [*ids, end], [*labels, end]
+            if all(label == -100 for label in labels):
+                raise InputError(f"{place}: no token is learnt: is its answer empty?")
+            rows.append((ids, labels))
+        return rows
+
+
+class Chat(ChatRecords):
+    """A decoder that learns to answer (Ouyang et al., 2022, "InstructGPT", §3.5)."""
+
+    def encode(self, records):
+        found = [self._rendered(record, place) for place, record in records]
+        rows = self.encode_rendered(found, [place for place, _ in records])
+        return [[row] for row in rows], None
+
+    def _rendered(self, record, place):
+        is_chat = "messages" in record or isinstance(record.get("prompt"), list)
+        template = self.template if is_chat else None
+        return rendered(record, template, self.config.data.train_on, place)
+
+    def form(self, *args) -> tuple:
+        return next_tokens(*args)
+
+    def make_network(self, precision: str | None = None):
+        self.network = self.make_core(precision)
+        adapt(self.network, self.config)
+        return self.network
+
+    def loss(self):
+        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=-100)
+
+    def results(self, trainer, batches) -> dict[str, float]:
+        return with_perplexity(super().results(trainer, batches))
+
+    def callbacks(self, trainer) -> list:
+        options = self.config.evaluation
+        if not options.samples:
+            return []
+        generate = TextGenerator(self.network, self.tokenizer, options.max_new_tokens)
+
+        def answers(prompts):
+            if self._template is None:
+                return generate(prompts)
+            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            return generate([self._template.render(one, True) for one in turns])
+
+        return [Samples(answers, options.samples)]
+
+
+def _strings(value):
+    """Yield the texts of a record, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+TASK = Chat

@@ -1,0 +1,165 @@
+"""Classification: a label of a text, or of a pair of texts."""
+
+import keras
+import numpy as np
+
+from dtransformer.datasets.records import text_of
+from dtransformer.errors import InputError, shown
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers.heads import SequenceHead
+from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.models.one_stack import OneStackModel
+from dtransformer.models.task_heads import with_task_head
+from dtransformer.runs.networks import adapt
+from dtransformer.runs.scores import macro_f1, matthews
+from dtransformer.runs.tasks.records import RecordTask
+
+_IGNORED = -100
+
+
+class LabelTask(RecordTask):
+    """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
+
+    kind, accepts = MaskedLM, OneStackModel
+
+    def texts(self, record, place) -> list[str]:
+        names = ("text", "text_pair") if "text_pair" in record else ("text",)
+        return [text_of(record, name, place) for name in names]
+
+    def ids(self) -> dict:
+        return {"pad_id": self.tokenizer.pad_id}
+
+    def encode_texts(self, records) -> list[tuple]:
+        """Return the ids of texts with their special tokens, and the types of tokens."""
+        given = [self.texts(record, place) for place, record in records]
+        if len({len(texts) for texts in given}) > 1:
+            raise InputError("data: some records have a text_pair, and some have none")
+        if len(given[0]) == 2:
+            found = self.tokenizer.encode_with_offsets(*zip(*given))
+            return [(one.ids, one.types) for one in found]
+        before, after = self.added
+        found = self.tokenizer.encode_with_offsets([text for (text,) in given])
+        rows = ([*before, *one.ids, *after] for one in found)
+        return [(ids, [0] * len(ids)) for ids in rows]
+
+    @property
+    def added(self) -> tuple[list[int], list[int]]:
+        """The special tokens that come before and after a text."""
+        if not hasattr(self.tokenizer, "encode_prompts"):
+            return [self.tokenizer.start_id], [self.tokenizer.end_id]
+        plain, whole = (
+            self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
+            for adds in (False, True)
+        )
+        start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
+
+    def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
+        """Return the head: as BERT's on an encoder, by the last token on a decoder."""
+        is_decoder = isinstance(core, CausalLM)
+        pooling = self.config.data.pooling or ("last" if is_decoder else "first")
+        return SequenceHead(
+            num_labels,
+            pooling,
+            hidden_act=None if is_decoder or pooling != "first" else "tanh",
+            use_bias=not is_decoder,
+            dropout_rate=core.arguments["dropout_rate"],
+            dtype=core.dtype_policy,
+        )
+
+    def make_network(self, precision: str | None = None):
+        core = self.make_core(precision)
+        self.network = with_task_head(core, self.head(self.num_labels, core))
+        adapt(self.network, self.config, always="head/*")
+        return self.network
+
+    def row(self, records, numbers, length, pad_id) -> dict:
+        """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""
+        tokens, mask = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
+        types = np.zeros(length, np.int32)
+        for number in numbers:
+            ids, own = records.sequence(int(number))
+            tokens[: len(ids)], mask[: len(ids)] = ids, 1
+            types[: len(ids)] = np.maximum(own, 0)
+        inputs = {"tokens": tokens, "attention_mask": mask}
+        return {**inputs, "token_types": types} if isinstance(self.core, MaskedLM) else inputs
+
+    def told(self) -> list[str]:
+        return [
+            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens"
+            for name, x in self.records.items()
+        ]
+
+
+class Classification(LabelTask):
+    """Texts are of one of several classes (Devlin et al., 2019, §4.1)."""
+
+    @property
+    def num_labels(self) -> int:
+        """The number of labels."""
+        return len(self.config.data.labels)
+
+    def settle(self, found) -> None:
+        options = self.config.data
+        if not options.labels:
+            names = {
+                label
+                for source in found.get("train", ())
+                for place, record in source
+                for label in self.labels_of_record(record, place)
+            }
+            options.labels = sorted(
+                names, key=lambda x: (not x.isdigit(), x.isdigit() and int(x), x)
+            )
+        if len(options.labels) < 2:
+            raise InputError(f"data.labels: there are {len(options.labels)}: expected two or more")
+
+    def labels_of_record(self, record, place) -> list[str]:
+        """Return the labels of a record, as texts."""
+        return [_name(record.get("label"), place)]
+
+    def numbers(self, record, place) -> list[int]:
+        """Return the numbers of a record's labels.
+
+        Raises:
+            InputError: one is none of those that there are.
+        """
+        names, found = self.config.data.labels, self.labels_of_record(record, place)
+        for name in found:
+            if name not in names:
+                raise InputError(
+                    f"{place}: the label {shown(name)} is none of {shown(', '.join(names), 100)}"
+                )
+        return [names.index(name) for name in found]
+
+    def encode(self, records):
+        rows = self.encode_texts(records)
+        return [[row] for row in rows], [self.numbers(record, place) for place, record in records]
+
+    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
+        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else ignore_id
+        return self.row(records, numbers, length, pad_id), np.int32(label)
+
+    def loss(self):
+        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=_IGNORED)
+
+    def results(self, trainer, batches) -> dict[str, float]:
+        labels, predicted = self.labels_and_predicted(trainer)
+        scores = {"f1": macro_f1(labels, predicted), "matthews": matthews(labels, predicted)}
+        return {**super().results(trainer, batches), **scores}
+
+    def labels_and_predicted(self, trainer) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels of the held-out records, and the likeliest ones, int [n]."""
+        outputs = self.predictions(trainer, "dev")
+        return self.records["dev"].targets[:, 0].astype(int), outputs.argmax(-1)
+
+
+def _name(label, place):
+    if isinstance(label, bool) or not isinstance(label, (str, int)):
+        raise InputError(
+            f"{place}: label is {shown(label)}, expected a text or an integer: name it in data.fields"
+        )
+    return str(label)
+
+
+TASK = Classification

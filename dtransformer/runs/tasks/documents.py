@@ -1,0 +1,156 @@
+"""Documents: text in rows of one length, which tasks without labels of their own are trained on."""
+
+import hashlib
+import math
+import pathlib
+from typing import ClassVar
+
+import keras
+
+from dtransformer.datasets.documents import read_documents
+from dtransformer.datasets.indexed_batches import IndexedBatches
+from dtransformer.datasets.sample import evenly_spread, texts_of
+from dtransformer.datasets.shard_manifest import MANIFEST
+from dtransformer.datasets.shard_writer import write_token_shards
+from dtransformer.datasets.token_shards import TokenShards
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.errors import InputError
+from dtransformer.files import beside
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models.base import TokenModel
+from dtransformer.parallel.collectives.objects import from_chief
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.networks import adapt, make_network, tokenizer_folder
+from dtransformer.runs.tasks.base import PARTS, Task
+
+
+class DocumentTask(Task):
+    """A task whose rows are made of documents.
+
+    Files are tokenized once, into token shards in the folder `RUN.shards` beside the run's; folders
+    that `dtransformer prepare --lm` wrote are read as they are.
+
+    Attributes:
+        shards: the token shards by parts.
+    """
+
+    kind: ClassVar[type[TokenModel]]
+    batches_of: ClassVar[type[IndexedBatches]]
+
+    def read(self, part: str | None = None) -> None:
+        self.shards, options = {}, self.config.data
+        if part in (None, "train"):
+            self.needed("data", "train")
+        if self.old_run is not None:
+            self.load_tokenizer(self.old_run)
+        for name in PARTS:
+            sources = getattr(options, name)
+            if not sources or part not in (None, name):
+                continue
+            self.shards[name] = self._shards(name, sources)
+            self.digests[name] = hashlib.sha256(self.shards[name].fingerprint.encode()).hexdigest()
+
+    def _shards(self, name, sources):
+        """Return the token shards of a part; files are tokenized where that was not done."""
+        paths = [source.path for source in sources]
+        if len({source.weight for source in sources}) > 1:
+            raise InputError(
+                f"data.{name}: weights mix records, not documents: give task chat, whose records may "
+                "be texts"
+            )
+        if len(paths) == 1 and (pathlib.Path(paths[0]) / MANIFEST).is_file():
+            shards = TokenShards(paths[0])
+            if self.tokenizer is None:
+                self.tokenizer = load_tokenizer(shards.tokenizer_folder)
+            return shards
+        if self.tokenizer is None:
+            self.tokenizer = self._tokenizer(paths)
+        folder = beside(self.folder, ".shards") / name
+        done = self.old_run is not None and (folder / MANIFEST).is_file()
+
+        def write():
+            if not done:
+                is_there = (folder / MANIFEST).is_file()
+                write_token_shards(
+                    self._documents(paths), self.tokenizer, folder, overwrite=is_there
+                )
+
+        from_chief(write, f"run/shards/{name}")
+        return TokenShards(folder)
+
+    def _documents(self, paths):
+        options = self.config.data
+        return read_documents(
+            paths, field=options.field, boundary=options.documents, sentences=options.sentences
+        )
+
+    def _tokenizer(self, paths):
+        """Return the tokenizer that is given, or one that is trained on the documents."""
+        folder = tokenizer_folder(self.config)
+        if folder is not None:
+            return load_tokenizer(folder)
+        options = self.config.tokenizer
+        sample = evenly_spread(texts_of(self._documents(paths)))
+        return SubwordTokenizer.train(sample, options.vocab_size, lower_case=options.lower_case)
+
+    def told(self) -> list[str]:
+        return [
+            f"Documents ({name}): {x.num_documents:,} of {x.num_tokens:,} tokens"
+            for name, x in self.shards.items()
+        ]
+
+    def batches(self, part: str) -> IndexedBatches | None:
+        if part not in self.shards:
+            return None
+        options, (index, count) = self.config.data, job.data_shard()
+        return self.batches_of(
+            self.shards[part],
+            length=options.length,
+            batch_size=self.config.training.batch_size,
+            shuffle=options.shuffle and part == "train",
+            seed=self.config.training.seed,
+            shard_index=index,
+            num_shards=count,
+            pad_rows_to_multiple_of=job.rows_multiple_of(),
+            training=part == "train",
+            **self.options_of_batches(),
+        )
+
+    def options_of_batches(self) -> dict:
+        """Return arguments of the batches besides those that all have."""
+        return {}
+
+    def arguments(self) -> dict:
+        """Return arguments of the network, where it is of sizes."""
+        return {"pad_id": self.tokenizer.pad_id}
+
+    def vocab_size(self) -> int:
+        """Return the number of ids that the network needs."""
+        return self.tokenizer.vocab_size
+
+    def make_network(self, precision: str | None = None) -> keras.Model:
+        self.network = make_network(
+            self.config, self.kind, self.vocab_size(), precision, **self.arguments()
+        )
+        adapt(self.network, self.config)
+        return self.network
+
+    def loss(self):
+        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=-100)
+
+    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+        shards = self.shards.get("train") or self.shards["dev"]
+        rows = [shards[x][: self.config.data.length] for x in range(min(number, len(shards)))]
+        return [[(text, True)] for text in self.tokenizer.decode(rows)]
+
+
+def with_perplexity(results: dict[str, float]) -> dict[str, float]:
+    """Return results with the perplexity by token, exp of the loss.
+
+    Example:
+
+    >>> with_perplexity({"loss": 0.0})
+    {'loss': 0.0, 'perplexity': 1.0}
+    """
+    return {**results, "perplexity": math.exp(min(results["loss"], 700.0))}

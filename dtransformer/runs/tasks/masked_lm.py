@@ -1,0 +1,20 @@
+"""Masked language modelling: tokens that were masked, from those around them."""
+
+from dtransformer.datasets.masked_language_model import MaskedLanguageModelBatches
+from dtransformer.models import MaskedLM
+from dtransformer.runs.tasks.documents import DocumentTask
+
+
+class MaskedLanguageModel(DocumentTask):
+    """An encoder that finds masked tokens (Liu et al., 2019, "RoBERTa")."""
+
+    kind, batches_of = MaskedLM, MaskedLanguageModelBatches
+
+    def options_of_batches(self) -> dict:
+        return {"rate": self.config.data.mask_rate}
+
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size + (getattr(self.tokenizer, "mask_id", None) is None)
+
+
+TASK = MaskedLanguageModel

@@ -1,0 +1,34 @@
+"""Next-sentence prediction with masked tokens: what BERT is trained on."""
+
+from dtransformer.datasets.next_sentences import NextSentenceBatches
+from dtransformer.errors import InputError
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.runs.tasks.masked_lm import MaskedLanguageModel
+
+
+class NextSentence(MaskedLanguageModel):
+    """An encoder that finds masked tokens, and tells whether a text follows another."""
+
+    batches_of = NextSentenceBatches
+
+    def arguments(self) -> dict:
+        return {**super().arguments(), "next_sentence": True}
+
+    def make_network(self, precision: str | None = None):
+        network = super().make_network(precision)
+        if network.sentence_head is None:
+            raise InputError(
+                "model: the network has no head for sentences, which task next_sentence trains: give "
+                "task masked_lm, or weights that have it"
+            )
+        return network
+
+    def loss(self):
+        smoothing = self.config.training.label_smoothing
+        return {
+            name: CrossEntropyLoss(smoothing, ignore_id=-100)
+            for name in ("masked_lm", "next_sentence")
+        }
+
+
+TASK = NextSentence

@@ -1,0 +1,102 @@
+"""Preference: of two answers the chosen one becomes more likely, and the model stays near itself."""
+
+import keras
+
+from dtransformer.datasets.chat_records import Rendered, conversation
+from dtransformer.datasets.record_batches import group_row
+from dtransformer.datasets.records import preferred
+from dtransformer.errors import InputError
+from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
+from dtransformer.models.pairs import GroupModel
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.networks import adapt
+from dtransformer.runs.tasks.chat import ChatRecords
+
+
+class PairTask(ChatRecords):
+    """What tasks of a chosen and a rejected answer share."""
+
+    with_labels = True
+
+    @property
+    def core(self):
+        return self.network.core
+
+    def encode(self, records):
+        if self.config.data.packed:
+            raise InputError("data.packed: pairs of answers are not packed: leave it out")
+        found, places = [], []
+        for place, record in records:
+            prompt, *answers = preferred(record, place)
+            for answer in answers:
+                found.append(self._rendered(prompt, answer, place))
+                places.append(place)
+        rows = self.encode_rendered(found, places)
+        pairs = list(zip(rows[::2], rows[1::2]))
+        return pairs, [self.target(record, place) for place, record in records]
+
+    def _rendered(self, prompt, answer, place):
+        if isinstance(prompt, str):
+            text = prompt + answer
+            return Rendered(text, [(len(prompt), len(text))], True)
+        before = [{**turn, "train": False} for turn in prompt]
+        return conversation([*before, *answer], self.template, "assistant", place)
+
+    def target(self, record, place) -> list[float]:
+        """Return the two numbers that the loss gets of a record."""
+        return [0.0, 0.0]
+
+    def form(self, *args) -> tuple:
+        return group_row(*args, with_labels=self.with_labels)
+
+
+class Preference(PairTask):
+    """Direct preference optimization (Rafailov et al., 2023).
+
+    The reference is the network as training begins, with its adapters at zero: how likely it holds
+    each answer is computed once, before the first step, so that no second network is in memory.
+    """
+
+    def make_network(self, precision: str | None = None) -> GroupModel:
+        core = self.make_core(precision)
+        adapt(core, self.config)
+        is_mean = self.config.training.loss == "ipo"
+        scores = SequenceLogProbability(core.vocab_size, is_mean, name="scores")
+        self.network = GroupModel(core, scores)
+        return self.network
+
+    def before_training(self, trainer: keras.Model) -> None:
+        for name, records in self.records.items():
+            if job.is_chief():
+                print(f"Reference ({name}): {len(records):,} pairs")
+            records.targets = self.predictions(trainer, name)
+
+    def loss(self) -> PreferenceLoss:
+        options = self.config.training
+        return PreferenceLoss(options.loss, options.beta, options.smoothing)
+
+    def metrics(self) -> dict:
+        beta = self.config.training.beta
+
+        def of_pairs(name, function):
+            return keras.metrics.MeanMetricWrapper(function, name=name)
+
+        return {
+            "weighted_metrics": [
+                of_pairs(
+                    "accuracy", lambda ref, own: keras.ops.cast(margins(ref, own) > 0, "float32")
+                ),
+                of_pairs("margin", lambda ref, own: beta * margins(ref, own)),
+                of_pairs("chosen_reward", lambda ref, own: beta * (own - ref)[:, 0]),
+                of_pairs("rejected_reward", lambda ref, own: beta * (own - ref)[:, 1]),
+            ]
+        }
+
+    def results(self, trainer, batches) -> dict[str, float]:
+        raise InputError(
+            "a run of task preference is compared with what it began as, which its folder has not: its "
+            "metrics.jsonl has the results on data.dev"
+        )
+
+
+TASK = Preference

@@ -1,0 +1,215 @@
+"""Records: examples of files, encoded once, which the tasks beyond plain text are trained on."""
+
+import abc
+import functools
+import itertools
+from typing import ClassVar
+
+import keras
+import numpy as np
+
+from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, prepared_lengths
+from dtransformer.datasets.records import Record, read_records
+from dtransformer.datasets.sample import evenly_spread
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
+from dtransformer.errors import InputError
+from dtransformer.models.base import TokenModel
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.identity import digest_of_records
+from dtransformer.runs.networks import make_network, special_ids, tokenizer_folder
+from dtransformer.runs.tasks.base import PARTS, Task
+
+Placed = tuple[str, Record]
+
+
+class RecordTask(Task):
+    """A task of records: it says how one becomes tokens, and what a row has.
+
+    Attributes:
+        records: the `EncodedRecords` by parts.
+    """
+
+    kind: ClassVar[type[TokenModel]]
+    accepts: ClassVar[type | None] = None  # a base of the networks that it trains, too
+
+    def ids(self) -> dict:
+        """Return the ids of special tokens that a network of sizes gets."""
+        return special_ids(self.tokenizer)
+
+    def read(self, part: str | None = None) -> None:
+        if part in (None, "train"):
+            self.needed("data", "train")
+        found = {
+            name: [self._of_source(source) for source in getattr(self.config.data, name)]
+            for name in PARTS
+            if part in (None, name) and getattr(self.config.data, name)
+        }
+        for name, sources in found.items():
+            self.digests[name] = digest_of_records(x for source in sources for _, x in source)
+        self._find_tokenizer(found)
+        self.settle(found)
+        self.records, self._sizes = {}, {}
+        for name, sources in found.items():
+            self.records[name], self._sizes[name] = self._encoded(name, sources)
+
+    def _of_source(self, source):
+        found = list(read_records(source.path, self.config.data.fields, source.target))
+        if not found:
+            raise InputError(f"{source.path}: holds no record")
+        return found
+
+    def _find_tokenizer(self, found):
+        if self.old_run is not None:
+            self.load_tokenizer(self.old_run)
+            return
+        folder, options = tokenizer_folder(self.config), self.config.tokenizer
+        if folder is not None:
+            self.tokenizer = load_tokenizer(folder)
+        elif self.tokenizer is None:
+            if "train" not in found:
+                raise InputError(
+                    "tokenizer.folder is not given, and there are no data.train for one"
+                )
+            texts = (
+                text
+                for source in found["train"]
+                for place, record in source
+                for text in self.texts(record, place)
+            )
+            self.tokenizer = SubwordTokenizer.train(
+                evenly_spread(texts), options.vocab_size, lower_case=options.lower_case
+            )
+
+    def settle(self, found: dict[str, list[list[Placed]]]) -> None:
+        """Find out what all records say together, such as their labels.
+
+        Args:
+            found: the records of each source, by parts, each after its place.
+        """
+
+    @abc.abstractmethod
+    def texts(self, record: Record, place: str) -> list[str]:
+        """Return the texts of a record, to train a tokenizer on."""
+
+    @abc.abstractmethod
+    def encode(self, records: list[Placed]) -> tuple[list, list | None]:
+        """Return the sequences of each record, pairs of ids and labels, and its targets or None.
+
+        Raises:
+            InputError: a record is wrong; says where.
+        """
+
+    def _encoded(self, name, sources):
+        """Return the records of a part as tokens, and the number of each source's."""
+        options, rows, targets, sizes = self.config.data, [], [], []
+        longer = options.longer if name == "train" else "cut"
+        for source in sources:
+            own, their = self.encode(source)
+            kept, own = prepared_lengths(own, options.length, longer, f"Records ({name})")
+            rows += own
+            targets += [] if their is None else [their[number] for number in kept]
+            sizes.append(len(own))
+        pad_id = getattr(self.tokenizer, "pad_id", None)
+        encoded = EncodedRecords(rows, targets or None, 0 if pad_id is None else pad_id)
+        if not len(encoded) or min(sizes) == 0:
+            raise InputError(
+                f"data.{name}: all records of a file have more than data.length={options.length} "
+                "tokens: give more"
+            )
+        if encoded.learnt_share == 0 and targets == []:
+            raise InputError(f"data.{name}: nothing of the records is learnt: see data.train_on")
+        return encoded, sizes
+
+    def told(self) -> list[str]:
+        return [
+            f"Records ({name}): {len(x):,} of {x.num_tokens:,} tokens, {x.learnt_share:.1%} learnt"
+            for name, x in self.records.items()
+        ]
+
+    @abc.abstractmethod
+    def form(self, *args) -> tuple:
+        """Return a row, as of `RecordBatches`."""
+
+    def batches(self, part: str) -> RecordBatches | None:
+        if part not in self.records:
+            return None
+        options, (index, count) = self.config.data, job.data_shard()
+        weights = [source.weight for source in getattr(options, part)]
+        is_mixture = part == "train" and any(weight is not None for weight in weights)
+        if is_mixture and None in weights:
+            raise InputError("data.train: some files have a weight: give each of them one")
+        return RecordBatches(
+            self.records[part],
+            self.form,
+            length=options.length,
+            sizes=self._sizes[part],
+            weights=weights if is_mixture else None,
+            mixture=options.mixture,
+            packed=options.packed,
+            shuffle=options.shuffle and part == "train",
+            seed=self.config.training.seed,
+            training=part == "train",
+            batch_size=self.config.training.batch_size,
+            shard_index=index,
+            num_shards=count,
+            pad_rows_to_multiple_of=job.rows_multiple_of(),
+        )
+
+    def make_core(self, precision: str | None = None) -> TokenModel:
+        """Return the network inside of what is trained, without adapters, built."""
+        network = make_network(
+            self.config,
+            self.kind,
+            self.tokenizer.vocab_size,
+            precision,
+            self.accepts,
+            **self.ids(),
+        )
+        arguments, length = network.arguments, self.config.data.length
+        has_table = arguments.get("positions", "learned") == "learned"
+        if has_table and arguments["max_length"] < length:
+            raise InputError(
+                f"data.length is {length}, and the model has {arguments['max_length']} positions: give "
+                "at most as many"
+            )
+        return network
+
+    def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
+        """Return the network's outputs of a part's records, in their order; all ranks call."""
+        records = self.records[part]
+        ordered = RecordBatches(
+            records,
+            self.form,
+            length=self.config.data.length,
+            batch_size=self.config.training.batch_size,
+            training=False,
+            pad_rows_to_multiple_of=job.rows_multiple_of() * job.data_shard()[1],
+        )
+        return trainer.predict(ordered, verbose=0)[: len(records)]
+
+    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+        records = self.records.get("train") or self.records["dev"]
+        return [
+            [
+                piece
+                for side in range(records.num_sequences)
+                for piece in self._pieces(*records.sequence(place, side))
+            ]
+            for place in range(min(number, len(records)))
+        ]
+
+    def _pieces(self, ids, labels):
+        """Return the text of ids in pieces, each with whether it is learnt."""
+        is_learnt = labels != -100
+        bounds = [0, *(i for i in range(1, len(ids)) if is_learnt[i] != is_learnt[i - 1]), len(ids)]
+        decode = functools.partial(_decoded, self.tokenizer)
+        return [
+            (decode(ids[a:b]), bool(is_learnt[a])) for a, b in itertools.pairwise(bounds) if b > a
+        ]
+
+
+def _decoded(tokenizer, ids):
+    """Return the text of ids, special tokens included where the tokenizer can say them."""
+    own = getattr(tokenizer, "decode_all", None)
+    return own(ids.tolist()) if own is not None else tokenizer.decode([ids])[0]

@@ -1,0 +1,39 @@
+"""Regression: a number of a text, or of a pair of texts."""
+
+import keras
+import numpy as np
+
+from dtransformer.datasets.record_batches import targets_of
+from dtransformer.errors import InputError, shown
+from dtransformer.runs.scores import spearman
+from dtransformer.runs.tasks.classification import LabelTask
+
+
+class Regression(LabelTask):
+    """Texts have a number, such as how alike two are (Devlin et al., 2019, §4.1, STS-B)."""
+
+    num_labels = 1
+
+    def encode(self, records):
+        for place, record in records:
+            if type(record.get("label")) not in (int, float):
+                raise InputError(
+                    f"{place}: label is {shown(record.get('label'))}, expected a number"
+                )
+        rows = self.encode_texts(records)
+        return [[row] for row in rows], [[float(record["label"])] for _, record in records]
+
+    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
+        weight = np.float32(len(numbers) > 0)
+        return self.row(records, numbers, length, pad_id), targets_of(records, numbers), weight
+
+    def loss(self):
+        return keras.losses.MeanSquaredError("mean_with_sample_weight")
+
+    def results(self, trainer, batches) -> dict[str, float]:
+        values = self.records["dev"].targets[:, 0]
+        found = spearman(values, self.predictions(trainer, "dev")[:, 0])
+        return {**super().results(trainer, batches), "spearman": found}
+
+
+TASK = Regression

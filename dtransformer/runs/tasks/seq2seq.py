@@ -1,0 +1,74 @@
+"""Sequence to sequence: texts become texts, on any encoder–decoder: summaries, translation, answers."""
+
+import numpy as np
+
+from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.records import text_of
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import EncoderDecoderLM
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.networks import adapt, special_ids
+from dtransformer.runs.tasks.records import RecordTask
+
+_FROM_PAD = {"pad_id": "pad_id", "start_id": "pad_id", "end_id": "end_id"}
+
+
+class Seq2Seq(RecordTask):
+    """Records of a `prompt` and a `completion`, each with the special tokens of its tokenizer."""
+
+    kind = EncoderDecoderLM
+
+    def texts(self, record, place) -> list[str]:
+        prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
+        return [self.config.data.prefix + prompt, completion]
+
+    def ids(self) -> dict:
+        return special_ids(self.tokenizer, _FROM_PAD)  # a T5 starts with the padding
+
+    def encode(self, records):
+        texts = [text for place, record in records for text in self.texts(record, place)]
+        adds = {"add_special_ids": True} if hasattr(self.tokenizer, "encode_prompts") else {}
+        rows = self.tokenizer.encode(texts, **adds).to_list()
+        pairs = zip(rows[::2], rows[1::2])
+        return [((a, [-100] * len(a)), (b, b)) for a, b in pairs], None
+
+    def form(self, *args) -> tuple:
+        raise NotImplementedError  # batches are those of translation
+
+    def batches(self, part: str) -> TranslationBatches | None:
+        if part not in self.records:
+            return None
+        records, options, (index, count) = self.records[part], self.config.data, job.data_shard()
+        arguments = self.network.arguments
+        sides = []
+        for side in (0, 1):
+            rows = [records.sequence(number, side)[0] for number in range(len(records))]
+            sides.append((np.concatenate(rows), np.cumsum([0, *map(len, rows)])))
+        return TranslationBatches(
+            *sides,
+            batch_size=self.config.training.batch_size,
+            max_length=options.length,
+            num_buckets=8 if part == "train" else 1,
+            packed_length=options.length + 1 if options.packed else None,
+            pad_to_bucket=job.compiles_shapes(),
+            pad_to_multiple_of=self.config.parallel.model_parallel,
+            pad_rows_to_multiple_of=job.rows_multiple_of(),
+            shuffle=options.shuffle and part == "train",
+            seed=self.config.training.seed,
+            shard_index=index,
+            num_shards=count,
+            training=part == "train",
+            **{name: arguments[name] for name in _FROM_PAD},
+        )
+
+    def make_network(self, precision: str | None = None):
+        self.network = self.make_core(precision)
+        adapt(self.network, self.config)
+        return self.network
+
+    def loss(self):
+        smoothing = self.config.training.label_smoothing
+        return CrossEntropyLoss(smoothing, ignore_id=self.network.arguments["pad_id"])
+
+
+TASK = Seq2Seq

@@ -1,0 +1,69 @@
+"""Token classification: a label of each word, by the first of its tokens."""
+
+import numpy as np
+
+from dtransformer.errors import InputError, shown
+from dtransformer.layers.heads import TokenHead
+from dtransformer.runs.tasks.classification import Classification
+
+_IGNORED = -100
+
+
+class TokenClassification(Classification):
+    """Words of texts are of one of several classes (Devlin et al., 2019, §5.3)."""
+
+    def texts(self, record, place) -> list[str]:
+        return [" ".join(self._words(record, place))]
+
+    def _words(self, record, place):
+        words, labels = record.get("tokens"), record.get("labels")
+        if not isinstance(words, list) or not all(isinstance(x, str) and x for x in words):
+            raise InputError(f"{place}: tokens are {shown(words)}, expected a list of words")
+        if not isinstance(labels, list) or len(labels) != len(words):
+            raise InputError(
+                f"{place}: labels are {shown(labels)}, expected one for each of tokens"
+            )
+        return words
+
+    def labels_of_record(self, record, place) -> list[str]:
+        self._words(record, place)
+        return [str(label) for label in record["labels"]]
+
+    def encode(self, records):
+        (before, after), rows = self.added, []
+        found = self.tokenizer.encode_with_offsets([self.texts(x, p)[0] for p, x in records])
+        for (place, record), (ids, places, _) in zip(records, found, strict=True):
+            starts = np.cumsum([0, *(len(word) + 1 for word in record["tokens"])])
+            # A token's first character that is no space tells its word.
+            text = " ".join(record["tokens"])
+            first = [a + len(text[a:b]) - len(text[a:b].lstrip()) for a, b in places]
+            word_of = np.searchsorted(starts, first, "right") - 1
+            is_first = np.diff(word_of, prepend=-1) > 0
+            numbers = np.array(self.numbers(record, place), np.int32)
+            own = np.where(is_first, numbers[np.minimum(word_of, len(numbers) - 1)], _IGNORED)
+            labels = [_IGNORED] * len(before) + own.tolist() + [_IGNORED] * len(after)
+            rows.append([([*before, *ids, *after], labels)])
+        return rows, None
+
+    def head(self, num_labels, core):
+        return TokenHead(
+            num_labels, dropout_rate=core.arguments["dropout_rate"], dtype=core.dtype_policy
+        )
+
+    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
+        labels, inputs = np.full(length, ignore_id, np.int32), {}
+        inputs = self.row(records, numbers, length, pad_id)
+        inputs.pop("token_types", None)  # what is kept are labels
+        for number in numbers:
+            own = records.sequence(int(number))[1]
+            labels[: len(own)] = own
+        return inputs, labels
+
+    def labels_and_predicted(self, trainer) -> tuple[np.ndarray, np.ndarray]:
+        outputs, records = self.predictions(trainer, "dev"), self.records["dev"]
+        labels = np.concatenate([records.sequence(n)[1] for n in range(len(records))])
+        found = [x[: len(records.sequence(n)[1])].argmax(-1) for n, x in enumerate(outputs)]
+        return labels[labels >= 0], np.concatenate(found)[labels >= 0]
+
+
+TASK = TokenClassification

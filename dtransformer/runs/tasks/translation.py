@@ -1,0 +1,135 @@
+"""Translation: pairs of sentences, a vocabulary of our own, an encoder and a decoder."""
+
+from dtransformer.datasets.batching import TranslationBatches
+from dtransformer.datasets.text import clean_pairs, read_pairs
+from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.errors import InputError
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import TranslationTransformer
+from dtransformer.models.translator import Translator
+from dtransformer.parallel.runtime import job
+from dtransformer.runs import needs
+from dtransformer.runs.identity import TOKENIZER, digest_of
+from dtransformer.runs.tasks.base import Task
+from dtransformer.trainers.callbacks import SacreBleu
+
+_KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
+
+
+class Translation(Task):
+    """Sentences of one language become those of another (Vaswani et al., 2017)."""
+
+    def read(self, part: str | None = None) -> None:
+        config = self.config
+        needs.check_model(config, config.tokenizer.vocab_size, job.size())  # before work begins
+        read = {name: self._read(*keys) for name, keys in _KEYS.items()}
+        self.digests = {name: digest_of(pairs) for name, pairs in read.items()}
+        pairs = self._clean(read["train"])
+        self._pairs = {"train": pairs, "dev": read["dev"]}
+        if self.old_run is not None:
+            self.load_tokenizer(self.old_run)
+        else:
+            self.tokenizer = SubwordTokenizer.train(
+                [*pairs[0], *pairs[1]],
+                config.tokenizer.vocab_size,
+                lower_case=config.tokenizer.lower_case,
+            )
+
+    def load_tokenizer(self, run) -> None:
+        self.tokenizer = SubwordTokenizer.load(run / TOKENIZER)
+
+    def _read(self, source_key, target_key):
+        """Return the lines of both languages, or None where no files are given."""
+        data = self.config.data
+        source, target = getattr(data, source_key), getattr(data, target_key)
+        if source is None and target is None and source_key != "source":
+            return None
+        for key, path in ((source_key, source), (target_key, target)):
+            if path is None:
+                raise InputError(f"data.{key} is not given: give a file with one sentence a line")
+        return read_pairs(source, target)
+
+    def _clean(self, pairs):
+        """Leave out pairs that training is better without."""
+        options = self.config.data
+        *pairs, counts = clean_pairs(*pairs, max_ratio=options.max_ratio, distinct=options.distinct)
+        left_out = [
+            f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count
+        ]
+        self._told = f"Training pairs: {', '.join(left_out)}"
+        return pairs
+
+    def told(self) -> list[str]:
+        return [self._told]
+
+    def make_network(self, precision: str | None = None) -> TranslationTransformer:
+        config, tokenizer = self.config, self.tokenizer
+        needs.check_model(config, tokenizer.vocab_size, job.size())
+        try:
+            self.network = TranslationTransformer(
+                tokenizer.vocab_size,
+                **vars(config.model),
+                max_source_length=config.data.max_length,
+                max_target_length=config.data.max_length + 1,  # and the start token
+                pad_id=tokenizer.pad_id,
+                start_id=tokenizer.start_id,
+                end_id=tokenizer.end_id,
+                dtype=precision or config.training.precision,
+            )
+            self.network.build()
+        except (TypeError, ValueError) as error:
+            raise InputError(f"model: {error}") from None
+        return self.network
+
+    def batches(self, part: str) -> TranslationBatches | None:
+        pairs = self._pairs[part]
+        if not pairs:
+            return None
+        options, tokenizer = self.config.data, self.tokenizer
+        shard, num_shards = job.data_shard()
+        batches = TranslationBatches(
+            tokenizer.encode(pairs[0]),
+            tokenizer.encode(pairs[1]),
+            batch_size=options.batch_size,
+            batch_tokens=None if options.batch_size else options.batch_tokens,
+            max_length=options.max_length,
+            num_buckets=options.num_buckets,
+            packed_length=options.packed_length,
+            pad_to_bucket=job.compiles_shapes(),
+            pad_to_multiple_of=self.config.parallel.model_parallel,
+            pad_rows_to_multiple_of=job.rows_multiple_of(),
+            shuffle=options.shuffle and part == "train",
+            seed=self.config.training.seed,
+            shard_index=shard,
+            num_shards=num_shards,
+            training=part == "train",
+            pad_id=tokenizer.pad_id,
+            start_id=tokenizer.start_id,
+            end_id=tokenizer.end_id,
+        )
+        needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
+        return batches
+
+    def loss(self) -> CrossEntropyLoss:
+        return CrossEntropyLoss(
+            self.config.training.label_smoothing, ignore_id=self.tokenizer.pad_id
+        )
+
+    def callbacks(self, trainer) -> list:
+        pairs, number = self._pairs["dev"], self.config.training.bleu_sentences
+        if not pairs or not number:
+            return []
+        translate = Translator(
+            self.network,
+            self.tokenizer,
+            beam_size=1,  # greedy: a quick look
+            max_source_length=self.config.data.max_length,
+        )
+        return [SacreBleu(pairs[0][:number], pairs[1][:number], translate)]
+
+    def preview(self, number: int) -> list[list[tuple[str, bool]]]:
+        pairs = zip(*self._pairs["train"])
+        return [[(source, False), (target, True)] for source, target in list(pairs)[:number]]
+
+
+TASK = Translation

@@ -1,0 +1,232 @@
+"""Promise: what of a conversation is learnt is what the template says, token by token."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from dtransformer.datasets.chat_records import conversation, labels_of, rendered
+from dtransformer.datasets.chat_template import CHATML, ChatTemplate
+from dtransformer.datasets.records import preferred, read_records
+from dtransformer.datasets.tokenizer_folder import JsonTokenizer
+from dtransformer.errors import InputError
+from tests.models.pretrained.published import with_transformers
+
+# What the stock templates of these families do, in few words, with the marks by which `transformers`
+# tells answers. Ours leaves the marks out.
+LLAMA_3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>"
+    "{% endgeneration %}{% else %}{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA_3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim }}<end_of_turn>\n"
+    "{% endgeneration %}{% else %}{{ m['content'] | trim }}<end_of_turn>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+    "{% else %}{% generation %} {{ m['content'] | trim }}{{ eos_token }}{% endgeneration %}{% endif %}"
+    "{% endfor %}"
+)
+# Only the answers after the last question show, or have, thoughts.
+QWEN_3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{% if loop.index0 > ns.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' + '\\n' }}{% endif %}",
+)
+TEMPLATES = {
+    "llama_3": LLAMA_3,
+    "gemma_3": GEMMA_3,
+    "mistral": MISTRAL,
+    "qwen_3": QWEN_3,
+    "chatml": MARKED,
+}
+TURNS = [
+    {"role": "user", "content": "What is two plus two?"},
+    {"role": "assistant", "content": "It is four. 😀"},
+    {"role": "user", "content": "It is four? "},
+    {"role": "assistant", "content": "Yes, it is four."},
+]
+SPECIAL = ["<s>", "</s>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Byte-pair encoding of bytes, with the marks of the templates as tokens."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet
+    )
+    own.train_from_iterator([turn["content"] for turn in TURNS], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    own.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    path = folder / "tokenizer.json"
+    return JsonTokenizer(path, path.read_text())
+
+
+def learnt(tokenizer, source, turns, train_on="assistant"):
+    """Return ids and labels of a conversation by a template."""
+    tokenizer.template_source = source
+    found = conversation(turns, tokenizer.chat_template(), train_on, "here")
+    ((ids, places, _),) = tokenizer.encode_with_offsets([found.text])
+    return np.array(ids), labels_of(ids, places, found.spans)
+
+
+@with_transformers
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_learnt_tokens_are_those_of_transformers(name, tokenizer):
+    import transformers
+
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer._path), bos_token="<s>", eos_token="</s>"
+    )
+    for turns in (TURNS[:2], TURNS):
+        ids, labels = learnt(tokenizer, TEMPLATES[name], turns)
+        expected = theirs.apply_chat_template(
+            turns,
+            chat_template=TEMPLATES[name],
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        np.testing.assert_array_equal(ids, expected["input_ids"])
+        mask = np.array(expected["assistant_masks"], bool)
+        assert mask.any()
+        np.testing.assert_array_equal(labels != -100, mask)
+        np.testing.assert_array_equal(labels[mask], ids[mask])
+
+
+def test_which_turns_are_learnt(tokenizer):
+    text = lambda turns, on="assistant": [
+        conversation(turns, ChatTemplate(CHATML), on, "here").text[a:b]
+        for a, b in conversation(turns, ChatTemplate(CHATML), on, "here").spans
+    ]
+    first, last = "It is four. 😀<|im_end|>\n", "Yes, it is four.<|im_end|>\n"
+    assert text(TURNS) == [first, last]
+    assert text(TURNS, "last_assistant") == [last]
+    (all_of_it,) = text(TURNS, "all")
+    assert all_of_it.startswith("<|im_start|>user")
+    for mark in ({"train": False}, {"weight": 0}):
+        assert text([TURNS[0], {**TURNS[1], **mark}, *TURNS[2:]]) == [last]
+
+
+def test_texts_and_completions_are_learnt():
+    assert rendered({"text": "a b"}, None, "assistant", "here").spans == [(0, 3)]
+    record = {"prompt": "2+2=", "completion": "4"}
+    assert rendered(record, None, "assistant", "here").spans == [(4, 5)]
+    assert rendered(record, None, "all", "here").spans == [(0, 5)]
+
+
+@pytest.mark.parametrize(
+    "record, told",
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of an assistant"),
+        ({"messages": []}, "expected a list of role and content"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 is"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1: content is 3"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}, "weight 0"),
+        ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, "weight is 0.5, expected 1, or 0"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"text": ""}, "text is empty"),
+        ({"txt": "a"}, "text is missing; it has 'txt'"),
+    ],
+)
+def test_wrong_records_are_told_with_their_place(record, told):
+    with pytest.raises(InputError, match="^a.jsonl, line 3") as caught:
+        rendered(record, ChatTemplate(CHATML), "assistant", "a.jsonl, line 3")
+    assert told in str(caught.value)
+
+
+def test_an_answer_that_cannot_be_found_is_refused():
+    """The template renders what comes before an answer by how many messages there are."""
+    source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputError, match="message 2: the template renders what comes before it"):
+        conversation(TURNS, ChatTemplate(source), "assistant", "here")
+
+
+@pytest.mark.parametrize(
+    "source, told",
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}", "template"),
+        ("{{ messages.__class__.__mro__ }}", "template"),
+        ("{{ strftime_now.__self__.replace }}", "template"),
+        ("{{ 'x' * 999999999 }}", "small numbers"),
+        ("{{ '%999999999d' % 1 }}", "small numbers"),
+        ("{{ 2 ** 99999999 }}", "power"),
+        ("{{ 'x' | center(999999999) }}", "center"),
+        ("{% set x = messages.append(3) %}", "template"),
+        (
+            "{% for a in range(9999) %}{{ messages | tojson }}{{ messages | tojson * 1 }}{% endfor %}",
+            "",
+        ),
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{% for %}", "is no chat template"),
+    ],
+)
+def test_a_template_may_do_little(source, told):
+    with pytest.raises(InputError) as caught:
+        ChatTemplate(source).render([{"role": "user", "content": "a" * 1000}])
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_date_of_templates_is_given():
+    assert (
+        ChatTemplate("{{ strftime_now('%d %b %Y') }}", date="2024-07-26").render([])
+        == "26 Jul 2024"
+    )
+
+
+def test_forms_of_records(tmp_path):
+    def read(name, content, **fields):
+        (tmp_path / name).write_text(content)
+        return [record for _, record in read_records(tmp_path / name, fields)]
+
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert read("a.jsonl", json.dumps(sharegpt)) == [{"messages": expected}]
+    alpaca = {"instruction": "do", "input": "it", "output": "done"}
+    (one,) = read("b.json", json.dumps([alpaca]))
+    assert [turn["content"] for turn in one["messages"]] == ["do\nit", "done"]
+    assert read("c.txt", "one\n\ntwo\n") == [{"text": "one"}, {"text": "two"}]
+    (one,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
+    assert one == {"prompt": "a", "completion": "b"}
+    with pytest.raises(InputError, match="e.jsonl, line 1 has no 'q'"):
+        read("e.jsonl", '{"r": "b"}', prompt="q")
+
+
+def test_columns_of_parquet_are_records(tmp_path):
+    parquet, pyarrow = map(pytest.importorskip, ("pyarrow.parquet", "pyarrow"))
+    rows = [{"messages": TURNS}, {"messages": TURNS[:2]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = list(read_records(tmp_path / "a.parquet"))
+    assert [record for _, record in found] == rows and found[1][0].endswith("a.parquet, row 2")
+
+
+def test_prompts_of_preferences():
+    chosen, rejected = [*TURNS[:3], TURNS[3]], [*TURNS[:3], {**TURNS[3], "content": "No."}]
+    prompt, good, bad = preferred({"chosen": chosen, "rejected": rejected}, "here")
+    assert (prompt, good, bad) == (TURNS[:3], TURNS[3:], rejected[3:])
+    assert preferred({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == ("a", "b", "c")
+    with pytest.raises(InputError, match="no messages in common"):
+        preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")

@@ -1,0 +1,133 @@
+"""What PyTorch computes of preferences, rewards and classes, for the tests: a program by itself.
+
+    python -m tests.runs.reference_tasks FOLDER
+
+It saves a small Llama of `transformers`, with adapters of `peft`, and a BERT; and losses, gradients and
+logits in float32. Losses of preferences are those of the papers, and of `trl`, where it is there.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import peft
+import torch
+import torch.nn.functional as F
+import transformers
+
+VOCAB_SIZE, ROWS, LENGTH, BETA, SMOOTHING = 61, 3, 12, 0.3, 0.1
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def pairs():
+    """Return ids, labels and lengths of chosen and rejected sequences, [rows, 2, length]."""
+    ids = torch.randint(4, VOCAB_SIZE, (ROWS, 2, LENGTH))
+    lengths = torch.tensor([[12, 9], [7, 12], [10, 10]])
+    prompts = torch.tensor([[3], [2], [5]])
+    ids[:, 1, :2] = ids[:, 0, :2]
+    places = torch.arange(LENGTH)
+    labels = torch.where((places >= prompts[..., None]) & (places < lengths[..., None]), ids, -100)
+    ids = torch.where(places < lengths[..., None], ids, 0)
+    return ids, labels, lengths
+
+
+def log_probabilities(model, ids, labels, mean):
+    """Return those of the labels of each sequence, sums or means, [rows, 2]."""
+    mask = (torch.arange(LENGTH) < (ids != 0).sum(-1, keepdim=True)).long()
+    logits = model(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits[:, :-1]
+    own = labels.flatten(0, 1)[:, 1:]
+    found = torch.gather(logits.log_softmax(-1), 2, own.clamp(min=0)[..., None])[..., 0]
+    total = (found * (own >= 0)).sum(-1)
+    return (total / (own >= 0).sum(-1) if mean else total).view(-1, 2)
+
+
+def preference(model, ids, labels, kind, smoothing):
+    """Return the mean loss with the adapters off as the reference."""
+    own = log_probabilities(model, ids, labels, kind == "ipo")
+    with torch.no_grad(), model.disable_adapter():
+        theirs = log_probabilities(model, ids, labels, kind == "ipo")
+    h = (own[:, 0] - own[:, 1]) - (theirs[:, 0] - theirs[:, 1])
+    if kind == "ipo":
+        return ((h - 1 / (2 * BETA)) ** 2).mean(), theirs
+    if kind == "hinge":
+        return torch.relu(1 - BETA * h).mean(), theirs
+    loss = -(1 - smoothing) * F.logsigmoid(BETA * h) - smoothing * F.logsigmoid(-BETA * h)
+    return loss.mean(), theirs
+
+
+def main(folder):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0)
+    base = transformers.LlamaForCausalLM(config).eval()
+    base.save_pretrained(folder / "llama")
+    found = {}
+
+    rewarding = transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0, num_labels=1)
+    ).eval()
+    rewarding.model.load_state_dict(base.model.state_dict())
+    ids, labels, lengths = pairs()
+    mask = (torch.arange(LENGTH) < lengths[..., None]).long()
+    rewards = rewarding(ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).logits.view(-1, 2)
+    margin = torch.tensor([0.0, 0.5, 1.0])
+    loss = -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin).mean()
+    loss += 0.01 * (rewards.sum(1) ** 2).mean()
+    loss.backward()
+    found |= {
+        "reward/rewards": rewards,
+        "reward/loss": loss,
+        "reward/score": rewarding.score.weight,
+        "reward/gradient": rewarding.score.weight.grad,
+        "margin": margin,
+    }
+
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    ).eval()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder / "adapters")
+    found |= {"ids": ids, "labels": labels, "lengths": lengths}
+    for kind, smoothing in (("sigmoid", 0.0), ("sigmoid", SMOOTHING), ("ipo", 0.0), ("hinge", 0.0)):
+        model.zero_grad()
+        loss, theirs = preference(model, ids, labels, kind, smoothing)
+        loss.backward()
+        key = f"{kind}/{smoothing}"
+        found |= {f"{key}/loss": loss, f"{key}/reference": theirs}
+        for name, weight in model.named_parameters():
+            if "lora_" in name and "layers.0" in name and "q_proj" in name:
+                found[f"{key}/{name.split('.')[-3][-1]}"] = weight.grad.clone()
+
+    config = transformers.BertConfig(**SIZES, num_labels=4, pad_token_id=0)
+    transformers.BertForPreTraining(config).save_pretrained(folder / "bert")
+    whole = transformers.BertForPreTraining.from_pretrained(folder / "bert").eval()
+    bert = transformers.BertForSequenceClassification(config).eval()
+    bert.bert.load_state_dict(whole.bert.state_dict())
+    torch.nn.init.normal_(bert.classifier.weight)
+    row, mask = ids[:, 0], mask[:, 0]
+    labels = torch.tensor([3, 0, 2])
+    out = bert(row, attention_mask=mask, labels=labels)
+    out.loss.backward()
+    found |= {
+        "bert/ids": row,
+        "bert/mask": mask,
+        "bert/labels": labels,
+        "bert/logits": out.logits,
+        "bert/loss": out.loss,
+        "bert/kernel": bert.classifier.weight,
+        "bert/bias": bert.classifier.bias,
+        "bert/gradient": bert.bert.pooler.dense.weight.grad,
+    }
+    np.savez(folder / "found.npz", **{k: x.detach().numpy() for k, x in found.items()})
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

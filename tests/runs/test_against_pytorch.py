@@ -1,0 +1,97 @@
+"""Promise: preferences, rewards and classes have the losses and gradients that PyTorch computes."""
+
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss, SequenceHead
+from dtransformer.layers.preference import PreferenceLoss, RewardLoss, SequenceLogProbability
+from dtransformer.models import from_pretrained, load_lora
+from dtransformer.models.pairs import GroupModel
+from dtransformer.models.task_heads import with_task_head
+from tests.models.pretrained.published import with_transformers
+
+pytestmark = with_transformers
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+BETA = 0.3
+KINDS = [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.runs.reference_tasks", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, dict(np.load(folder / "found.npz"))
+
+
+def inputs_of(found, with_labels):
+    """Return a batch as rows of the tasks have it: labels are the next tokens."""
+    segments = np.arange(found["ids"].shape[-1]) < found["lengths"][..., None]
+    labels = np.pad(found["labels"][..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=-100)
+    own = {"tokens": found["ids"], "segments": segments, "labels": labels}
+    own = own if with_labels else {name: own[name] for name in ("tokens", "segments")}
+    return {name: tf.constant(x.astype("int32")) for name, x in own.items()}
+
+
+@pytest.mark.parametrize("kind, smoothing", KINDS)
+def test_preferences_with_adapters_and_without_as_the_reference(reference, kind, smoothing):
+    folder, found = reference
+    core, key = from_pretrained(folder / "llama"), f"{kind}/{smoothing}"
+    scores = SequenceLogProbability(core.vocab_size, kind == "ipo")
+    model, inputs = GroupModel(core, scores), inputs_of(found, True)
+    before = model(inputs)
+    np.testing.assert_allclose(before, found[f"{key}/reference"], **CLOSE)
+    load_lora(core, folder / "adapters")
+    loss_of = PreferenceLoss(kind, BETA, smoothing)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(loss_of.call(before, model(inputs)))
+    np.testing.assert_allclose(loss, found[f"{key}/loss"], **CLOSE)
+    factors = {x.path.split("/", 1)[1]: x for x in core.trainable_variables}
+    prefix = "blocks/block_0/attention/query_kernel_lora_"
+    a, b = (factors[f"{prefix}{letter}"] for letter in "ab")
+    of_a, of_b = tape.gradient(loss, [a.value, b.value])
+    np.testing.assert_allclose(tf.transpose(of_a), found[f"{key}/A"], **CLOSE)
+    np.testing.assert_allclose(tf.transpose(tf.reshape(of_b, (3, -1))), found[f"{key}/B"], **CLOSE)
+
+
+def test_rewards(reference):
+    folder, found = reference
+    core = from_pretrained(folder / "llama")
+    head = SequenceHead(1, "last", use_bias=False)
+    model, inputs = GroupModel(with_task_head(core, head)), inputs_of(found, False)
+    head.classifier.kernel.assign(found["reward/score"].T)
+    margins = np.stack([found["margin"], np.zeros(3)], 1).astype("float32")
+    with tf.GradientTape() as tape:
+        rewards = model(inputs)
+        loss = tf.reduce_mean(RewardLoss().call(tf.constant(margins), rewards))
+    np.testing.assert_allclose(rewards, found["reward/rewards"], **CLOSE)
+    np.testing.assert_allclose(loss, found["reward/loss"], **CLOSE)
+    gradient = tape.gradient(loss, head.classifier.kernel.value)
+    np.testing.assert_allclose(tf.transpose(gradient), found["reward/gradient"], **CLOSE)
+
+
+def test_classes_of_a_bert_whose_pooler_was_trained(reference):
+    folder, found = reference
+    network, head = from_pretrained(folder / "bert"), SequenceHead(4, "first", hidden_act="tanh")
+    with_task_head(network, head)
+    head.classifier.kernel.assign(found["bert/kernel"].T)
+    head.classifier.bias.assign(found["bert/bias"])
+    inputs = {
+        "tokens": tf.constant(found["bert/ids"], "int32"),
+        "attention_mask": tf.constant(found["bert/mask"], "int32"),
+    }
+    with tf.GradientTape() as tape:
+        logits = network(inputs)
+        loss = CrossEntropyLoss()(logits, tf.constant(found["bert/labels"], "int32"))
+    np.testing.assert_allclose(logits, found["bert/logits"], **CLOSE)
+    np.testing.assert_allclose(loss, found["bert/loss"], **CLOSE)
+    gradient = tape.gradient(loss, head.pooler.kernel.value)
+    np.testing.assert_allclose(tf.transpose(gradient), found["bert/gradient"], **CLOSE)
+    assert network.num_parameters() == sum(np.prod(x.shape) for x in network.variables)

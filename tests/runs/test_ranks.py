@@ -1,0 +1,55 @@
+"""Promise: every task has one process' losses on two ranks that share batches, or operations."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from harness.tolerances import PARITY_LOSS
+from tests.runs.small_records import CONFIGS, write, write_config
+from tests.shared_runs import needs_horovod
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAYOUTS = {"data": [], "model": ["parallel.model_parallel=2"]}
+pytestmark = [needs_horovod, pytest.mark.long]
+
+
+def command(place, name, run, ranks, settings):
+    """Train a task in a process, or in two ranks; return the losses of its epochs."""
+    path = write_config(name, place)
+    # Rows of one length each: what ranks pad to would differ else.
+    train = ["-m", "dtransformer.cli", "train", "--config", str(path), "--run", run, "--overwrite"]
+    launch = [str(pathlib.Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", "2"]
+    words = [*(launch if ranks == 2 else []), sys.executable, *train]
+    words += ["--set", "export.folder=null", *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment, cwd=place, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    lines = (place / run / "metrics.jsonl").read_text().splitlines()
+    return [
+        [x[key] for key in ("loss", "val_loss") if key in x]
+        for x in map(json.loads, lines)
+        if x["kind"] == "epoch"
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    write(folder)
+    command(folder, "chat", "runs/chat", 1, [])  # which the preference begins with
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_are_those_of_one_process(name, place):
+    expected = command(place, name, f"runs/{name}-1", 1, [])
+    for layout, settings in LAYOUTS.items():
+        found = command(place, name, f"runs/{name}-{layout}", 2, settings)
+        np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS, err_msg=f"{name}, {layout}")

@@ -1,0 +1,194 @@
+"""Promise: each task goes from files to a run by one command, and goes on to the last bit."""
+
+import argparse
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+
+from dtransformer.cli import main
+from dtransformer.cli.chat import chat
+from dtransformer.errors import InputError
+from dtransformer.models import from_pretrained
+from dtransformer.runs.config import load_config
+from dtransformer.runs.loading import load_run
+from dtransformer.runs.options import SECTIONS
+from dtransformer.runs.preview import new_config
+from dtransformer.runs.run import make_trainer
+from tests.runs.small_records import CONFIGS, write, write_config
+
+OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with records, a model and its tokenizer, in which all commands run."""
+    folder = tmp_path_factory.mktemp("place")
+    write(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        yield folder
+
+
+def train(name, place, *options, code=0):
+    """Train a task's config; return the losses of its epochs, on held-out records where there are."""
+    path = write_config(name, place)
+    assert main(["train", "--config", str(path), *options]) == code
+    if code:
+        return None
+    lines = (place / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [x.get("val_loss", x["loss"]) for x in map(json.loads, lines) if x["kind"] == "epoch"]
+
+
+@pytest.fixture(scope="module")
+def chatted(place):
+    """A chat with adapters, of a mixture in packed rows, trained once for all tests."""
+    return train("chat", place, "--set", "training.epochs=3")
+
+
+def test_a_gpt_from_text_is_exported(place, capsys):
+    train("gpt", place, "--set", "evaluation.samples=[one]", "evaluation.max_new_tokens=2")
+    printed = capsys.readouterr().out
+    assert "Documents (train): 96 of" in printed and "epoch: 1, one … " in printed
+    assert from_pretrained("models/gpt").num_parameters() > 0
+    assert main(["evaluate", "--run", "runs/gpt", "--data", "text.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+
+
+def test_a_chat_learns_its_answers_and_keeps_adapters_apart(place, chatted, capsys):
+    assert chatted[-1] < chatted[0]
+    names = {path.name for path in (place / "runs" / "chat").iterdir()}
+    assert "adapters" in names and "model.weights.h5" not in names
+    assert main(["evaluate", "--run", "runs/chat", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["loss"] == pytest.approx(min(chatted), rel=1e-5)
+
+
+def test_a_chat_in_the_terminal(place, chatted):
+    options = {"model": "runs/chat", "adapters": None, "system": None, "temperature": 0.0}
+    arguments, out = argparse.Namespace(**options, max_new_tokens=3), io.StringIO()
+    chat(arguments, ["one and two?", "", "/reset", "one and two?", "/quit", "lost"], out)
+    first, *answers = out.getvalue().split("\n")
+    assert "/reset" in first and answers[0] == answers[1] and answers[2:] == [""]
+
+
+def test_adapters_are_merged_or_apart(place, chatted):
+    for merge in ("true", "false"):
+        settings = [f"export.folder=models/chat-{merge}", f"export.merge_adapters={merge}"]
+        path = write_config("chat", place)
+        run = ["--run", f"runs/{merge}"]
+        assert main(["train", "--config", str(path), *run, "--set", *settings]) == 0
+    tokens = np.arange(3, 11, dtype="int32")[None]
+    own = load_run("runs/true").network(tokens)
+    np.testing.assert_allclose(from_pretrained("models/chat-true")(tokens), own, atol=1e-5)
+    assert (place / "models/chat-false/adapter_config.json").is_file()
+
+
+def test_packed_and_padded_rows_have_one_loss(place, chatted, capsys):
+    found = []
+    for packed in ("true", "false"):
+        run = load_run("runs/chat")
+        run.config.data.packed = packed == "true"
+        run.read("dev")
+        found.append(run.results(make_trainer(run, 1), run.batches("dev"))["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("stop", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 8))])
+def test_a_chat_that_is_stopped_goes_on_to_the_last_bit(place, chatted, stop):
+    path, run = write_config("chat", place), f"runs/stopped-{stop}"
+    command = ["train", "--config", str(path), "--run", run]
+    settings = ["training.epochs=3", "training.schedule=constant"]
+    if not (place / "runs/whole").exists():
+        assert main([*command[:-1], "runs/whole", "--set", *settings]) == 0
+    assert main([*command, "--set", *settings, f"training.max_steps={stop}"]) == 0
+    assert main([*command, "--resume", "--set", *settings]) == 0
+    weights = [load_run(name).network.get_weights() for name in ("runs/whole", run)]
+    for expected, own in zip(*weights, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_a_preference_begins_as_its_reference(place, chatted, capsys):
+    losses = train("preference", place, "--set", "training.epochs=2")
+    assert losses[-1] < losses[0] < np.log(2)
+    lines = (place / "runs/preference/metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first["step_loss"] == pytest.approx(np.log(2), rel=1e-5) and first["margin"] == 0
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_tasks(name, place, capsys):
+    losses = train(name, place)
+    assert np.isfinite(losses).all() and losses[-1] <= losses[0]
+    if name == "reward":
+        return
+    assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["loss"] == pytest.approx(min(losses), rel=1e-4)
+    expected = {
+        "classification": "f1",
+        "token_classification": "matthews",
+        "regression": "spearman",
+    }
+    assert expected.get(name, "loss") in found
+
+
+def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
+    path = write_config("chat", place)
+    before = sorted(place.rglob("*"))
+    assert main(["train", "--config", str(path), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert sorted(place.rglob("*")) == before
+    assert "⟦three</s>⟧" in printed or "⟦two</s>⟧" in printed
+    assert re.search(r"Records \(train\): 48 of [\d,]+ tokens, \d+\.\d% learnt", printed)
+    assert "It fits" in printed and "rank" not in printed.split("\n")[0]
+
+
+@pytest.mark.parametrize("task", SECTIONS)
+def test_new_files_are_taken(task, tmp_path):
+    (tmp_path / "new.yaml").write_text(new_config(task))
+    assert load_config(tmp_path / "new.yaml").task == task
+
+
+@pytest.mark.parametrize(
+    "name, setting, told",
+    [
+        ("chat", "data.train=nowhere.jsonl", "nowhere.jsonl"),
+        ("chat", "data.train=null", "data.train is not given"),
+        ("chat", "data.length=4", "more than data.length=4 tokens"),
+        ("chat", "data.train=pairs.jsonl", "completion: messages are None"),
+        ("chat", "model.from=nowhere", "nowhere"),
+        ("chat", "model.preset=gpt2_small", "from and preset"),
+        ("chat", "model.adapters={targets: nothing}", "model.adapters"),
+        ("gpt", "export.family=llama", "cannot be saved as one of that family"),
+        ("gpt", "model.adapters={rank: 2}", "give model.from"),
+        ("classification", "data.labels=[yes]", "there are 1: expected two"),
+        ("classification", "data.labels=[yes, maybe]", "line 1: the label 'no' is none of"),
+        ("regression", "data.train=labels.jsonl", "expected a number"),
+        ("token_classification", "data.train=labels.jsonl", "expected a list of words"),
+        ("reward", "data.packed=true", "data.packed"),
+        ("preference", "training.beta=0", "training.beta must be greater than 0"),
+        ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
+        ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
+    ],
+)
+def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):
+    run = ["--run", "runs/wrong"]
+    path = write_config(name, place)
+    settings = [*(["export.folder=models/other"] if name == "gpt" else []), setting]
+    assert main(["train", "--config", str(path), *run, "--set", *settings]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert told in error and error.startswith("dtransformer: ")
+    assert not (place / "runs/wrong").exists()
+
+
+def test_a_run_of_another_task_is_told(place, chatted, capsys):
+    with pytest.raises(InputError, match="is a run of task chat, expected translation"):
+        load_run("runs/chat", task="translation")
+    path = write_config("classification", place)
+    command = ["train", "--config", str(path), "--run", "runs/chat", "--resume"]
+    assert main(command) == 2
+    assert "the run is of task chat" in capsys.readouterr().err
