@@ -36,6 +36,8 @@ PARTS = {
     "peaks": Part("card:peaks", 120),
     "numbers": Part("numbers:compare", 300, _NO_TF32),
     "numbers_tf32": Part("numbers:compare", 300),
+    "cudnn": Part("fused:check", 300, _NO_TF32),
+    "cudnn_time": Part("fused:measure", 300),
     "mesh": Part("layouts:mesh", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
     "ranks": Part("layouts:ranks", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
     "speed": Part(
@@ -45,7 +47,7 @@ PARTS = {
             f"{size}/{compiled}/{attention}"
             for size in ("355m", "1.3b")
             for compiled in ("none", "clusters", "whole")
-            for attention in ("reference", "blockwise")
+            for attention in ("reference", "blockwise", "cudnn")
         ),
     ),
     "peer": Part(
@@ -54,7 +56,9 @@ PARTS = {
         variants=("355m/eager", "355m/compiled", "1.3b/eager", "1.3b/compiled"),
     ),
     "profile": Part(
-        "speed:profile", 300, variants=("355m/none/reference", "355m/clusters/reference")
+        "speed:profile",
+        300,
+        variants=("355m/none/cudnn", "355m/clusters/cudnn", "355m/whole/cudnn"),
     ),
     "largest": Part("speed:largest", 300),
     "uses": Part("uses:use", 300, _NO_TF32),
