@@ -59,7 +59,7 @@ class CausalLM(OneStackModel):
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
         window: how many positions each may attend to, its own and those before it; None for all.
-        implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
+        implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.
         prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
             et al., 2020, arXiv 1910.10683, §3.2.1): what `"prefix"` tells in training, and in
             `generate` the prompt.

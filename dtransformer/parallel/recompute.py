@@ -178,13 +178,15 @@ def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
 def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
     """Return x: what is computed from it XLA does not take from where it was computed before.
 
-    It would write that to memory, which is often slower than computing it twice.
+    It would write that to memory, which is often slower than computing it twice. So it is where XLA
+    compiles, or clusters are left to it.
 
     Args:
         x: a tensor.
         known: a tensor that is known by then.
     """
-    return after(x, known) if _compat.is_compiled_by_xla() else tf.identity(x)
+    is_fused = _compat.is_compiled_by_xla() or tf.config.optimizer.get_jit()
+    return after(x, known) if is_fused else tf.identity(x)
 
 
 def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
