@@ -24,6 +24,9 @@ from dtransformer.parallel import gpu_calls
 from dtransformer.parallel.custom_gradient import custom_gradient
 
 _LARGEST_MASK = 2**30  # bytes
+_OPEN_SHAPES = (
+    "shapes are not known when it is traced: give batches of one size (drop_remainder=True)"
+)
 
 
 def obstacle(
@@ -49,7 +52,7 @@ def obstacle(
         has_dropout: whether probabilities are dropped out.
     """
     found = {
-        "shapes are not known when it is traced": None in (*queries, *keys),
+        _OPEN_SHAPES: None in (*queries, *keys),
         "scores have a bias by position": has_bias,
         "scores are capped": soft_cap is not None,
         "probabilities are dropped out, by masks that cuDNN could not draw again": has_dropout,
