@@ -30,7 +30,7 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train check test test-all lint format docs bench clean
+.PHONY: help setup train check test test-all lint format docs bench bench-compiled clean
 
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
@@ -100,5 +100,15 @@ docs: .venv/docs  ## build the docs site, in site/
 bench: .venv/ready  ## measure one process beside PyTorch, KerasHub and transformers; prints JSON
 	$(BIN)/python benchmarks/against_peers.py
 
+# Packages by which XLA compiles for a card that is not there: 1.2 GB, apart from ours.
+.venv-jax/ready:
+	@$(PYTHON) -m venv .venv-jax
+	@.venv-jax/bin/python -m pip install --quiet jax==0.10.2 jaxlib==0.10.2 jax-cuda12-plugin==0.10.2 \
+	  jax-cuda12-pjrt==0.10.2 nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12
+	@touch $@
+
+bench-compiled: .venv/ready .venv-jax/ready  ## compile steps for an H100, beside JAX's; prints JSON
+	$(BIN)/python benchmarks/gpu_compiled.py --recompute
+
 clean:  ## remove what was made: the environment, data, runs
-	rm -rf .venv data runs build site *.egg-info
+	rm -rf .venv .venv-jax data runs build site *.egg-info

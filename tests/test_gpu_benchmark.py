@@ -14,6 +14,8 @@ LONG = {
     "uses": "cpu_reads_and_generates_the_same",
     "peaks": "tflops",
     "numbers": "two_runs",
+    "cudnn": "taken",
+    "cudnn_time": "blockwise",
     "mesh": "losses_apart",
     "ranks": "losses_apart",
     "speed": "tokens_per_second",

@@ -36,7 +36,8 @@ PARTS = {
     "peaks": Part("card:peaks", 120),
     "numbers": Part("numbers:compare", 300, _NO_TF32),
     "numbers_tf32": Part("numbers:compare", 300),
-    "cudnn": Part("cudnn:compare", 300, _NO_TF32),
+    "cudnn": Part("fused:check", 300, _NO_TF32),
+    "cudnn_time": Part("fused:measure", 300),
     "mesh": Part("layouts:mesh", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
     "ranks": Part("layouts:ranks", 400, {**_NO_TF32, "DTRANSFORMER_LOGICAL_GPUS": "4"}),
     "speed": Part(
@@ -57,9 +58,7 @@ PARTS = {
     "profile": Part(
         "speed:profile",
         300,
-        variants=tuple(
-            f"355m/{kind}" for kind in ("none/reference", "clusters/reference", "clusters/cudnn")
-        ),
+        variants=("355m/none/cudnn", "355m/clusters/cudnn", "355m/whole/cudnn"),
     ),
     "largest": Part("speed:largest", 300),
     "uses": Part("uses:use", 300, _NO_TF32),

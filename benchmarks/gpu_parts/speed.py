@@ -136,7 +136,7 @@ def largest(smoke, **_):
         for rows in (8, 16) if smoke else (16, 32, 64):
             keras.backend.clear_session()
             try:
-                trainer, ids = made(size, "clusters", "blockwise", rows, recompute)
+                trainer, ids = made(size, "clusters", "cudnn", rows, recompute)
                 run = fitted(trainer, ids, ids)
                 run(1)
                 with alone():

@@ -211,12 +211,12 @@ def call_stablehlo(module: str, operands: list, results: list, target: str) -> l
 
 
 def barrier(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the same tensors, of which none is used before all are known, where XLA compiles.
+    """Return the same tensors, of which none is used before all are known, in what XLA compiles.
 
     It computes nothing across, nor takes what was computed from the tensors themselves. Unnecessary
     if it respected control dependencies.
     """
-    return xla.optimization_barrier(*tensors) if is_compiled_by_xla() else tensors
+    return xla.optimization_barrier(*tensors)
 
 
 def constants_are_copied() -> contextlib.AbstractContextManager:

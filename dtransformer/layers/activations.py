@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.recompute.recompute import computed_anew
+from dtransformer.parallel.ops.dependences import computed_anew
 
 
 @register

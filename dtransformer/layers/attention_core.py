@@ -62,8 +62,8 @@ def attention(
         softmax_compute_type: type that the softmax is computed in.
         implementation: `"reference"` keeps all scores, `"blockwise"` none, whose backward pass
             computes them again; `"cudnn"` neither, by cuDNN's kernels; what these do not compute
-            is computed by blocks, with a warning. `"auto"` takes cuDNN on GPUs, where it can,
-            and blocks where there are many scores.
+            is computed by blocks, with a warning. `"auto"` takes cuDNN on GPUs, where it can, with a
+            warning where it cannot, and blocks where there are many scores.
 
     Returns:
         A tensor [b, n, s, d].
@@ -157,10 +157,11 @@ def chosen_implementation(
         ValueError: "blockwise" is asked for where they are not known.
     """
     is_known = num_queries is not None and num_keys is not None
-    if implementation == "cudnn" and obstacle is not None:
+    if obstacle is not None:
         if not _compat.in_symbolic_scope():  # where a network is built, of no shapes yet
             _warn_once(obstacle)
-        implementation = "blockwise" if is_known else "reference"
+        if implementation == "cudnn":
+            implementation = "blockwise" if is_known else "reference"
     if implementation == "blockwise" and not is_known:
         raise ValueError(
             "attention by blocks needs lengths that are known when it is traced: give batches of "
@@ -174,10 +175,7 @@ def chosen_implementation(
 
 @functools.cache
 def _warn_once(obstacle):
-    warnings.warn(
-        f'attention with implementation="cudnn" is computed without cuDNN: {obstacle}',
-        stacklevel=2,
-    )
+    warnings.warn(f"attention is computed without cuDNN: {obstacle}", stacklevel=2)
 
 
 def _dropped_by_rows(dropout, probabilities, causal, window):

@@ -24,7 +24,7 @@ from dtransformer.layers.online_softmax import (
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.recompute.recompute import after
+from dtransformer.parallel.ops.dependences import after
 
 # Positions of a block: products of fewer are slower, scores of more are not in the cache.
 _QUERIES, _KEYS = 512, 2048

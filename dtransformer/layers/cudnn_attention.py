@@ -24,6 +24,9 @@ from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
 _LARGEST_MASK = 2**30  # bytes
+_OPEN_SHAPES = (
+    "shapes are not known when it is traced: give batches of one size (drop_remainder=True)"
+)
 
 
 def obstacle(
@@ -49,7 +52,7 @@ def obstacle(
         has_dropout: whether probabilities are dropped out.
     """
     found = {
-        "shapes are not known when it is traced": None in (*queries, *keys),
+        _OPEN_SHAPES: None in (*queries, *keys),
         "scores have a bias by position": has_bias,
         "scores are capped": soft_cap is not None,
         "probabilities are dropped out, by masks that cuDNN could not draw again": has_dropout,
@@ -85,19 +88,17 @@ def cudnn_attention(
     call = _call(q.shape, k.shape, q.dtype.name, mask, causal, window)
     bias_of = functools.partial(_bias_of, call, causal=causal, window=window)
 
+    # All of them are [b, s, n, d], as they are in memory: what XLA compiles around is one with them.
     @_compiled
     def forward(q, k, v, mask):
         bias, any_seen = bias_of(mask)
-        context, log_sums = _forward(call, *map(_swapped, (q, k, v)), *bias)
-        return _only(any_seen, _swapped(context)), log_sums
+        context, log_sums = _forward(call, q, k, v, *bias)
+        return _only(any_seen, context), log_sums
 
     @_compiled
     def backward(q, k, v, log_sums, context, dy, mask):
         bias, any_seen = bias_of(mask)
-        dy = _swapped(_only(any_seen, dy))
-        inputs = [_swapped(x) for x in (q, k, v)]
-        gradients = _backward(call, *inputs, log_sums, dy, *bias, _swapped(context))
-        return [_swapped(x) for x in gradients]
+        return _backward(call, q, k, v, log_sums, _only(any_seen, dy), *bias, context)
 
     @custom_gradient
     def attend(q, k, v):
@@ -106,7 +107,7 @@ def cudnn_attention(
         context, log_sums = forward(q, k, v, mask)
         return context, lambda dy: backward(q, k, v, log_sums, context, dy, mask)
 
-    return attend(q, k, v)
+    return _swapped(attend(*map(_swapped, (q, k, v))))
 
 
 def _compiled(function: Callable) -> Callable:
@@ -137,11 +138,11 @@ def _bias_of(call, mask, causal, window):
     seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
     hidden = tf.constant(call.hidden_score, call.dtype)
     bias = tf.where(tf.broadcast_to(seen, call.bias), tf.zeros([], call.dtype), hidden)
-    return [bias], None if mask is None else tf.reduce_any(seen, axis=-1, keepdims=True)
+    return [bias], None if mask is None else _swapped(tf.reduce_any(seen, axis=-1, keepdims=True))
 
 
 def _only(any_seen, x):
-    """Return x [b, n, s, d], 0 where a query sees nothing."""
+    """Return x [b, s, n, d], 0 where a query sees nothing."""
     return x if any_seen is None else tf.where(any_seen, x, tf.zeros([], x.dtype))
 
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_rate, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.recompute.recompute import seed_after
+from dtransformer.parallel.ops.dependences import seed_after
 from dtransformer.parallel.tracing.dropout_seed import (
     DrawsMasks,
     current_dropout_seed,

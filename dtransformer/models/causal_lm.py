@@ -64,7 +64,7 @@ class CausalLM(OneStackModel):
             experts; see `layers.block_pattern`. None for nothing.
         logits_scale, logits_soft_cap: of the head; see `VocabHead`.
         window: how many positions each may attend to, its own and those before it; None for all.
-        implementation: of attention: `"auto"`, `"reference"` or `"blockwise"`.
+        implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.
         prefix: whether each text has a prefix, all of which all of its tokens may attend to (Raffel
             et al., 2020, arXiv 1910.10683, §3.2.1): what `"prefix"` tells in training, and in
             `generate` the prompt.

@@ -11,7 +11,7 @@ import resource
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.attention_core import chosen_implementation
+from dtransformer.layers.attention_core import implementation_for
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.layers.moe import MoE
@@ -19,7 +19,9 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import mesh_axis
 from dtransformer.parallel.mesh.layouts import axis_size
 from dtransformer.parallel.pipeline_parallel.local_stage import is_here
+from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
@@ -165,7 +167,8 @@ def activation_bytes(network, input_shapes, num_kept=1):
     for stack, (b, s, h), memory in _streams(network, input_shapes):
         for block in filter(is_here, stack.blocks):
             lengths = _lengths(block, s, memory)
-            total += b * share * _of_block(block, (b, s, h), lengths, item, config)
+            kinds = [_implementation(stack, s, length) for length in lengths]
+            total += b * share * _of_block(block, (b, s, h), lengths, kinds, item, config)
     return round(total)
 
 
@@ -190,25 +193,33 @@ def _attention(network, input_shapes):
     for stack, (_, s, _), memory in _streams(network, input_shapes):
         if stack.blocks:
             lengths = _lengths(stack.blocks[0], s, memory)
-            kinds = dict.fromkeys(_implementation(stack.blocks[0], s, t) for t in lengths)
+            kinds = dict.fromkeys(_implementation(stack, s, length) for length in lengths)
             found.append(f"{stack.name} {' and '.join(kinds)}")
     return ", ".join(found)
 
 
-def _implementation(block, num_queries, num_keys):
-    implementation = block.arguments.get("implementation", "auto")
+def _implementation(stack, num_queries, num_keys):
+    """Return how attention of a stack's blocks is computed, but for what a mask may ask for."""
     if mesh_axis("length_shards") is not None:
         return "blockwise"
-    return chosen_implementation(implementation, num_queries, num_keys)
+    given = stack.blocks[0].arguments | stack.arguments
+    n, bias = given["num_heads"], given.get("alibi") or given["relative_ranges"] is not None
+    d, dropout = given.get("head_dim") or given["hidden_size"] // n, given["attention_dropout_rate"]
+    sizes = [(n, num_queries), (given.get("num_kv_heads") or n, num_keys)]
+    q, k = (tf.TensorSpec([1, m, length, d], stack.compute_dtype) for m, length in sizes)
+    options = {"bias": bias, "soft_cap": given.get("soft_cap"), "dropout": dropout or None}
+    with tf.Graph().as_default(), trace.scope(on_mesh=job.mesh() is not None):
+        return implementation_for(given.get("implementation", "auto"), q, k, **options)
 
 
-def _of_block(block, shape, lengths, item, config):
+def _of_block(block, shape, lengths, kinds, item, config):
     """Return the bytes that a block keeps of each sequence.
 
     Args:
         block: the block.
         shape: (b, s, h) of its stream.
         lengths: what each of its attentions attends to, in positions.
+        kinds: how each of them is computed.
         item: bytes of an activation.
         config: the parallel config.
     """
@@ -235,7 +246,7 @@ def _of_block(block, shape, lengths, item, config):
         recomputes_block=choice.recompute,
         is_input_sharded=choice.recompute_slice_activation,
         recomputed=choice.select,
-        by_blocks=[_implementation(block, s, length) != "reference" for length in lengths],
+        by_blocks=[kind != "reference" for kind in kinds],
         **experts,
     )
 

@@ -18,8 +18,10 @@ from dtransformer.layers.attention_core import attention, implementation_for
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.cudnn_call import CudnnCall
 from dtransformer.layers.dropout import Dropout
+from dtransformer.models import CausalLM
 from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.tracing import trace
+from dtransformer.reports import memory
 from harness.stablehlo import custom_calls
 from tests.layers.reference_compare import dtype_policy
 from tests.layers.test_blockwise_attention import CASES, losses_by, results
@@ -174,3 +176,15 @@ def test_a_single_query_is_taken_too():
         attention(q, [k], [k], causal=True, implementation=name) for name in ("cudnn", "reference")
     )
     np.testing.assert_allclose(own, expected, atol=1e-6)
+
+
+def test_the_memory_report_says_what_a_gpu_takes(on_gpu):
+    with dtype_policy("mixed_bfloat16"):
+        network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0)
+    network.build()
+    assert memory._attention(network, tf.TensorShape([2, 8])) == "blocks cudnn"
+    kept = memory.activation_bytes(network, tf.TensorShape([2, 8]))
+    with dtype_policy("mixed_bfloat16"):
+        network = CausalLM(30, 16, 2, num_layers=1, dropout_rate=0.0, implementation="reference")
+    network.build()
+    assert kept < memory.activation_bytes(network, tf.TensorShape([2, 8]))

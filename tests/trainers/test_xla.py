@@ -36,6 +36,7 @@ OPTIONS = {
     "micro-batches": ({"micro_batch_num": 2}, {}),
     "window": ({}, {"window": 3}),
     "blockwise": ({}, {"implementation": "blockwise"}),
+    "cudnn": ({}, {"implementation": "cudnn"}),
     "dropout": ({}, {"dropout_rate": 0.1}),
 }
 # Of experts all tokens may share the places, but in micro-batches.
@@ -44,7 +45,7 @@ CASES = [
     pytest.param(family, [option], id=f"{family}-{option}", marks=pytest.mark.long)
     for family in FAMILIES
     for option in OPTIONS
-    if option not in ("window", "blockwise") or FAMILIES[family][0] is CausalLM
+    if option not in ("window", "blockwise", "cudnn") or FAMILIES[family][0] is CausalLM
     if (family, option) != ("dropless", "micro-batches")
 ]
 

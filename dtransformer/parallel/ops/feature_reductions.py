@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.dependences import computed_anew
 from dtransformer.parallel.tracing import trace
 
 
@@ -32,9 +33,12 @@ def _sum_of_rows(x, rank):
         return sum_to_features(x, rank)
     features = x.shape[x.shape.rank - rank :]
     rows = tf.reshape(x, [-1, features.num_elements()])
-    # Ones of its own: XLA would join all such products. And what it sums are the 16 bits: else it
-    # would write the rows once more, of 32.
-    ones, rows = _compat.barrier([tf.ones_like(rows[:, :1]), rows])
+    # Ones of its own: XLA would join all such products.
+    ones = tf.ones_like(rows[:, :1])
+    if _compat.is_compiled_by_xla():  # which else would write the rows once more, of 32 bits
+        ones, rows = _compat.barrier([ones, rows])
+    else:
+        ones = computed_anew(ones, rows)
     return tf.reshape(tf.matmul(ones, rows, transpose_a=True), features)
 
 

@@ -16,6 +16,7 @@ from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.parallel.mesh.axis_rules import activation_specs, mesh_axis
 from dtransformer.parallel.mesh.layouts import axis_size, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.dependences import after, seed_after
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
@@ -165,45 +166,6 @@ def sum_gradients_first(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     where a sum takes a collective, DTensor decides.
     """
     return inputs if trace.is_on_mesh() else [tf.identity(x) for x in inputs]
-
-
-def after(x: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-    """Return x once dy is known: nothing may be computed from it before.
-
-    Compilers, and DTensor, respect a dependence on values only: what is added is 0 where
-    dy is a number.
-    """
-    if x.shape != dy.shape or not trace.is_on_mesh():
-        # On a mesh a single element lies on one device: there all are looked at.
-        dy = tf.reduce_min(dy) if trace.is_on_mesh() else _first_element(dy)
-    return x + tf.cast(tf.where(dy == dy, 0.0, float("nan")), x.dtype)
-
-
-def computed_anew(x: tf.Tensor, known: tf.Tensor) -> tf.Tensor:
-    """Return x: what is computed from it XLA does not take from where it was computed before.
-
-    It would write that to memory, which is often slower than computing it twice.
-
-    Args:
-        x: a tensor.
-        known: a tensor that is known by then.
-    """
-    return after(x, known) if _compat.is_compiled_by_xla() else tf.identity(x)
-
-
-def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
-    """Return the seed once dy is known: else masks are kept, as they depend on shapes only.
-
-    On a mesh they are: a byte an element is less than what waiting for all devices costs.
-    """
-    if trace.is_on_mesh():
-        return seed
-    first = _first_element(dy)
-    return seed + tf.where(first == first, 0, 1)
-
-
-def _first_element(x):
-    return tf.reduce_min(tf.reshape(x, [-1])[:1])
 
 
 def _sharding_of_inputs(config):

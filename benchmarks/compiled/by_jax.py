@@ -1,0 +1,208 @@
+"""XLA of JAX's packages, which compiles for a card that is not there; and the same networks in JAX.
+
+    python -m benchmarks.compiled.by_jax hlo FILE
+    python -m benchmarks.compiled.by_jax network NAME xla|cudnn OUT
+
+The first compiles a module that TensorFlow gave; both write its optimized text (FILE.txt, OUT), and
+print the bytes of its memory as JSON. Run by benchmarks/gpu_compiled.py, in an environment of its own.
+"""
+
+import json
+import math
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+from jax.experimental import topologies
+from jaxlib import _jax
+
+from benchmarks.compiled import NETWORKS
+
+_CARD = pathlib.Path(__file__).with_name("h100.textproto").read_text()
+
+
+def device():
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_CARD, topology="1x1x1", topology_name="h100"
+    )
+    return topology.devices[0]
+
+
+def report(text, memory, path):
+    pathlib.Path(path).write_text(text)
+    names = {"arguments": "argument_size_in_bytes", "temporary": "temp_size_in_bytes"}
+    print(json.dumps({name: getattr(memory, field) for name, field in names.items()}))
+
+
+def compile_hlo(path):
+    computation = xla_client.XlaComputation(pathlib.Path(path).read_bytes())
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+    one, options = device(), xla_client.CompileOptions()
+    program = one.client.compile(module, _jax.DeviceList((one,)), options)
+    text = program.hlo_modules()[0].to_string()
+    report(text, program.get_compiled_memory_stats(), path + ".txt")
+
+
+# The networks: weights of float32, computed in bfloat16, norms in float32.
+
+
+def norm(x, weights):
+    wide = x.astype(jnp.float32)
+    if len(weights) == 2:
+        wide -= wide.mean(-1, keepdims=True)
+    wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5) * weights[0]
+    return (wide + weights[1] if len(weights) == 2 else wide).astype(jnp.bfloat16)
+
+
+def dense(x, weights):
+    y = x @ weights[0].astype(jnp.bfloat16)
+    return y + weights[1].astype(jnp.bfloat16) if len(weights) == 2 else y
+
+
+def rotated(x):
+    _, s, _, d = x.shape
+    angles = jnp.arange(s)[:, None] * 10000.0 ** (-jnp.arange(d // 2) / (d // 2))
+    cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def relative(table, s, t, causal):
+    """Return T5's bias [1, n, s, t] of a table [32, n]."""
+    apart = jnp.arange(t)[None] - jnp.arange(s)[:, None]
+    ranges = 32 if causal else 16
+    away = jnp.maximum(-apart, 0) if causal else jnp.abs(apart)
+    far = jnp.log(jnp.maximum(away, 1) / (ranges // 2)) / math.log(256 / ranges) * (ranges // 2)
+    number = jnp.where(away < ranges // 2, away, ranges // 2 + far.astype("int32"))
+    number = jnp.minimum(number, ranges - 1) + (0 if causal else 16 * (apart > 0))
+    return table[number].transpose(2, 0, 1)[None].astype(jnp.bfloat16)
+
+
+class Network:
+    def __init__(self, kind, implementation, blocks, h, n, m, f, length, rows, vocab_size):
+        self.kind, self.implementation, self.n, self.m, self.d = kind, implementation, n, m, h // n
+        self.rows, self.length = rows, length
+        one = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        plain = kind in ("llama", "t5")
+        norms = lambda: (one(h),) if plain else (one(h), one(h))
+        product = lambda a, b: (one(a, b),) if plain else (one(a, b), one(b))
+        width = (n + 2 * m) * self.d
+
+        def block(cross):
+            own = {"qkv": product(h, width), "o": product(h, h), "n1": norms(), "n2": norms()}
+            own |= {"w1": product(h, f), "w2": product(f, h)}
+            if kind == "llama":
+                own["gate"] = product(h, f)
+            if cross:
+                own |= {"q": product(h, h), "kv": product(h, 2 * h), "co": product(h, h)}
+                own["n3"] = norms()
+            return own
+
+        stacks = 2 if kind == "t5" else 1
+        self.weights = {
+            "e": one(vocab_size, h),
+            "final": [norms() for _ in range(stacks)],
+            "blocks": [[block(i == 1) for _ in range(blocks)] for i in range(stacks)],
+        }
+        if kind in ("gpt", "bert"):
+            self.weights["p"] = one(length, h)
+        if kind == "bert":
+            self.weights |= {"types": one(2, h), "head": product(h, h), "head_norm": norms()}
+            self.weights["head_bias"] = one(vocab_size)
+        if kind == "t5":
+            self.weights["tables"] = [one(32, n), one(32, n)]
+
+    def attend(self, q, k, v, bias, causal):
+        scale = 1.0 if self.kind == "t5" else self.d**-0.5
+        if self.implementation == "cudnn":
+            mask = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+            return fused.dot_product_attention(q, k, v, bias, scale=scale, mask_type=mask)
+        options = {"is_causal": causal, "implementation": "xla", "scale": scale}
+        return jax.nn.dot_product_attention(q, k, v, bias, **options)
+
+    def heads(self, x):
+        return x.reshape(self.rows, self.length, -1, self.d)
+
+    def attention(self, x, w, bias, causal):
+        sizes = [self.n * self.d, (self.n + self.m) * self.d]
+        q, k, v = (self.heads(y) for y in jnp.split(dense(x, w["qkv"]), sizes, -1))
+        if self.kind == "llama":
+            q, k = rotated(q), rotated(k)
+        return dense(self.attend(q, k, v, bias, causal).reshape(x.shape), w["o"])
+
+    def cross(self, x, memory, w):
+        k, v = (self.heads(y) for y in jnp.split(dense(memory, w["kv"]), 2, -1))
+        y = self.attend(self.heads(dense(x, w["q"])), k, v, None, False)
+        return dense(y.reshape(x.shape), w["co"])
+
+    def feed_forward(self, x, w):
+        y = dense(x, w["w1"])
+        if self.kind == "llama":
+            return dense(jax.nn.silu(dense(x, w["gate"])) * y, w["w2"])
+        y = jax.nn.relu(y) if self.kind == "t5" else jax.nn.gelu(y, approximate=False)
+        return dense(y, w["w2"])
+
+    def stack(self, x, blocks, final, bias=None, causal=False, memory=None):
+        for w in blocks:
+            if self.kind == "bert":
+                x = norm(x + self.attention(x, w, bias, causal), w["n1"])
+                x = norm(x + self.feed_forward(x, w), w["n2"])
+                continue
+            x = x + self.attention(norm(x, w["n1"]), w, bias, causal)
+            if memory is not None:
+                x = x + self.cross(norm(x, w["n3"]), memory, w)
+            x = x + self.feed_forward(norm(x, w["n2"]), w)
+        return x if self.kind == "bert" else norm(x, final)
+
+    def loss(self, w, ids, labels):
+        x = w["e"][ids]
+        if self.kind in ("gpt", "bert"):
+            x += w["p"][None]
+        if self.kind == "bert":
+            x = norm(x + w["types"][0], w["final"][0])
+        x = x.astype(jnp.bfloat16)
+        if self.kind == "t5":
+            own, target = (
+                relative(table, self.length, self.length, causal)
+                for table, causal in zip(w["tables"], (False, True))
+            )
+            memory = self.stack(x, w["blocks"][0], w["final"][0], own)
+            x = w["e"][labels].astype(jnp.bfloat16)
+            x = self.stack(x, w["blocks"][1], w["final"][1], target, True, memory)
+            x *= x.shape[-1] ** -0.5
+        else:
+            x = self.stack(x, w["blocks"][0], w["final"][0], causal=self.kind != "bert")
+        if self.kind == "bert":
+            x = norm(jax.nn.gelu(dense(x, w["head"]), approximate=False), w["head_norm"])
+        logits = x @ w["e"].astype(jnp.bfloat16).T
+        if self.kind == "bert":
+            logits += w["head_bias"].astype(jnp.bfloat16)
+        logits = logits.astype(jnp.float32)
+        own = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - own).mean()
+
+
+def compile_network(name, implementation, path):
+    # What JAX asks the card that is there.
+    fused.check_cudnn_version = lambda: 91000
+    fused.check_compute_capability = lambda *_: True
+    fused.is_cuda_compute_capability_equal = lambda *_: False
+    network = Network(implementation=implementation, **NETWORKS[name])
+    placed = jax.sharding.SingleDeviceSharding(device())
+    on_card = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+    ids = jax.ShapeDtypeStruct((network.rows, network.length), jnp.int32)
+    arguments = jax.tree.map(on_card, (network.weights, ids, ids))
+    traced = jax.jit(jax.value_and_grad(network.loss)).trace(*arguments)
+    program = traced.lower(lowering_platforms=("cuda",)).compile()
+    report(program.as_text(), program.memory_analysis(), path)
+
+
+if __name__ == "__main__":
+    {"hlo": compile_hlo, "network": compile_network}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,126 @@
+"""Attention by cuDNN: what it computes for each kind of mask, and how long it takes."""
+
+import functools
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.gpu_parts import alone
+from dtransformer.layers.attention_core import attention, implementation_for
+from dtransformer.layers.attention_mask import Segments
+
+# Name -> (b, n, m, s, t, d), type, options; a mask by its name.
+CASES = {
+    "causal": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True}),
+    "all": ((2, 4, 4, 256, 256, 64), "bfloat16", {}),
+    "float16": ((2, 4, 4, 256, 256, 64), "float16", {"causal": True}),
+    "fewer heads": ((2, 8, 2, 256, 256, 128), "bfloat16", {"causal": True}),
+    "odd": ((2, 4, 4, 77, 77, 40), "bfloat16", {"causal": True}),
+    "window": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True, "window": 40}),
+    "window of both sides": ((2, 4, 4, 256, 256, 64), "bfloat16", {"window": 40}),
+    "memory": ((2, 4, 4, 128, 256, 64), "bfloat16", {"mask": "right"}),
+    "padding": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True, "mask": "right"}),
+    "padding on the left": ((2, 4, 4, 256, 256, 64), "bfloat16", {"causal": True, "mask": "left"}),
+    "packed": ((2, 4, 2, 256, 256, 64), "bfloat16", {"causal": True, "mask": "packed"}),
+    "packed window": (
+        (2, 4, 2, 256, 256, 64),
+        "bfloat16",
+        {"causal": True, "mask": "packed", "window": 30},
+    ),
+    "pairs": ((2, 4, 4, 256, 256, 64), "float16", {"mask": "pairs"}),
+    "heads": ((2, 4, 4, 256, 256, 64), "bfloat16", {"mask": "heads"}),
+}
+TIMED = {  # a layer of 355M, one of 1.3B, one of a Llama of 8B; packed
+    "355m": ((8, 16, 16, 1024, 1024, 64), {"causal": True}),
+    "1.3b": ((8, 16, 16, 1024, 1024, 128), {"causal": True}),
+    "llama": ((2, 32, 8, 4096, 4096, 128), {"causal": True}),
+    "llama packed": ((2, 32, 8, 4096, 4096, 128), {"causal": True, "mask": "packed"}),
+}
+_SMALL = (1, 2, 1, 64, 64, 16)
+
+
+def check(smoke, **_):
+    """Yield how far values and gradients are from float32's by all scores, relative to the norm."""
+    for name, (shape, dtype, options) in CASES.items():
+        shape = (*shape[:3], *(min(length, 64) for length in shape[3:5]), 8) if smoke else shape
+        tensors, options = _made(shape, options, dtype)
+        wide = [tf.cast(x, "float32") for x in tensors]
+        found = {}
+        for how, jit_compile in {"in a step": None, "compiled": True}.items():
+            function = _function("cudnn", options, jit_compile)
+            found[how] = _differences(function(*tensors), _function("reference", options)(*wide))
+        rounded = _differences(
+            _function("reference", options)(*tensors), _function("reference", options)(*wide)
+        )
+        taken = implementation_for("cudnn", *tensors[:2], **options)
+        yield {"case": name, "dtype": dtype, "taken": taken, **found, "reference": rounded}
+
+
+def measure(smoke, **_):
+    """Yield milliseconds of a layer's attention with its gradient, compiled, by implementation."""
+    for name, (shape, options) in TIMED.items():
+        tensors, options = _made(_SMALL if smoke else shape, options, "bfloat16")
+        times = {}
+        for implementation in ("cudnn", "blockwise", "reference"):
+            function = _function(implementation, options, jit_compile=True)
+            try:
+                times[implementation] = _milliseconds(lambda: function(*tensors))
+            except tf.errors.ResourceExhaustedError as error:
+                times[implementation] = str(error)[:80]
+        yield {"layer": name, **times}
+
+
+def _made(shape, options, dtype):
+    """Return q, k, v and the context's gradient, and the options with a mask."""
+    b, n, m, s, t, d = shape
+    rng = np.random.default_rng(0)
+    shapes = (b, n, s, d), (b, m, t, d), (b, m, t, d), (b, n, s, d)
+    tensors = [tf.cast(rng.normal(size=shape), dtype) for shape in shapes]
+    tensors[0] *= tf.cast(d**-0.5, dtype)
+    lengths = np.linspace(t // 2, t - 3, b).astype(int)[:, None]
+    own, keys = np.arange(s)[None], np.arange(t)[None]
+    masks = {
+        "right": lambda: tf.constant(keys < lengths),
+        "left": lambda: Segments(*(tf.constant(x >= lengths // 3) for x in (own, keys))),
+        "packed": lambda: Segments(*(tf.constant(_packed(x, lengths)) for x in (own, keys))),
+        "pairs": lambda: tf.constant(rng.integers(0, 2, (b, s, t))),
+        "heads": lambda: tf.constant(rng.integers(0, 2, (b, n, s, t))),
+    }
+    if "mask" in options:
+        options = {**options, "mask": masks[options["mask"]]()}
+    return tensors, options
+
+
+def _packed(positions, lengths):
+    """Return numbers of three sequences, then padding."""
+    third = lengths // 3
+    return np.where(positions < 3 * third, 1 + positions // third, 0).astype("int32")
+
+
+def _function(implementation, options, jit_compile=None):
+    @functools.partial(tf.function, autograph=False, jit_compile=jit_compile)
+    def run(q, k, v, dy):
+        with tf.GradientTape() as tape:
+            tape.watch([q, k, v])
+            y = attention(q, [k], [v], implementation=implementation, **options)
+        return [y, *tape.gradient(y, [q, k, v], dy)]
+
+    return run
+
+
+def _differences(found, expected):
+    wide = lambda x: tf.cast(x, "float32")
+    norms = [tf.norm(wide(x) - y) / tf.norm(y) for x, y in zip(found, expected)]
+    return [round(float(x), 6) for x in norms]
+
+
+def _milliseconds(run, number=20):
+    wait = lambda results: [float(tf.cast(x[0, 0, 0, 0], "float32")) for x in results]
+    wait(run())
+    with alone():
+        begin = time.perf_counter()
+        for _ in range(number):
+            results = run()
+        wait(results)
+        return round((time.perf_counter() - begin) / number * 1e3, 3)
