@@ -35,7 +35,7 @@ class InBatchLoss(keras.losses.Loss):
         first = index * tf.shape(queries)[0] if count > 1 else 0
         if count > 1:
             group = job.data_parallel_group()
-            texts, is_row = (collectives.all_gather(x, group) for x in (texts, is_row))
+            texts, is_row = (collectives.all_gather(x, group=group) for x in (texts, is_row))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
         scores = tf.where(is_row[None] > 0, scores, -1e9)
         own = first + tf.range(tf.shape(queries)[0])
