@@ -183,6 +183,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("reward", "data.packed=true", "data.packed"),
         ("preference", "training.beta=0", "training.beta must be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
+        ("embedding", "training.local_devices=2", "one device a rank"),
         ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
     ],
 )

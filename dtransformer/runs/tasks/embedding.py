@@ -53,11 +53,10 @@ class Embedding(LabelTask):
         return self.network.core
 
     def read(self, part: str | None = None) -> None:
-        parallel = self.config.parallel
-        if parallel.micro_batch_num > 1 or (job.data_shard()[1] > 1 and job.mesh() is not None):
+        if self.config.parallel.micro_batch_num > 1 or job.mesh() is not None:
             raise InputError(
                 "parallel: task embedding compares each query with all texts of a batch: give "
-                "micro_batch_num=1, and data_parallel=1 where operations are sharded"
+                "micro_batch_num=1, model_parallel=1 and one device a rank"
             )
         super().read(part)
 
