@@ -12,11 +12,11 @@ CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
     FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
     MicroBatchInterleaved MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
-    RMSNorm RelativePositionTable Router SentenceHead SequenceHead SequenceLogProbability
-    StackedInitializer TokenHead TokenTypeEmbedding Trainer Transformer TransformerDecoder
-    TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer
-    VocabEmbedding VocabHead WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
-    WarmupRestarts WarmupStableDecay
+    RMSNorm RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
+    TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
+    TransformerEncoder TransformerEncoderLayer TranslationTransformer VocabEmbedding VocabHead
+    WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear WarmupRestarts
+    WarmupStableDecay
 """.split()
 
 

@@ -190,8 +190,8 @@ def test_commands_are_such(page, words, monkeypatch):
 def check_command(words, monkeypatch):
     """Fail where a command is not one, or has other options."""
     words = list(words)
-    if "<" in words:
-        words = words[: words.index("<")]
+    for sign in "<>":
+        words = words[: words.index(sign)] if sign in words else words
     name = words[0]
     if name == "dtransformer":
         arguments = make_parser().parse_args(words[1:])

@@ -3,13 +3,15 @@
 import json
 import os
 import pathlib
-import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from dtransformer.models import from_pretrained
+from dtransformer.cli import main
+from dtransformer.models import MaskedLM, from_pretrained, save_pretrained
+from tests.runs.small_records import write
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -48,21 +50,62 @@ def test_language_models_from_scratch(tmp_path, monkeypatch):
 def test_a_t5_that_translates(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("-m", "dtransformer.cli", "prepare", "--embedded", "--out", "data/embedded")
-    printed = run(EXAMPLES / "t5" / "train.py", "--epochs", 1)
-    assert float(re.search(r"BLEU = ([\d.]+)", printed)[1]) > 5
-    assert pathlib.Path("runs/t5/losses.png").stat().st_size > 1000
-    assert from_pretrained("runs/t5/model").arguments["positions"] == "relative"
+    train = ["-m", "dtransformer.cli", "train", "--config", EXAMPLES / "t5" / "translate.yaml"]
+    run(*train, "--set", "training.epochs=1")
+    lines = pathlib.Path("runs/translate/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["val_loss"] < 4
+    assert from_pretrained("models/t5").arguments["positions"] == "relative"
+
+
+# The files and the models of the examples of records -> ours, of tests/runs/small_records.py.
+SMALL = {
+    "chat": ("chat", "llama"),
+    "pairs": ("pairs", "llama"),
+    "text": ("alpaca", "llama"),
+    "labels": ("labels", "bert"),
+    "words": ("words", "bert"),
+    "numbers": ("numbers", "bert"),
+    "queries": ("queries", "bert"),
+}
+OF_RECORDS = sorted([*EXAMPLES.glob("chat/*.yaml"), *EXAMPLES.glob("labels/*.yaml")])
+SETTINGS = ["training.batch_size=4", "training.epochs=1", "training.precision=float32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with small files and models by the names that the examples have for theirs."""
+    folder = tmp_path_factory.mktemp("examples")
+    write(folder)
+    (folder / "data").mkdir()
+    (folder / "models").mkdir()
+    for name, (own, _) in SMALL.items():
+        for part in ("", "_dev"):
+            shutil.copy(folder / f"{own}.jsonl", folder / f"data/{name}{part}.jsonl")
+    shutil.copytree(folder / "llama", folder / "models/llama-3.2-1b-instruct")
+    network = MaskedLM(290, hidden_size=16, num_heads=2, num_layers=1, max_length=128)
+    network.build()
+    save_pretrained(network, folder / "models/bert-base-uncased", "bert")
+    shutil.copy(folder / "llama/tokenizer.json", folder / "models/bert-base-uncased")
+    return folder
+
+
+@pytest.mark.parametrize("path", OF_RECORDS, ids=lambda path: path.stem)
+def test_configs_of_records_are_read_as_they_are(path, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    sizes = ["data.length=64"]
+    if path.stem == "preference":  # whose model is the run of another example
+        sizes.append("model.from=models/llama-3.2-1b-instruct")
+    assert main(["train", "--config", str(path), "--dry-run", "--set", *sizes]) == 0
+    assert "Records (train): " in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_adapters_learn_and_are_saved(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run(EXAMPLES / "fine_tuning" / "train.py", "--epochs", 3)
-    lines = pathlib.Path("runs/fine_tuning/metrics.jsonl").read_text().splitlines()
-    losses = [x["val_loss"] for x in map(json.loads, lines) if x["kind"] == "epoch"]
-    assert losses[-1] < losses[0]
-    assert pathlib.Path("runs/fine_tuning/losses.png").stat().st_size > 1000
-    assert pathlib.Path("runs/fine_tuning/adapters/adapter_model.safetensors").exists()
+def test_configs_of_records_train(place, monkeypatch):
+    """The preference comes after what it begins with."""
+    monkeypatch.chdir(place)
+    for path in OF_RECORDS:
+        command = ["train", "--config", str(path), "--set", *SETTINGS, "data.length=64"]
+        assert main(command) == 0, path
 
 
 @pytest.mark.long

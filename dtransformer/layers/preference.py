@@ -9,14 +9,13 @@ arXiv 2307.09288, §3.2.2, for margins of rewards.
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.base import Layer, register
+from dtransformer.layers.base import Layer
 from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
 
 KINDS = ("sigmoid", "ipo", "hinge")
 _CENTRE = 0.01  # how strongly rewards are drawn to a mean of 0
 
 
-@register
 class SequenceLogProbability(Layer):
     """Sum the log-likelihoods of each sequence's labels.
 

@@ -16,9 +16,9 @@ from dtransformer.layers.base import check_size
 from dtransformer.layers.low_rank import TakesLowRank
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
-from dtransformer.parallel.collectives.objects import together
-from dtransformer.parallel.ops.low_rank import low_rank_of
-from dtransformer.parallel.weights.sharded_tensor import tensors_of
+from dtransformer.parallel.low_rank import low_rank_of
+from dtransformer.parallel.object_collectives import all_gather_json, together
+from dtransformer.parallel.sharded_tensor import tensors_of
 
 
 def add_lora(
@@ -159,11 +159,12 @@ def adapters_of(network: keras.Model) -> dict[str, dict]:
 
 
 def only_adapters_are_trained(network: keras.Model) -> bool:
-    """Return whether a network has adapters, on any stage, and nothing else is trained on this one."""
+    """Return whether adapters alone are trained, on all stages; all ranks call."""
     if not adapters_of(network):
         return False
     factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
-    return {id(weight) for weight in network.trainable_variables} <= factors
+    own = {id(weight) for weight in network.trainable_variables} <= factors
+    return all(all_gather_json(own, "lora/only"))
 
 
 def check_adapted(network: keras.Model, function: str) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import yaml
 
-from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.architectures import ARCHITECTURES
+from dtransformer.parallel.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
@@ -134,13 +135,32 @@ def fields_of(config: TransformerOpParallelConfig) -> dict:
     return {name: plain(value) for name, value in found.items()}
 
 
+_TASKS = {
+    "CausalLM": "causal_lm",
+    "MaskedLM": "masked_lm",
+    "EncoderDecoderLM": "span_corruption",
+}
+
+
 def yaml_of(plan: Plan) -> str:
     """Return the first layout as the YAML of a run's config, to train with."""
-    text = yaml.safe_dump({"parallel": fields_of(plan.best.config)}, sort_keys=False)
-    model, ranks = plan.model, plan.cluster.num_devices
+    model, job, ranks = plan.model, plan.job, plan.cluster.num_devices
+    content = {"parallel": fields_of(plan.best.config)}
+    if model.name in ARCHITECTURES:
+        content = {
+            "task": _TASKS[ARCHITECTURES[model.name].network],
+            "data": {"length": model.sequence_length},
+            "model": {"preset": model.name},
+            "training": {
+                "batch_size": job.global_batch,
+                "precision": job.precision,
+                "optimizer": job.optimizer,
+            },
+            **content,
+        }
     head = (
         f"# {model.name} on {plan.cluster}: {plan.best.layout}\n"
-        f"# For {ranks} ranks: the section of a config of `dtransformer train`; in Python\n"
+        f"# For {ranks} ranks: what a config of `dtransformer train` begins with; in Python\n"
         "# TransformerOpParallelConfig(**yaml.safe_load(open(THIS_FILE))['parallel']).\n"
     )
-    return f"{head}{text}"
+    return f"{head}{yaml.safe_dump(content, sort_keys=False)}"

@@ -68,6 +68,7 @@ LAYER_OPTIONS = {
         },
         [(2, 4, 12)] * 3,
     ),
+    "PoolingHead": ({"pooling": "last"}, [(2, 4, 12)]),
     "PositionEmbedding": (
         {"max_length": 6, "kind": "learned", "initializer": "he_normal", "offset": 2},
         [(2, 4, 12)],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import SequenceHead, TokenHead
+from dtransformer.layers import PoolingHead, SequenceHead, TokenHead
 from tests.tolerances import LAYERS
 
 RNG = np.random.default_rng(0)
@@ -55,6 +55,15 @@ def test_token_heads_match_the_reference():
     found = head(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
     wanted = X @ head.classifier.kernel.numpy() + head.classifier.bias.numpy()
     np.testing.assert_allclose(found, wanted, atol=LAYERS["float32"] * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean", "last"])
+def test_vectors_have_length_one(pooling):
+    found = PoolingHead(pooling)(tf.constant(X, "float32"), tf.constant(MASK)).numpy()
+    wanted = expected_pooling(pooling)[:2]
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    np.testing.assert_allclose(found[:2], wanted, atol=LAYERS["float32"])
+    assert not found[2].any()  # a row without a token
 
 
 def test_configs_make_them_again():

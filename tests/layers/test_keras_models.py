@@ -36,6 +36,7 @@ LAYERS = {
         [X],
     ),
     "MultiHeadAttention": ({"hidden_size": 8, "num_heads": 2, **RATES}, [X, X, X]),
+    "PoolingHead": ({"pooling": "last"}, [X]),
     "PositionEmbedding": ({"max_length": 4}, [X]),
     "RMSNorm": ({}, [X]),
     "Router": ({"moe_config": EXPERTS}, [X]),

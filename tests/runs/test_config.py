@@ -69,8 +69,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 CONFIGS = [
     path
     for path in sorted(EXAMPLES.rglob("*.yaml"))
-    if path.parent.name
-    not in ("launch", "long_context", "t5", "fine_tuning")  # Kubernetes', a script's
+    if path.parent.name not in ("launch", "long_context")  # Kubernetes', a script's
 ]
 
 

@@ -147,6 +147,17 @@ def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
     assert "It fits" in printed and "rank" not in printed.split("\n")[0]
 
 
+def test_the_planners_file_is_taken_as_it_is(tmp_path, capsys):
+    options = ["--device", "h100-80", "--devices", "8", "--global-batch", "64"]
+    path = str(tmp_path / "llama.yaml")
+    assert main(["plan", "--model", "llama3_8b", *options, "--yaml", path]) == 0
+    assert main(["train", "--config", path, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "Model: llama3_8b, 8,030,261,248 parameters" in printed and "data is not given" in printed
+    )
+
+
 @pytest.mark.parametrize("task", SECTIONS)
 def test_new_files_are_taken(task, tmp_path):
     (tmp_path / "new.yaml").write_text(new_config(task))
@@ -172,6 +183,7 @@ def test_new_files_are_taken(task, tmp_path):
         ("reward", "data.packed=true", "data.packed"),
         ("preference", "training.beta=0", "training.beta must be greater than 0"),
         ("embedding", "parallel.micro_batch_num=2", "micro_batch_num=1"),
+        ("embedding", "training.local_devices=2", "one device a rank"),
         ("seq2seq", "data.train=labels.jsonl", "prompt is missing"),
     ],
 )

@@ -36,7 +36,7 @@ class InBatchLoss(keras.losses.Loss):
         first = index * tf.shape(queries)[0] if count > 1 else 0
         if count > 1:
             group = job.data_parallel_group()
-            texts, is_row = (collectives.all_gather(x, group) for x in (texts, is_row))
+            texts, is_row = (collectives.all_gather(x, group=group) for x in (texts, is_row))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
         scores = tf.where(is_row[None] > 0, scores, -1e9)
         own = first + tf.range(tf.shape(queries)[0])
@@ -54,11 +54,10 @@ class Embedding(LabelTask):
         return self.network.core
 
     def read(self, part: str | None = None) -> None:
-        parallel = self.config.parallel
-        if parallel.micro_batch_num > 1 or (job.data_shard()[1] > 1 and job.mesh() is not None):
+        if self.config.parallel.micro_batch_num > 1 or job.mesh() is not None:
             raise InputError(
                 "parallel: task embedding compares each query with all texts of a batch: give "
-                "micro_batch_num=1, and data_parallel=1 where operations are sharded"
+                "micro_batch_num=1, model_parallel=1 and one device a rank"
             )
         super().read(part)
 
