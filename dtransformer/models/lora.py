@@ -16,9 +16,9 @@ from dtransformer.layers.base import check_size
 from dtransformer.layers.low_rank import TakesLowRank
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
-from dtransformer.parallel.low_rank import low_rank_of
-from dtransformer.parallel.object_collectives import all_gather_json, together
-from dtransformer.parallel.sharded_tensor import tensors_of
+from dtransformer.parallel.collectives.objects import all_gather_json, together
+from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 
 def add_lora(

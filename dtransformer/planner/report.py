@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import yaml
 
 from dtransformer.architectures import ARCHITECTURES
-from dtransformer.parallel.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.planner.cost import Cost
 from dtransformer.planner.search import Plan
 from dtransformer.tables import columns
