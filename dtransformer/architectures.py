@@ -111,6 +111,64 @@ def _qwen2(*sizes, num_kv_heads, vocab_size=152064, **others):
     return _llama("Yang et al., 2024, arXiv 2407.10671, table 1", *sizes, **own)
 
 
+def _qwen3(*sizes, **others):
+    own = {"qk_norm": "rms_norm", "head_dim": 128, "num_kv_heads": 8, "vocab_size": 151936}
+    own |= {"rotary_base": 1e6, "max_length": 40960, "start_id": 151643, "end_id": 151645}
+    return _llama("Yang et al., 2025, arXiv 2505.09388, table 1", *sizes, **{**own, **others})
+
+
+def _qwen3_moe(*sizes, num_experts=128, **others):
+    experts = {"expert_num": num_experts, "num_experts_chosen": 8, "dropless": True}
+    experts |= {"expert_group_size": 4096, "aux_loss_factor": 0.001, "ffn_hidden_size": sizes[-1]}
+    return _qwen3(*sizes, num_kv_heads=4, moe_config=experts, **others)
+
+
+_GEMMA_NORMS = {"norm": "rms_norm_unit_offset", "norm_placement": "sandwich"}
+_GEMMA_CAPS = {"soft_cap": 50.0, "logits_soft_cap": 30.0}
+
+
+def _gemma(source, *sizes, num_kv_heads, **others):
+    own = {"vocab_size": 256000, "head_dim": 256, "num_kv_heads": num_kv_heads, "max_length": 8192}
+    own |= {"norm": "rms_norm_unit_offset", "embedding_scale": None, "hidden_act": "gelu_tanh"}
+    own |= {"tied_head": True, "pad_id": 0, "start_id": 2, "end_id": 1}
+    return _llama(source, *sizes, **{**own, **others})
+
+
+def _gemma2(*sizes, num_kv_heads, scale=256, **others):
+    own = {**_GEMMA_NORMS, **_GEMMA_CAPS, "query_scale": scale**-0.5}
+    own["block_pattern"] = [{"window": 4096}, {"window": None}]
+    source = "Gemma Team, 2024, arXiv 2408.00118, table 1"
+    return _gemma(source, *sizes, num_kv_heads=num_kv_heads, **own, **others)
+
+
+def _gemma3(*sizes, num_kv_heads, window=1024, scale=256, factor=8.0, **others):
+    own = {**_GEMMA_NORMS, "qk_norm": "rms_norm_unit_offset", "query_scale": scale**-0.5}
+    own |= {"vocab_size": 262144, "max_length": 131072 if factor else 32768}
+    scaling = {"type": "linear", "factor": factor} if factor else None
+    local = {"window": window, "rotary_base": 1e4, "rotary_scaling": None}
+    whole = {"window": None, "rotary_base": 1e6, "rotary_scaling": scaling}
+    own["block_pattern"] = [local] * 5 + [whole]
+    source = "Gemma Team, 2025, arXiv 2503.19786, table 1"
+    return _gemma(source, *sizes, num_kv_heads=num_kv_heads, **{**own, **others})
+
+
+def _olmo2(*sizes, **others):
+    own = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "vocab_size": 100352}
+    own |= {"rotary_base": 5e5, "max_length": 4096, "pad_id": 100277, "end_id": 100257}
+    return _llama("OLMo Team, 2025, arXiv 2501.00656, table 3", *sizes, **own, **others)
+
+
+def _smollm3():
+    own = {"num_kv_heads": 4, "vocab_size": 128256, "rotary_base": 5e6, "max_length": 65536}
+    own |= {"block_pattern": [{}, {}, {}, {"rotary_base": None}], "tied_head": True}
+    own |= {"start_id": 128000, "end_id": 128012}
+    return _llama("Hugging Face, 2025, SmolLM3's model card", 36, 2048, 16, 11008, **own)
+
+
+def _phi(source, *sizes, **others):
+    return _llama(source, *sizes, **{"max_length": 4096, "norm_epsilon": 1e-5, **others})
+
+
 _QWEN2_SMALL = {"vocab_size": 151936, "tied_head": True, "num_kv_heads": 2}
 
 
@@ -138,39 +196,61 @@ def _roberta(num_layers, hidden_size, num_heads):
     return Architecture("MaskedLM", arguments, "Liu et al., 2019, arXiv 1907.11692, table 9")
 
 
-def _bart(layers_of_each, hidden_size, num_heads):
-    arguments = {
-        "vocab_size": 50265,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "encoder_layers": layers_of_each,
-        "decoder_layers": layers_of_each,
-        "position_offset": 2,
-        "embedding_norm": True,
-        "pad_id": 1,
-        "start_id": 2,
-        "end_id": 2,
+def _distilbert():
+    arguments = {**_bert(6, 768, 12).arguments, "num_token_types": 0, "next_sentence": False}
+    return Architecture("MaskedLM", arguments, "Sanh et al., 2019, arXiv 1910.01108, §3")
+
+
+def _xlm_roberta(*sizes):
+    arguments = {**_roberta(*sizes).arguments, "vocab_size": 250002}
+    return Architecture("MaskedLM", arguments, "Conneau et al., 2020, arXiv 1911.02116, §3")
+
+
+def _modernbert(num_layers, hidden_size, num_heads, ffn_hidden_size):
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+    whole = {"window": None, "rotary_base": 160000.0}
+    near = {"window": 65, "rotary_base": 10000.0}
+    blocks = [near if i % 3 else whole for i in range(num_layers)]
+    blocks[0] = {**whole, "attention_norm": False}
+    own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
+    own |= {
+        "gated": True,
+        "use_bias": False,
+        "post_layernorm_residual": False,
+        "num_token_types": 0,
     }
+    own |= {"vocab_size": 50368, "ffn_hidden_size": ffn_hidden_size, "max_length": 8192}
+    arguments = {**sizes, **own, "block_pattern": blocks, "pad_id": 50283}
+    return Architecture("MaskedLM", arguments, "Warner et al., 2024, arXiv 2412.13663, table 4")
+
+
+def _bart(layers_of_each, hidden_size, num_heads):
+    sizes = {"vocab_size": 50265, "hidden_size": hidden_size, "num_heads": num_heads}
+    layers = {"encoder_layers": layers_of_each, "decoder_layers": layers_of_each}
+    ids = {"pad_id": 1, "start_id": 2, "end_id": 2}
+    arguments = {**sizes, **layers, "position_offset": 2, "embedding_norm": True, **ids}
     return Architecture(
         "EncoderDecoderLM", arguments, "Lewis et al., 2020, arXiv 1910.13461, §2 and §5"
     )
 
 
+def _nllb(layers_of_each, ffn_hidden_size):
+    own = {"vocab_size": 256206, "hidden_act": "relu", "positions": "sinusoidal"}
+    own |= {"embedding_scale": None, "post_layernorm_residual": False}
+    own |= {"embedding_norm": False, "positions_after_padding": True}
+    own["ffn_hidden_size"] = ffn_hidden_size
+    arguments = {**_bart(layers_of_each, 1024, 16).arguments, **own}
+    return Architecture(
+        "EncoderDecoderLM", arguments, "NLLB Team, 2022, arXiv 2207.04672, table 30"
+    )
+
+
 def _marian():
-    arguments = {
-        "vocab_size": 58101,
-        "hidden_size": 512,
-        "num_heads": 8,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "hidden_act": "silu",
-        "positions": "sinusoidal_paper",
-        "embedding_scale": None,
-        "trains_padding": False,
-        "pad_id": 58100,
-        "start_id": 58100,
-        "end_id": 0,
-    }
+    sizes = {"vocab_size": 58101, "hidden_size": 512, "num_heads": 8}
+    layers = {"encoder_layers": 6, "decoder_layers": 6, "hidden_act": "silu"}
+    own = {"positions": "sinusoidal_paper", "embedding_scale": None, "trains_padding": False}
+    ids = {"pad_id": 58100, "start_id": 58100, "end_id": 0}
+    arguments = {**sizes, **layers, **own, **ids}
     return Architecture(
         "EncoderDecoderLM", arguments, "Tiedemann and Thottingal, 2020, OPUS-MT, en-de"
     )
@@ -215,17 +295,10 @@ def _gpt(num_layers, hidden_size, num_heads, source="Narayanan et al., 2021, tab
 
 
 def _transformer(hidden_size, num_heads, ffn_hidden_size):
-    arguments = {
-        "vocab_size": 37000,
-        "hidden_size": hidden_size,
-        "num_heads": num_heads,
-        "ffn_hidden_size": ffn_hidden_size,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "hidden_act": "relu",
-        "positions": "sinusoidal_paper",
-        "embedding_scale": None,
-    }
+    sizes = {"vocab_size": 37000, "hidden_size": hidden_size, "num_heads": num_heads}
+    sizes |= {"ffn_hidden_size": ffn_hidden_size, "encoder_layers": 6, "decoder_layers": 6}
+    own = {"hidden_act": "relu", "positions": "sinusoidal_paper", "embedding_scale": None}
+    arguments = {**sizes, **own}
     return Architecture("EncoderDecoderLM", arguments, "Vaswani et al., 2017, table 3")
 
 
@@ -265,6 +338,40 @@ ARCHITECTURES = {
     "qwen2_1.5b": _qwen2(28, 1536, 12, 8960, **_QWEN2_SMALL),
     "qwen2_7b": _qwen2(28, 3584, 28, 18944, num_kv_heads=4),
     "qwen2_72b": _qwen2(80, 8192, 64, 29568, num_kv_heads=8),
+    "qwen3_0.6b": _qwen3(28, 1024, 16, 3072, tied_head=True),
+    "qwen3_1.7b": _qwen3(28, 2048, 16, 6144, tied_head=True),
+    "qwen3_4b": _qwen3(36, 2560, 32, 9728, tied_head=True),
+    "qwen3_8b": _qwen3(36, 4096, 32, 12288),
+    "qwen3_14b": _qwen3(40, 5120, 40, 17408),
+    "qwen3_32b": _qwen3(64, 5120, 64, 25600),
+    "qwen3_30b_a3b": _qwen3_moe(48, 2048, 32, 768),
+    "qwen3_235b_a22b": _qwen3_moe(94, 4096, 64, 1536),
+    "phi3_mini": _phi("Abdin et al., 2024, arXiv 2404.14219", 32, 3072, 32, 8192, vocab_size=32064),
+    "phi4": _phi(
+        "Abdin et al., 2024, arXiv 2412.08905",
+        *(40, 5120, 40, 17920),
+        vocab_size=100352,
+        num_kv_heads=10,
+        max_length=16384,
+        rotary_base=250000.0,
+    ),
+    "smollm3_3b": _smollm3(),
+    "gemma_2b": _gemma("arXiv 2403.08295, table 1", 18, 2048, 8, 16384, num_kv_heads=1),
+    "gemma_7b": _gemma("arXiv 2403.08295, table 1", 28, 3072, 16, 24576, num_kv_heads=16),
+    "gemma2_2b": _gemma2(26, 2304, 8, 9216, num_kv_heads=4),
+    "gemma2_9b": _gemma2(42, 3584, 16, 14336, num_kv_heads=8),
+    "gemma2_27b": _gemma2(46, 4608, 32, 36864, num_kv_heads=16, head_dim=128, scale=144),
+    "gemma3_270m": _gemma3(18, 640, 4, 2048, num_kv_heads=1, window=512, factor=None),
+    "gemma3_1b": _gemma3(26, 1152, 4, 6912, num_kv_heads=1, window=512, factor=None),
+    "olmo2_7b": _olmo2(32, 4096, 32, 11008),
+    "olmo2_13b": _olmo2(40, 5120, 40, 13824),
+    "distilbert_base": _distilbert(),
+    "xlm_roberta_base": _xlm_roberta(12, 768, 12),
+    "xlm_roberta_large": _xlm_roberta(24, 1024, 16),
+    "modernbert_base": _modernbert(22, 768, 12, 1152),
+    "modernbert_large": _modernbert(28, 1024, 16, 2624),
+    "nllb_600m": _nllb(12, 4096),
+    "nllb_1.3b": _nllb(24, 8192),
     "bert_base": _bert(12, 768, 12),
     "bert_large": _bert(24, 1024, 16),
     "roberta_base": _roberta(12, 768, 12),

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM = {
     "_compat",
     "architectures",
+    "block_forms",
     "errors",
     "files",
     "garbage",
