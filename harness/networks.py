@@ -12,6 +12,7 @@ from dtransformer.models import (
     add_lora,
     freeze,
 )
+from harness import block_networks
 
 VOCAB_SIZE = 60
 _UNDIVIDED = 61  # a vocabulary that no axis divides
@@ -253,7 +254,18 @@ def _without_decay(optimizer, **options):
 
 
 # With four blocks, as stages of several chunks need; without "deep_" they have two.
+def _of_blocks(make):
+    """Return a function that makes a network of `block_networks` and its optimizer."""
+
+    def made(epsilon, encoder_layers, decoder_layers):
+        return make(_UNDIVIDED, encoder_layers + decoder_layers), _clipped_adamw(epsilon)
+
+    return made
+
+
+FORMS = {**block_networks.DECODERS, **block_networks.ENCODERS}
 DEEP_NETWORKS = {
+    **{f"deep_{name}": _of_blocks(make) for name, make in FORMS.items()},
     "deep": adamw,
     "deep_tied": tied,
     "deep_dropout": dropout,

@@ -14,7 +14,15 @@ from dtransformer.trainers import Trainer
 from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
 from harness.layouts import ALONE
 from harness.measure import elements_sent
-from harness.networks import DEEP_NETWORKS, EPSILON, IN_TWO_SHAPES, kind_of, loss_of, make
+from harness.networks import (
+    DEEP_NETWORKS,
+    EPSILON,
+    FORMS,
+    IN_TWO_SHAPES,
+    kind_of,
+    loss_of,
+    make,
+)
 
 STEPS = 20
 USED = ".used"  # after the name of a network that is not only trained
@@ -201,6 +209,7 @@ _DATA = {
     "llama_lora": _as_texts,
     "llama_frozen": _as_texts,
     "bert": _as_texts,
+    **dict.fromkeys(FORMS, _as_texts),
     "sentences": _as_sentences,
     "bart": _starting_with_padding,
     "t5": _starting_with_padding,

@@ -19,6 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM = {
     "_compat",
     "architectures",
+    "block_forms",
     "errors",
     "files",
     "garbage",

@@ -6,19 +6,19 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.base import Layer, check_size
-from dtransformer.layers.block_pattern import (
+from dtransformer.block_forms import (
     Pattern,
     arguments_of_block,
     check_pattern,
+    ends_with_norm,
     has_experts,
 )
+from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.attention import MultiHeadAttention
+from dtransformer.layers.base import Layer, check_size
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
-from dtransformer.layers.norm_placement import ends_with_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel import parallelize
@@ -110,7 +110,7 @@ class BlockStack(Layer):
             None for no such positions. See `relative_bias`.
         moe_every: with a `moe_config` of several experts, which blocks have them: every so many,
             the last of them; a `lambda_func` may choose others by `use_experts`.
-        block_pattern: what differs from block to block; see `block_pattern`. None for nothing.
+        block_pattern: what differs from block to block; see `block_forms`. None for nothing.
         **layer_arguments: other arguments of the blocks.
     """
 

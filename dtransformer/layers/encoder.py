@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.block_forms import placement_of
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
@@ -15,7 +16,6 @@ from dtransformer.layers.elementwise import add, scale
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
-from dtransformer.layers.norm_placement import placement_of
 from dtransformer.layers.settings import as_config, as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
@@ -59,7 +59,7 @@ class TransformerEncoderLayer(TransformerBlock):
         hidden_dropout_rate: dropout of each sublayer's output, in [0, 1).
         hidden_act: a Keras activation's name, a callable, or the class of a Keras layer.
         post_layernorm_residual: whether to normalize after the residual.
-        norm_placement: a name of `norm_placement.PLACEMENTS`, for other places of norms; None for
+        norm_placement: a name of `block_forms.PLACEMENTS`, for other places of norms; None for
             what `post_layernorm_residual` says.
         residual_scale: what each sublayer's output is multiplied with before it is added.
         attention_norm: whether attention has the norm of its input, which is there by default.

@@ -8,7 +8,7 @@ from dtransformer.layers.activations import get_activation
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
-from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.norm import make_norm
 from dtransformer.layers.settings import as_config
 from dtransformer.parallel.mesh.axis_rules import constrain
 
@@ -24,6 +24,8 @@ class MaskedLMHead(Layer):
         hidden_size: size h of the inputs.
         hidden_act: a Keras activation's name, or a callable.
         norm_epsilon: what the norm adds to the variance.
+        norm: the norm's name; see `make_norm`.
+        dense_bias: whether the dense layer has a bias.
         use_bias, tied: as `VocabHead`'s.
 
     Call arguments:
@@ -44,6 +46,8 @@ class MaskedLMHead(Layer):
         norm_epsilon: float = 1e-5,
         use_bias: bool = True,
         tied: bool = True,
+        norm: str = "layer_norm",
+        dense_bias: bool = True,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -55,11 +59,15 @@ class MaskedLMHead(Layer):
             "norm_epsilon": norm_epsilon,
             "use_bias": use_bias,
             "tied": tied,
+            "norm": norm,
+            "dense_bias": dense_bias,
         }
         self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
-        self.dense = Linear(hidden_size, parallel=None, dtype=self.dtype_policy, name="dense")
-        self.norm = LayerNorm(norm_epsilon, dtype=self.dtype_policy, name="norm")
+        self.dense = Linear(
+            hidden_size, dense_bias, parallel=None, dtype=self.dtype_policy, name="dense"
+        )
+        self.norm = make_norm(norm, norm_epsilon, dtype=self.dtype_policy, name="norm")
         self.logits = VocabHead(
             vocab_size,
             use_bias=use_bias,

@@ -8,6 +8,7 @@ import tensorflow as tf
 from dtransformer.layers.activations import gated_product
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import register
+from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
@@ -168,16 +169,18 @@ class MoE(BaseFeedForward):
         # [batch, length, embed]
         x = inputs[None] if is_flat else inputs
         groups = TokenGroups(x, self.config)
-        x = groups.of_sequences(x)
+        given, x = x, groups.of_sequences(x)
         if mask is None:
             is_token = tf.ones(static_or_dynamic_shape(x)[:2], "int32")
         else:
             is_token = tf.cast(tf.cast(mask, "bool"), "int32")
         is_token = groups.of_sequences(is_token)
         y = self._routed(groups, x, is_token, training, drops)
+        y = constrain(y, ("batch", "length", None))
         if self.shared_experts is not None:
-            y += groups.of_sequences(self.shared_experts(x, training=training))
-        y = self.dropout(constrain(y, ("batch", "length", None)), training=training)
+            # Of what was given: where sequences are sharded, as of any feed-forward layer.
+            y = add(y, self.shared_experts(given, training=training))
+        y = self.dropout(y, training=training)
         return y[0] if is_flat else y
 
     def _routed(self, groups, x, is_token, training, drops):

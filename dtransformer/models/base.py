@@ -14,6 +14,7 @@ from dtransformer.models.experts import active_share
 from dtransformer.models.input_keys import InputKeys
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Of the blocks' arguments those that networks take by the same names.
 _BLOCK_ARGUMENTS = (
@@ -198,6 +199,21 @@ class TokenModel(KeepsSettings, keras.Model):
     def get_config(self):
         config = {"name": self.name, "dtype": keras.dtype_policies.serialize(self.dtype_policy)}
         return {**config, **as_config(self.arguments), **settings_of(self)}
+
+
+_LAST = 2**30  # a place after all others
+
+
+def start_after_padding(ids: tf.Tensor, pad_id: int) -> tf.Tensor:
+    """Return the position of each row's first id, so that its first token's is 0: int32 [b].
+
+    Args:
+        ids: int tensor [b, s]; padding may come before the tokens.
+        pad_id: id of the padding.
+    """
+    length = static_or_dynamic_shape(ids)[1]
+    places = tf.where(ids != pad_id, tf.range(length), _LAST)
+    return -tf.minimum(tf.reduce_min(places, axis=1), length)
 
 
 def completed(arguments: dict) -> dict:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.block_forms import check_pattern
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
-from dtransformer.layers.block_pattern import check_pattern
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
@@ -61,7 +61,7 @@ class CausalLM(OneStackModel):
             `rotary_frequencies`.
         norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
         block_pattern: what differs from block to block: their windows, rotary positions and
-            experts; see `layers.block_pattern`. None for nothing.
+            experts; see `block_forms`. None for nothing.
         logits_scale, logits_soft_cap: of the head; see `VocabHead`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.

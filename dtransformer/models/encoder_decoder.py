@@ -12,7 +12,7 @@ from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
-from dtransformer.models.base import TokenModel, check_ids
+from dtransformer.models.base import TokenModel, check_ids, start_after_padding
 from dtransformer.models.experts import feed_forward_products, with_experts
 from dtransformer.models.generation.generation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
@@ -158,7 +158,8 @@ class EncoderDecoderModel(TokenModel):
         mask = mask_of(inputs)
         memory, memory_mask = self.encode(inputs["source"], source_segments, mask, training)
         target = inputs["target"]
-        x, table = self._embed_target(target, segments=segments, training=training)
+        start = self._start(target, segments)
+        x, table = self._embed_target(target, start=start, segments=segments, training=training)
         own = segments_of(segments, mask_of(inputs, "decoder_attention_mask"))
         own = self._is_token(target) if own is None else own
         decoder_mask = Segments(own, own)
@@ -206,10 +207,16 @@ class EncoderDecoderModel(TokenModel):
             self.source_dropout,
             segments=segments,
             norm=self.source_norm,
+            start=self._start(source, segments),
             training=training,
         )
         own = mask if segments is None else Segments(segments, segments)
         return self.transformer.encoder(x, own, training=training), mask
+
+    def _start(self, ids, segments):
+        """Return the position of the first id, or of each row's, before which padding may be."""
+        is_counted = self.arguments.get("positions_after_padding") and segments is None
+        return start_after_padding(ids, self.pad_id) if is_counted else 0
 
     def _embed_target(self, target, **options):
         layers = self.target_embedding, self.target_positions, self.target_dropout

@@ -38,6 +38,8 @@ class EncoderDecoderLM(EncoderDecoderModel):
             `"relative"`: a bias of scores by distance in each stack; see `relative_bias`.
         max_length: number of learned positions of the source, and of the target.
         position_offset: number of the first position; see `PositionEmbedding`.
+        positions_after_padding: whether positions begin at the first token, before which padding
+            may be.
         embedding_norm: whether embeddings are normalized.
         embedding_scale: what embeddings are multiplied with; √h where it is None.
         tied_head: whether the head's kernel is the embeddings' table.
@@ -120,6 +122,7 @@ class EncoderDecoderLM(EncoderDecoderModel):
         lambda_func: Callable | None = None,
         moe_config: MoEConfig | dict | None = None,
         moe_every: int = 1,
+        positions_after_padding: bool = False,
         name: str = "encoder_decoder_lm",
         **kwargs,
     ):
@@ -159,6 +162,7 @@ class EncoderDecoderLM(EncoderDecoderModel):
             "end_id": end_id,
             "moe_config": moe_config,
             "moe_every": moe_every,
+            "positions_after_padding": positions_after_padding,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)

@@ -3,7 +3,7 @@
 All are functions of a network's arguments, and of which of its blocks have experts.
 """
 
-from dtransformer.layers.block_pattern import has_experts
+from dtransformer.block_forms import has_experts
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 

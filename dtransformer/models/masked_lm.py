@@ -1,6 +1,6 @@
-"""An encoder that is trained to find masked tokens: BERT and RoBERTa."""
+"""An encoder that is trained to find masked tokens: BERT's form, and ModernBERT's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -9,17 +9,16 @@ from dtransformer.layers.base import register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
-from dtransformer.layers.norm import LayerNorm
+from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.models import weight_shapes
-from dtransformer.models.base import check_ids, completed
+from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.parallel.config.config import MoEConfig
-from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-_LAST = 2**30  # a place after all others
+_POSITIONS = "learned", "rotary"
 
 
 @register
@@ -30,7 +29,10 @@ class MaskedLM(OneStackModel):
     as `CrossEntropyLoss(ignore_id=…)` does.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
-    1907.11692, which is `num_token_types=1, position_offset=2, pad_id=1`.
+    1907.11692, which is `num_token_types=1, position_offset=2, pad_id=1`; Warner et al., 2024,
+    "ModernBERT", arXiv 2412.13663, which is `positions="rotary", norm="layer_norm_without_beta",
+    gated=True, use_bias=False, post_layernorm_residual=False, num_token_types=0` and a
+    `block_pattern`.
 
     Args:
         vocab_size: number V of entries of the vocabulary.
@@ -43,13 +45,17 @@ class MaskedLM(OneStackModel):
         embedding_dropout_rate: dropout of embeddings; `dropout_rate` by default.
         hidden_act: a Keras activation's name, or a callable; that of the head, too.
         max_length: number of positions, in tokens.
+        positions: `"learned"` up to `max_length`, or `"rotary"` in each block.
         position_offset: number of the first position; see `PositionEmbedding`.
-        num_token_types: number of types of tokens, as of two sentences.
+        num_token_types: number of types of tokens, as of two sentences; 0 for none.
         next_sentence: whether there is a head that tells whether the second sentence of a text
             follows the first one, by the first token.
         tied_head: whether the head's kernel is the embedding's table.
         post_layernorm_residual: whether blocks normalize after the residual.
         norm_epsilon: what norms add to the variance; 1e-12 as published.
+        norm, gated, use_bias: of blocks, and of the head; as `TransformerEncoderLayer`'s.
+        rotary_base, rotary_fraction, rotary_scaling, window, block_pattern: of blocks; as
+            `CausalLM`'s, but a window goes both ways.
         embedding_scale: what embeddings are multiplied with.
         pad_id: id of the padding token; None for none.
         lambda_func: places each block on a pipeline stage.
@@ -112,6 +118,15 @@ class MaskedLM(OneStackModel):
         lambda_func: Callable | None = None,
         moe_config: MoEConfig | dict | None = None,
         moe_every: int = 1,
+        positions: str = "learned",
+        norm: str = "layer_norm",
+        gated: bool = False,
+        use_bias: bool = True,
+        rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        rotary_scaling: dict | None = None,
+        window: int | None = None,
+        block_pattern: Sequence[Mapping] | None = None,
         name: str = "masked_lm",
         **kwargs,
     ):
@@ -137,9 +152,20 @@ class MaskedLM(OneStackModel):
             "pad_id": pad_id,
             "moe_config": moe_config,
             "moe_every": moe_every,
+            "positions": positions,
+            "norm": norm,
+            "gated": gated,
+            "use_bias": use_bias,
+            "rotary_base": rotary_base,
+            "rotary_fraction": rotary_fraction,
+            "rotary_scaling": rotary_scaling,
+            "window": window,
+            "block_pattern": block_pattern,
             "lambda_func": lambda_func,
         }
         self.arguments = completed(given)
+        if positions not in _POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")
         check_ids(vocab_size, pad_id=pad_id)
         self.pad_id, self.vocab_size = pad_id, vocab_size
         self._add_layers(lambda_func)
@@ -148,19 +174,23 @@ class MaskedLM(OneStackModel):
         options, policy = self.arguments, self.dtype_policy
         h = options["hidden_size"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
-        self.positions = PositionEmbedding(
-            options["max_length"],
-            "learned",
-            offset=options["position_offset"],
-            dtype=policy,
-            name="positions",
-        )
-        self.token_types = TokenTypeEmbedding(
-            options["num_token_types"], dtype=policy, name="token_types"
-        )
-        self.embedding_norm = LayerNorm(
-            options["norm_epsilon"], dtype=policy, name="embedding_norm"
-        )
+        block_arguments, is_rotary = self._block_arguments(), options["positions"] == "rotary"
+        self.positions = self.token_types = None
+        if not is_rotary:
+            block_arguments["rotary_base"] = None
+            self.positions = PositionEmbedding(
+                options["max_length"],
+                "learned",
+                offset=options["position_offset"],
+                dtype=policy,
+                name="positions",
+            )
+        if options["num_token_types"]:
+            self.token_types = TokenTypeEmbedding(
+                options["num_token_types"], dtype=policy, name="token_types"
+            )
+        norm = {"norm": options["norm"], "norm_epsilon": options["norm_epsilon"]}
+        self.embedding_norm = make_norm(*norm.values(), dtype=policy, name="embedding_norm")
         self.embedding_norm.pipeline_stage = 0
         self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
         self.blocks = TransformerEncoder(
@@ -170,13 +200,14 @@ class MaskedLM(OneStackModel):
             options["ffn_hidden_size"],
             lambda_func=lambda_func,
             name="blocks",
-            **self._block_arguments(),
+            **block_arguments,
         )
         self.head = MaskedLMHead(
             self.vocab_size,
             h,
             options["hidden_act"],
-            options["norm_epsilon"],
+            **norm,
+            dense_bias=options["use_bias"],
             tied=options["tied_head"],
             dtype=policy,
             name="head",
@@ -204,8 +235,7 @@ class MaskedLM(OneStackModel):
         start = 0
         if self.arguments["position_offset"] and self.pad_id is not None and segments is None:
             # RoBERTa's positions begin at the first token: padding may come before it.
-            places = tf.where(ids != self.pad_id, tf.range(static_or_dynamic_shape(ids)[1]), _LAST)
-            start = -tf.minimum(tf.reduce_min(places, axis=1), static_or_dynamic_shape(ids)[1])
+            start = start_after_padding(ids, self.pad_id)
         x, table = self._embed_ids(
             ids,
             self.embedding,
@@ -213,7 +243,7 @@ class MaskedLM(OneStackModel):
             self.dropout,
             start=start,
             segments=segments,
-            norm=lambda x: self.embedding_norm(self.token_types(x, given.get("token_types"))),
+            norm=lambda x: self._normed(x, given.get("token_types")),
             training=training,
         )
         mask = mask_of(given)
@@ -232,6 +262,13 @@ class MaskedLM(OneStackModel):
 
     def _vocabulary_shapes(self, arguments):
         return weight_shapes.masked_lm(arguments)
+
+    def _normed(self, x, types):
+        if self.token_types is not None:
+            x = self.token_types(x, types)
+        elif types is not None:
+            raise ValueError("inputs have 'token_types', and the network has none: leave them out")
+        return self.embedding_norm(x)
 
     def logits_vocab_size(self) -> int | dict[str, int]:
         """Return the number of classes of the outputs, in their structure; more are padding."""

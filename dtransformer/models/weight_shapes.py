@@ -6,8 +6,7 @@ layout is: without a vocabulary's padding. Arguments are those of `experts.with_
 
 from collections.abc import Iterable
 
-from dtransformer.layers.block_pattern import arguments_of_block
-from dtransformer.layers.norm_placement import ends_with_norm, placement_of
+from dtransformer.block_forms import arguments_of_block, ends_with_norm, placement_of
 from dtransformer.models.experts import experts_of, moe_shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,14 +26,16 @@ def masked_lm(arguments: dict) -> Shapes:
     h, vocab_size = arguments["hidden_size"], arguments["vocab_size"]
     shapes = {
         "embedding/table": (vocab_size, h),
-        "positions/table": (arguments["max_length"] + arguments["position_offset"], h),
-        "token_types/table": (arguments["num_token_types"], h),
         **_norm("embedding_norm", arguments),
         **_stack("blocks", arguments),
-        **_dense("head/dense", h, h),
+        **_dense("head/dense", h, h, arguments["use_bias"]),
         **_norm("head/norm", arguments),
         "head/logits/bias": (vocab_size,),
     }
+    if arguments["positions"] == "learned":
+        shapes["positions/table"] = (arguments["max_length"] + arguments["position_offset"], h)
+    if types := arguments["num_token_types"]:
+        shapes["token_types/table"] = (types, h)
     if not arguments["tied_head"]:
         shapes["head/logits/kernel"] = (h, vocab_size)
     if arguments["next_sentence"]:
@@ -149,5 +150,6 @@ def _norm(name, arguments):
     return {f"{name}/gamma": (h,), **({f"{name}/beta": (h,)} if has_beta else {})}
 
 
-def _dense(name, inputs, outputs):
-    return {f"{name}/kernel": (inputs, outputs), f"{name}/bias": (outputs,)}
+def _dense(name, inputs, outputs, use_bias=True):
+    bias = {f"{name}/bias": (outputs,)} if use_bias else {}
+    return {f"{name}/kernel": (inputs, outputs), **bias}

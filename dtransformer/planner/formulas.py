@@ -56,6 +56,7 @@ def kept_bytes(
     expert_rows=None,
     experts_chosen=0,
     shared_experts=0,
+    sublayer_norms=1,
 ):
     """Return the bytes that a block keeps of a sequence until its backward pass, on a device.
 
@@ -80,6 +81,7 @@ def kept_bytes(
             and the experts' outputs are kept, too.
         experts_chosen: experts that each token is sent to.
         shared_experts: experts that every token is sent to besides.
+        sublayer_norms: number of norms of each sublayer.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
@@ -96,7 +98,8 @@ def kept_bytes(
             * number
             / np.where(np.logical_or(is_sequence_sharded, is_input_sharded), t, 1)
         )
-    replicated = (2 * number + 2) * item + (number + 1)  # norms, inputs of products; masks
+    norms = (number + 1) * sublayer_norms * item
+    replicated = norms + (number + 1) * (item + 1)  # inputs of products; masks
     heads = sum(num_heads * length + num_kv_heads * other for other in attended)
     sharded = 2 * item * head_dim * heads
     for other, is_by_blocks in zip(attended, [*by_blocks, *[False] * number]):
@@ -110,7 +113,7 @@ def kept_bytes(
         if experts_chosen:
             replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:
-        replicated -= (number + 1) * item
+        replicated -= norms
     return replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
 
 

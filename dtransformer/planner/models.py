@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Mapping
 
 from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer.block_forms import arguments_of_block, placement_of
 from dtransformer.errors import InputError, shown
 from dtransformer.planner.shape import ModelShape
 
@@ -65,11 +66,13 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         "gated": bool(given.get("gated", False)),
         "use_bias": given.get("use_bias", True),
         "qkv_bias": given.get("qkv_bias"),
-        "rms_norm": given.get("norm") == "rms_norm",
+        "rms_norm": given.get("norm", "layer_norm") != "layer_norm",
+        "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **given}).number,
+        "other_block_parameters": _qk_norms(given),
         "tied_head": given.get("tied_head", True),
         "is_causal": network != "MaskedLM",
         "final_norms": 0 if is_last else number,
-        **_experts(given),
+        **_experts(given, stacks["num_layers"]),
     }
     learned = "learned" if network in ("MaskedLM", "EncoderDecoderLM", "CausalLM") else None
     if given.get("positions", learned) == "learned":
@@ -80,7 +83,15 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
     return checked(ModelShape, {**fields, **changes})
 
 
-def _experts(given):
+def _qk_norms(given):
+    """Return the parameters of the norms of a block's queries and keys."""
+    n, kind = given["num_heads"], given.get("qk_norm")
+    d, m = given.get("head_dim") or given["hidden_size"] // n, given.get("num_kv_heads") or n
+    gains = {None: 0, "rms_norm_all_heads": (n + m) * d, "layer_norm": 4 * d}
+    return gains.get(kind, 2 * d)
+
+
+def _experts(given, num_layers):
     """Return the fields that tell of experts."""
     experts = given.get("moe_config")
     if not experts:
@@ -91,6 +102,10 @@ def _experts(given):
         "num_experts": number,
         "experts_chosen": min(fields.get("num_experts_chosen", 1), number),
         "experts_every": given.get("moe_every", 1),
+        "expert_hidden_size": fields.get("ffn_hidden_size"),
+        "dense_blocks": tuple(
+            i for i in range(num_layers) if not arguments_of_block(given, i).get("experts", True)
+        ),
         "shared_experts": fields.get("shared_experts", 0),
         "capacity_factor": 0.0
         if fields.get("dropless", False)
@@ -107,10 +122,17 @@ def _other_parameters(network, given, fields, stacks):
         total += 2 * h * stacks * bool(given.get("embedding_norm"))
     if given.get("positions") == "relative":
         total += stacks * given["num_heads"] * given.get("relative_ranges", _RELATIVE_RANGES)
+    plain = [
+        i
+        for i in range(given.get("num_layers", 0))
+        if not arguments_of_block(given, i).get("attention_norm", True)
+    ]
+    total -= len(plain) * (h if fields["rms_norm"] else 2 * h)
     if network == "MaskedLM":
         types, pair = given.get("num_token_types", 2), given.get("next_sentence", False)
         dense = h * h + h
-        total += 2 * h + h * types + dense + 2 * h + fields["vocab_size"]
+        norm, biases = (h if fields["rms_norm"] else 2 * h), h * fields["use_bias"]
+        total += 2 * norm + h * types + h * h + biases + fields["vocab_size"]
         total += pair * (dense + 2 * h + 2)
     return total
 

@@ -63,6 +63,10 @@ class ModelShape:
         experts_every: which blocks of a stack have experts: every so many, the last of them.
         shared_experts: experts that every token is sent to besides.
         biased_choice: whether the choice of experts has biases.
+        expert_hidden_size: inner size of an expert; f by default.
+        dense_blocks: numbers of the blocks of the one stack that have no experts, from 0.
+        sublayer_norms: number of norms of each sublayer: 2 where its output has one, too.
+        other_block_parameters: of a block, what else there is: norms of queries and keys.
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
@@ -98,6 +102,10 @@ class ModelShape:
     experts_every: int = 1
     shared_experts: int = 0
     biased_choice: bool = False
+    expert_hidden_size: int | None = None
+    dense_blocks: tuple[int, ...] = ()
+    sublayer_norms: int = 1
+    other_block_parameters: int = 0
     capacity_factor: float = 1.0
     frozen_blocks: int = 0
     adapter_rank: int = 0
@@ -107,6 +115,7 @@ class ModelShape:
         defaults = {
             "ffn_hidden_size": lambda: 4 * self.hidden_size,
             "num_kv_heads": lambda: self.num_heads,
+            "expert_hidden_size": lambda: self.ffn_hidden_size,
             "source_length": lambda: self.sequence_length,
         }
         self._check(1, "hidden_size", "num_heads", "vocab_size", "sequence_length")
@@ -178,7 +187,9 @@ class ModelShape:
         )
         every = self.experts_every if self.num_experts > 1 else math.inf
         blocks = [
-            dataclasses.replace(kind, has_experts=number % every == 0)
+            dataclasses.replace(
+                kind, has_experts=number % every == 0 and number - 1 not in self.dense_blocks
+            )
             for num_blocks, kind in stacks
             for number in range(1, num_blocks + 1)
         ]
@@ -190,13 +201,17 @@ class ModelShape:
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return 2 * self.hidden_size * (heads + shared)
 
-    def expert_parameters(self) -> int:
+    def inner_size(self, kind: BlockKind) -> int:
+        """Return the inner size of a block's feed-forward layer, or of one of its experts."""
+        return self.expert_hidden_size if kind.has_experts else self.ffn_hidden_size
+
+    def expert_parameters(self, kind: BlockKind) -> int:
         """Return the parameters of the products of a feed-forward layer, of one expert."""
-        return (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+        return (3 if self.gated else 2) * self.hidden_size * self.inner_size(kind)
 
     def experts_parameters(self, kind: BlockKind) -> int:
         """Return the parameters of the products of a block's experts that can be sharded."""
-        return self.num_experts * self.expert_parameters() if kind.has_experts else 0
+        return self.num_experts * self.expert_parameters(kind) if kind.has_experts else 0
 
     def routed_rows(self, is_on_mesh: bool | np.ndarray) -> np.ndarray:
         """Return how many rows experts compute for a token of a block that has them.
@@ -211,13 +226,13 @@ class ModelShape:
 
     def block_parameters(self, kind: BlockKind) -> int:
         """Return the parameters of a block."""
-        h, f, number = self.hidden_size, self.ffn_hidden_size, len(kind.attended)
+        h, f, number = self.hidden_size, self.inner_size(kind), len(kind.attended)
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        each = self.expert_parameters() + self.use_bias * ((2 if self.gated else 1) * f + h)
+        each = self.expert_parameters(kind) + self.use_bias * ((2 if self.gated else 1) * f + h)
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         biases = number * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
         found = number * self.attention_parameters() + biases
-        found += (number + 1) * self._norm()
+        found += (number + 1) * self.sublayer_norms * self._norm() + self.other_block_parameters
         if not kind.has_experts:
             return found + each
         # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.
@@ -309,7 +324,7 @@ class ModelShape:
         active = self.experts_chosen + self.shared_experts
         for kind in self.kinds:
             weights = len(kind.attended) * self.attention_parameters()
-            weights += (active if kind.has_experts else 1) * self.expert_parameters()
+            weights += (active if kind.has_experts else 1) * self.expert_parameters(kind)
             weights += kind.has_experts * self.num_experts * self.hidden_size
             scores = 2 * heads * sum(kind.attended)
             each = 2.0 * (weights + scores) if kind.is_frozen else own * weights + 6.0 * scores

@@ -106,12 +106,12 @@ def _feed_forward_rows(model, kind, layouts):
     """Return rows, features inside and number of the feed-forward layers of a block on a device."""
     rows = layouts.micro_batch * kind.length / layouts.context
     if not kind.has_experts:
-        return [(rows, model.ffn_hidden_size, 1.0)]
+        return [(rows, model.inner_size(kind), 1.0)]
     own = model.num_experts / layouts.expert
     routed = rows * model.routed_rows(layouts.shards_experts)
-    found = [(routed / own, model.ffn_hidden_size, own)]
+    found = [(routed / own, model.inner_size(kind), own)]
     if model.shared_experts:
-        found.append((rows, model.shared_experts * model.ffn_hidden_size, 1.0))
+        found.append((rows, model.shared_experts * model.inner_size(kind), 1.0))
     return found
 
 

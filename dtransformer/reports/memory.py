@@ -230,6 +230,7 @@ def _of_block(block, shape, lengths, kinds, item, config):
         experts["expert_rows"] = kept_rows(moe, shape)
         experts["experts_chosen"] = moe.config.num_experts_chosen
         experts["shared_experts"] = moe.config.shared_experts
+    inner = moe.ffn_hidden_size if experts else options["ffn_hidden_size"]
     n = options["num_heads"]
     return kept_bytes(
         length=s,
@@ -238,7 +239,8 @@ def _of_block(block, shape, lengths, kinds, item, config):
         num_heads=n,
         head_dim=options.get("head_dim") or h // n,
         num_kv_heads=options.get("num_kv_heads") or n,
-        ffn_hidden_size=options["ffn_hidden_size"],
+        ffn_hidden_size=inner,
+        sublayer_norms=block.placement.number,
         gated=options["gated"],
         item_bytes=item,
         model_parallel=config.model_parallel,

@@ -132,7 +132,7 @@ def activations() -> Table:
     for name, (states, *kept) in published.FIGURE_1.items():
         step, model = steps[name], named(name)
         (kind,) = model.kinds
-        products = model.attention_parameters() + model.expert_parameters()
+        products = model.attention_parameters() + model.expert_parameters(model.kinds[0])
         share = kind.number / (step.tensor * step.stages)
         own = sum(map(float, state_bytes(share * products, 1, 0, 2, 4, 12))) / _GIB
         rows.append(Row(f"{name}, states", states, own, digits=2))

@@ -14,7 +14,7 @@ QUICK = """
     moe/dp4ep2@2x2+whole1 moe/dp2ep2@2x1+shard3 moe/dp2mp2ep2m2@1x4+rows+sp+recompute
     moe/dp2ep2pp2m2-1f1b@2x2 long_moe/dp2cp2ep2-interleaved2@1x4+ring
     causal/mp2-interleaved2@2x1+rows+sp adamw/dp2m2-interleaved2@2x1+shard2+recompute
-    adamw/dp2-interleaved2@2x1+whole1
+    adamw/dp2-interleaved2@2x1+whole1 gemma/mp2@1x2+rows+sp
 """.split()
 LONG = """
     moe/dp2ep2@2x1 adamw/dp2m2@2x1+shard2+recompute long.used/dp2cp2@2x2+all_gather
@@ -68,6 +68,10 @@ LONG = """
     muon/dp4@4x1+whole2 adafactor/dp2mp2@4x1+rows+whole2 muon/mp2@2x1+rows+whole1
     tied.used/mp2@2x1+rows+sp sgd/mp4@2x2+rows adamw/dp2@2x1+shard2 lamb/dp2@2x1+whole2
     deep_tied.used/pp2m2-interleaved2@2x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2 llama/mp2@2x1
-    long_causal/cp2@2x1+ring
+    long_causal/cp2@2x1+ring gemma/dp2@2x1+shard3 deep_gemma/pp2m2-1f1b@2x1
+    olmo/mp2@1x2+rows+sp olmo/dp2@2x1+shard3 deep_olmo/pp2m2-1f1b@2x1
+    glm_experts/mp2@1x2+rows+sp glm_experts/dp2@2x1+shard3 deep_glm_experts/pp2m2-1f1b@2x1
+    modernbert/mp2@1x2+rows+sp modernbert/dp2@2x1+shard3 deep_modernbert/pp2m2-1f1b@2x1
+    gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1
 """.split()
 RUNS = [*QUICK, *LONG]

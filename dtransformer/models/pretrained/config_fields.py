@@ -33,6 +33,10 @@ SILENT = {
     *("mask_token_id", "decoder_start_token_id", "vocab_size"),
     # Of blocks that predict several tokens, which are left out; and of Phi-3, where longrope asks.
     *("num_nextn_predict_layers", "original_max_position_embeddings", "output_router_logits"),
+    # Of how tables begin, of heads for tasks, and of what saves work and changes no result.
+    *("sinusoidal_pos_embds", "seq_classif_dropout", "qa_dropout", "initializer_cutoff_factor"),
+    *("classifier_pooling", "deterministic_flash_attn", "sparse_pred_ignore_index"),
+    *("sparse_prediction", "reference_compile", "repad_logits_with_grad"),
     # Of Llama, where rope_parameters say it; and of those that have no windows.
     *(
         "extra_pos_embeddings",

@@ -83,7 +83,9 @@ def save_pretrained(
             kind.file_name(x.name): x.join([full(path) for path in x.weights])
             for x in kind.tensors(network.arguments)
         }
-        fields = {**config, "dtype": str(next(iter(arrays.values())).dtype)}
+        dtype = next(iter(arrays.values())).dtype
+        arrays |= {x: y.astype(dtype) for x, y in kind.computed(network.arguments).items()}
+        fields = {**config, "dtype": str(dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)

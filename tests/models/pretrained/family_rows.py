@@ -119,8 +119,69 @@ TEXTS = {
     ),
 }
 # Encoders: besides BERT of `reference_models`.
-MASKED = {}
+ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+NO_HEAD_OF_ITS_OWN = (
+    {"tie_word_embeddings": False},
+    "tie_word_embeddings=false is not built",
+)
+NOT_GELU = {"hidden_act": "relu"}, 'hidden_act="relu" is not built'
+MASKED = {
+    "xlm-roberta": Row(ROBERTA, NOT_GELU),
+    "camembert": Row(ROBERTA, NOT_GELU),
+    "distilbert": Row(
+        {
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 48,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        NO_HEAD_OF_ITS_OWN,
+    ),
+    "modernbert": Row(
+        {
+            "num_hidden_layers": 4,
+            "local_attention": 8,
+            "rope_parameters": BY_KIND,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        ({"norm_bias": True}, "norm_bias=true is not built"),
+    ),
+}
 # Encoder–decoders: besides BART of `reference_models`.
-PAIRS = {}
+NO_NORM = {"add_final_layer_norm": False}, "add_final_layer_norm=false is not built"
+PAIRS = {
+    "mbart": Row({"scale_embedding": True}, NO_NORM),
+    "pegasus": Row({"scale_embedding": True, "decoder_start_token_id": 3}, NO_NORM),
+    "m2m_100": Row(
+        {
+            "scale_embedding": True,
+            "attention_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+        },
+        NO_NORM,
+    ),
+    "mt5": Row(
+        {
+            "d_kv": 6,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 1,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 12,
+            "dropout_rate": 0.0,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "decoder_start_token_id": 3,
+        },
+        ({"feed_forward_proj": "twice-gelu"}, "which is not known"),
+    ),
+}
 ROWS = {**TEXTS, **MASKED, **PAIRS}
 FAMILIES = {name: row.family or name for name, row in ROWS.items()}

@@ -68,17 +68,17 @@ class Masked:
 
     learning_rate = 0.1
 
-    def __init__(self, num_token_types=2, next_sentence=False):
+    def __init__(self, num_token_types: int | None = 2, next_sentence=False):
         self.num_token_types, self.next_sentence = num_token_types, next_sentence
 
     def batch(self):
         ids = random_ids([LENGTH, LENGTH - 3, 5])
-        types = (torch.arange(LENGTH) > 3).long() * (self.num_token_types - 1)
+        types = (torch.arange(LENGTH) > 3).long() * ((self.num_token_types or 1) - 1)
         is_label = (torch.rand(ids.shape) < 1 / 6) & (ids != PADDING)
         is_label[:, 1] = True
         batch = {
             "inputs/tokens": ids,
-            "inputs/token_types": types.expand_as(ids),
+            **({"inputs/token_types": types.expand_as(ids)} if self.num_token_types else {}),
             "labels/masked_lm": torch.where(is_label, ids, -100),
             "is_token": ids != PADDING,
         }
@@ -88,10 +88,11 @@ class Masked:
         return {**batch, "labels/next_sentence": torch.tensor([0, 1, 1])}
 
     def _call(self, model, batch, **labels):
+        types = batch.get("inputs/token_types")
         return model(
             batch["inputs/tokens"],
             attention_mask=batch["is_token"].long(),
-            token_type_ids=batch["inputs/token_types"],
+            **({"token_type_ids": types} if types is not None else {}),
             **labels,
         )
 
@@ -114,6 +115,8 @@ class Masked:
         return self._call(model, batch, **labels).loss
 
     def padded(self, model):
+        if not self.num_token_types:
+            return padded_left(model, PADDING)
         types = torch.randint(0, self.num_token_types, (ROWS, LENGTH))
         return padded_left(model, PADDING, token_type_ids=types)
 

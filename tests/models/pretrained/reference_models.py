@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto as auto
 
 from tests.models.pretrained import family_rows
 from tests.models.pretrained.reference_kinds import END, PADDING, VOCAB_SIZE, Masked, Pairs, Texts
@@ -130,11 +130,24 @@ MODELS = {
     "mixtral": (transformers.MixtralForCausalLM, {**SIZES, "num_local_experts": 4}, Texts()),
 }
 for _names, _usual, _rows, _kind in (
-    (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SIZES, family_rows.TEXTS, Texts()),
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SIZES, family_rows.TEXTS, lambda _: Texts()),
+    (
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        BERT,
+        family_rows.MASKED,
+        lambda config: Masked(config.get("type_vocab_size")),
+    ),
+    (
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        BART,
+        family_rows.PAIRS,
+        lambda config: Pairs(config["decoder_start_token_id"]),
+    ),
 ):
     for _name, _row in _rows.items():
         _class = getattr(transformers, _names[family_rows.FAMILIES[_name]])
-        MODELS[_name] = (_class, {**_usual, **_row.config}, _kind)
+        _config = {**_usual, **_row.config}
+        MODELS[_name] = (_class, _config, _kind(_row.config if _usual is BERT else _config))
 STEPS = 3
 FAMILIES = sorted({model_class.config_class.model_type for model_class, _, _ in MODELS.values()})
 

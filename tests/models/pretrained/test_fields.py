@@ -28,8 +28,8 @@ def fields():
 def test_each_field_of_a_config_is_known(family):
     """And one that lacks means what it does there, or is an error."""
     usual = {**fields()["configs"][family], "decoder_start_token_id": 2}
-    names = [name for name in usual if name.endswith("vocab_size") and name != "type_vocab_size"]
-    usual |= dict.fromkeys(names, 300_000)
+    usual |= {x: 300_000 for x in ("vocab_size", "decoder_vocab_size") if x in usual}
+    usual |= {x: 0.0 for x in usual if x.endswith("layerdrop")}  # which is named
     config = ReadFields(usual)
     FAMILIES[family].arguments(config)
     assert not usual.keys() - config.read - KNOWN - set(FAMILIES[family].special_ids.values())

@@ -138,7 +138,7 @@ def test_values_that_are_not_finite(folder):
 
 
 def test_arguments_that_need_other_weights(folder):
-    with pytest.raises(InputError, match="the network also has head/bias"):
+    with pytest.raises(InputError, match="it lacks lm_head.bias"):
         from_pretrained(folder, head_bias=True)
 
 

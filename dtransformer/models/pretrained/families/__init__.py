@@ -1,9 +1,10 @@
 """The families of published models, a file for each: what their configs say, where weights lie."""
 
-from dtransformer.models.pretrained.families.bart import BART, MARIAN
+from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
+from dtransformer.models.pretrained.families.encoders import DISTILBERT, MODERNBERT
 from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
-from dtransformer.models.pretrained.families.family import Family
+from dtransformer.models.pretrained.families.family import Family, as_class
 from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
 from dtransformer.models.pretrained.families.gpt2 import GPT2
@@ -20,7 +21,7 @@ from dtransformer.models.pretrained.families.llama import (
     STARCODER2,
 )
 from dtransformer.models.pretrained.families.olmo import OLMO2, OLMO3, OLMOE
-from dtransformer.models.pretrained.families.t5 import T5
+from dtransformer.models.pretrained.families.t5 import MT5, T5
 
 # The `model_type` of a config -> the family.
 FAMILIES: dict[str, Family] = {
@@ -47,7 +48,15 @@ FAMILIES: dict[str, Family] = {
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
     "bert": BERT,
+    "distilbert": DISTILBERT,
+    "modernbert": MODERNBERT,
     "roberta": ROBERTA,
+    "xlm-roberta": as_class(ROBERTA, "XLMRobertaForMaskedLM"),
+    "camembert": as_class(ROBERTA, "CamembertForMaskedLM"),
+    "mbart": MBART,
+    "pegasus": PEGASUS,
+    "m2m_100": M2M_100,
+    "mt5": MT5,
     "bart": BART,
     "marian": MARIAN,
     "t5": T5,

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from dtransformer.block_forms import arguments_of_block, shortest
 from dtransformer.errors import InputError
-from dtransformer.layers.block_pattern import arguments_of_block, shortest
 from dtransformer.layers.rotary import ntk_base
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_OF_PATTERN = "experts", "attention_norm"  # what is no argument of a network
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
 
 
@@ -36,6 +37,7 @@ class Blocks:
         dense: a function of a config and a block's number that returns whether it has a feed-forward
             layer where others have experts, and one of the list of that by block that returns the
             fields which say it; None where all blocks are alike.
+        is_first_plain: whether the first block has no norm of attention's input.
         turns: name of a field that lists whether each block has rotary positions, and how often
             they are left out where it lacks; None for everywhere.
     """
@@ -52,6 +54,7 @@ class Blocks:
     older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliding_base: float | None = None
     dense: tuple[Callable, Callable] | None = None
+    is_first_plain: bool = False
     turns: tuple[str, str, int] | None = None
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
@@ -64,6 +67,8 @@ class Blocks:
         for i in range(number):
             if turns is not None and not turns[i]:
                 blocks[i]["rotary_base"] = None
+            if self.is_first_plain:
+                blocks[i]["attention_norm"] = i > 0
             if self.dense is not None:
                 blocks[i]["experts"] = not self.dense[0](config, i)
         return factored(blocks) if blocks else of_kind.get(FULL, self._of_kind(config, FULL))
@@ -151,6 +156,9 @@ class Blocks:
             found["layer_types"] = [_kind(block) for block in blocks]
         if self.turns is not None:
             found[self.turns[0]] = [int(block["rotary_base"] is not None) for block in blocks]
+        plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
+        if plain != [0] * self.is_first_plain:
+            _refuse("blocks whose attention's input has no norm", plain, "another number of them")
         if self.dense is not None:
             found |= self.dense[1]([not block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
@@ -191,7 +199,7 @@ def factored(blocks: list[dict]) -> dict:
     pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
     if len(same) == len(blocks[0]):
         pattern = None
-    common = {name: value for name, value in blocks[0].items() if name != "experts"}
+    common = {name: value for name, value in blocks[0].items() if name not in _OF_PATTERN}
     return {**common, "block_pattern": pattern}
 
 

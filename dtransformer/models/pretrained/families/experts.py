@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dtransformer.errors import InputError
 from dtransformer.models.experts import experts_of
 from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
-from dtransformer.models.pretrained.families.decoder import Decoder
 from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
 from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
+from dtransformer.models.pretrained.families.stack import Stack
 from dtransformer.parallel.config.config import MoEConfig
 
 # No token is dropped, and the load is balanced sequence by sequence.
@@ -112,7 +112,7 @@ def first_dense(usual: int) -> tuple:
 
 
 _MIXTRAL_NAMES = {"w1": "gate", "w3": "mapping", "w2": "projection"}
-MIXTRAL = Decoder(
+MIXTRAL = Stack(
     "MixtralForCausalLM",
     parts=(
         kv_heads(8),
@@ -134,7 +134,7 @@ MIXTRAL = Decoder(
         for name, own in _MIXTRAL_NAMES.items()
     },
 ).family()
-QWEN3_MOE = Decoder(
+QWEN3_MOE = Stack(
     "Qwen3MoeForCausalLM",
     parts=(
         QK_EPSILON,

@@ -4,6 +4,8 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 
+import numpy as np
+
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
@@ -42,6 +44,8 @@ class Family:
         renamed: dict of endings of names in older files, and what they are now.
         left_out: a function of the arguments that returns what names begin with of tensors that are
             left out, with a notice.
+        computed: a function of the arguments that returns tensors by their names in files, which no
+            weights are, and files have.
         settled: a function of the arguments and of the names of a file's tensors that returns the
             arguments: it settles what the config leaves open.
     """
@@ -60,6 +64,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     left_out: Callable[[dict], tuple[str, ...]] = lambda arguments: ()
+    computed: Callable[[dict], dict[str, np.ndarray]] = lambda arguments: {}
     settled: Callable[[dict, Collection[str]], dict] = lambda arguments, names: arguments
 
     def own_name(self, name: str) -> str:
@@ -77,6 +82,11 @@ class Family:
     def is_spare(self, name: str) -> bool:
         """Return whether a file may have a tensor of that name besides the network's."""
         return name in self.copies or (bool(self.ignored) and name.endswith(self.ignored))
+
+
+def as_class(family: Family, architecture: str) -> Family:
+    """Return a family whose files and configs are another one's, but for the class."""
+    return dataclasses.replace(family, architecture=architecture)
 
 
 def linear(

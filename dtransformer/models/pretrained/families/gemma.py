@@ -5,7 +5,6 @@ References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 24
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
-from dtransformer.models.pretrained.families.decoder import PRE, Decoder
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
@@ -13,6 +12,7 @@ from dtransformer.models.pretrained.families.parts import (
     head_dim,
     kv_heads,
 )
+from dtransformer.models.pretrained.families.stack import PRE, Stack
 
 _FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
 _REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
@@ -39,14 +39,14 @@ def _period(config, number):
 
 # Its first configs say "gelu", and mean the approximation by tanh.
 _ACTIVATION = Activation("hidden_act", "gelu_pytorch_tanh", means={"gelu": "gelu_pytorch_tanh"})
-GEMMA = Decoder(
+GEMMA = Stack(
     "GemmaForCausalLM",
     parts=(*_HEADS, kv_heads(16), _ACTIVATION),
     fixed=_FIXED,
     refused=_REFUSED,
     ids=_IDS,
 ).family()
-GEMMA2 = Decoder(
+GEMMA2 = Stack(
     "Gemma2ForCausalLM",
     parts=(
         *_HEADS,
@@ -60,7 +60,7 @@ GEMMA2 = Decoder(
     ids=_IDS,
     norms=_NORMS,
 ).family()
-GEMMA3 = Decoder(
+GEMMA3 = Stack(
     "Gemma3ForCausalLM",
     parts=(
         *_HEADS,

@@ -5,9 +5,9 @@ References: Team GLM, 2024, "ChatGLM", arXiv 2406.12793; GLM-4.5 Team, 2025, "GL
 """
 
 from dtransformer.models.pretrained.families.blocks import Blocks
-from dtransformer.models.pretrained.families.decoder import FUSED_GATED, GATED, SHARED, Decoder
 from dtransformer.models.pretrained.families.experts import Experts, first_dense
 from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.stack import FUSED_GATED, GATED, SHARED, Stack
 
 _PARTS = (
     kv_heads(2),
@@ -18,10 +18,10 @@ _PARTS = (
 )
 _IDS = {"pad_token_id": 151329, "eos_token_id": 151329}
 
-GLM = Decoder(
+GLM = Stack(
     "GlmForCausalLM", parts=_PARTS, dense=FUSED_GATED, ids=_IDS, is_interleaved=True
 ).family()
-GLM4 = Decoder(
+GLM4 = Stack(
     "Glm4ForCausalLM",
     parts=_PARTS,
     fixed={"norm_placement": "sandwich"},
@@ -35,7 +35,7 @@ GLM4 = Decoder(
     },
     is_interleaved=True,
 ).family()
-GLM4_MOE = Decoder(
+GLM4_MOE = Stack(
     "Glm4MoeForCausalLM",
     parts=(
         kv_heads(8),

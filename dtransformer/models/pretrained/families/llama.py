@@ -9,11 +9,6 @@ their published code.
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
-from dtransformer.models.pretrained.families.decoder import (
-    FUSED_ATTENTION,
-    FUSED_GATED,
-    Decoder,
-)
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
@@ -21,6 +16,11 @@ from dtransformer.models.pretrained.families.parts import (
     head_dim,
     kv_heads,
     reciprocal,
+)
+from dtransformer.models.pretrained.families.stack import (
+    FUSED_ATTENTION,
+    FUSED_GATED,
+    Stack,
 )
 
 USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -44,22 +44,22 @@ def _qwen_blocks(window):
     return Blocks(kind_of=_last_slide, window=window, has_types=True)
 
 
-LLAMA = Decoder("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS).family()
-MISTRAL = Decoder(
+LLAMA = Stack("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS).family()
+MISTRAL = Stack(
     "MistralForCausalLM",
     # A config that says nothing of it means 4096, as that of the first Mistral.
     parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
     ids=USUAL_IDS,
 ).family()
-QWEN2 = Decoder("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True}).family()
+QWEN2 = Stack("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True}).family()
 QK_EPSILON = epsilon(1e-6, same=("qk_norm_epsilon",))
-QWEN3 = Decoder(
+QWEN3 = Stack(
     "Qwen3ForCausalLM",
     parts=(QK_EPSILON, kv_heads(32), head_dim(128), _qwen_blocks(4096)),
     fixed={"qk_norm": "rms_norm"},
     refused={"attention_bias": False},
 ).family()
-PHI3 = Decoder(
+PHI3 = Stack(
     "Phi3ForCausalLM",
     parts=(
         epsilon(1e-5),
@@ -71,7 +71,7 @@ PHI3 = Decoder(
     dense=FUSED_GATED,
     ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
 ).family()
-STARCODER2 = Decoder(
+STARCODER2 = Stack(
     "Starcoder2ForCausalLM",
     parts=(
         kv_heads(2),
@@ -90,7 +90,7 @@ STARCODER2 = Decoder(
     },
     ids={"bos_token_id": 50256, "eos_token_id": 50256},
 ).family()
-STABLELM = Decoder(
+STABLELM = Stack(
     "StableLmForCausalLM",
     parts=(
         kv_heads(32),
@@ -103,7 +103,7 @@ STABLELM = Decoder(
     refused={"use_parallel_residual": False, "qk_layernorm": False},
     ids={"bos_token_id": 0, "eos_token_id": 0},
 ).family()
-SEED_OSS = Decoder(
+SEED_OSS = Stack(
     "SeedOssForCausalLM",
     parts=(
         kv_heads(8),
@@ -115,7 +115,7 @@ SEED_OSS = Decoder(
     refused={"attention_out_bias": False, "mlp_bias": False},
     ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
 ).family()
-SMOLLM3 = Decoder(
+SMOLLM3 = Stack(
     "SmolLM3ForCausalLM",
     parts=(
         kv_heads(4),
@@ -130,7 +130,7 @@ SMOLLM3 = Decoder(
     refused=_PLAIN,
     ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
 ).family()
-GRANITE = Decoder(
+GRANITE = Stack(
     "GraniteForCausalLM",
     parts=(
         Field("embedding_scale", "embedding_multiplier", 1.0),

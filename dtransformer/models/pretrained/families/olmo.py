@@ -5,9 +5,9 @@ arXiv 2409.02060; OLMo 3 by its published code.
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
-from dtransformer.models.pretrained.families.decoder import PRE, Decoder
 from dtransformer.models.pretrained.families.experts import Experts
 from dtransformer.models.pretrained.families.parts import epsilon
+from dtransformer.models.pretrained.families.stack import PRE, Stack
 
 _FIXED = {"qk_norm": "rms_norm_all_heads"}
 _EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
@@ -19,7 +19,7 @@ _NORMS = {
 }
 _NORMS.pop("input_layernorm")
 
-OLMO2 = Decoder(
+OLMO2 = Stack(
     "Olmo2ForCausalLM",
     parts=(_EPSILON,),
     fixed={**_FIXED, "norm_placement": "output"},
@@ -27,7 +27,7 @@ OLMO2 = Decoder(
     ids=_IDS,
     norms=_NORMS,
 ).family()
-OLMO3 = Decoder(
+OLMO3 = Stack(
     "Olmo3ForCausalLM",
     parts=(
         _EPSILON,
@@ -45,7 +45,7 @@ OLMO3 = Decoder(
     ids=_IDS,
     norms=_NORMS,
 ).family()
-OLMOE = Decoder(
+OLMOE = Stack(
     "OlmoeForCausalLM",
     parts=(
         _EPSILON,

@@ -1,5 +1,9 @@
-"""T5, its first version and 1.1: Raffel et al., 2019, arXiv 1910.10683."""
+"""T5, its first version and 1.1, and mT5.
 
+References: Raffel et al., 2019, arXiv 1910.10683; Xue et al., 2020, "mT5", arXiv 2010.11934.
+"""
+
+import dataclasses
 from collections.abc import Collection
 
 from dtransformer.errors import InputError
@@ -145,6 +149,12 @@ def _tensors(arguments):
     return found
 
 
+def _mt5_arguments(config):
+    """MT5 is version 1.1 from its beginning: gated, and nothing is scaled before the head."""
+    config["feed_forward_proj"] = config.get("feed_forward_proj") or "gated-gelu"
+    return {**_arguments(config), "scales_output": False}
+
+
 T5 = Family(
     "T5ForConditionalGeneration",
     EncoderDecoderLM,
@@ -157,3 +167,4 @@ T5 = Family(
     copies=(_HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignored=("EncDecAttention.relative_attention_bias.weight",),
 )
+MT5 = dataclasses.replace(T5, architecture="MT5ForConditionalGeneration", arguments=_mt5_arguments)

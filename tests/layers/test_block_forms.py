@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.block_forms import arguments_of_block, has_experts, shortest
 from dtransformer.layers import TransformerEncoder
-from dtransformer.layers.block_pattern import arguments_of_block, has_experts, shortest
 
 BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
 NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}

@@ -1,17 +1,18 @@
-"""Families of decoders as rows of a table: what each says and stores in its own way.
+"""Families of one stack of blocks as rows of a table: what each says and stores in its own way.
 
 What a row does not say is Llama's.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
+from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.experts import experts_by_arguments
 from dtransformer.models.pretrained.families.blocks import Blocks
-from dtransformer.models.pretrained.families.causal import PLAIN, head
+from dtransformer.models.pretrained.families.causal import PLAIN
 from dtransformer.models.pretrained.families.family import Family, bias, linear, refuse, table
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
@@ -24,7 +25,7 @@ from dtransformer.models.pretrained.families.parts import (
 )
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-# What configs of decoders cannot say otherwise, where no part of theirs does.
+# What configs of language models cannot say otherwise, where no part of theirs does.
 _FIXED = {
     **PLAIN,
     "positions": "rotary",
@@ -94,8 +95,8 @@ _SPARE = {"copies": ("lm_head.weight",), "ignored": ("rotary_emb.inv_freq",)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-    """A family of decoders.
+class Stack:
+    """A family of networks of one stack of blocks.
 
     Args:
         architecture: the class in `transformers`.
@@ -108,6 +109,13 @@ class Decoder:
         router: what the router's kernel is called.
         router_bias: the whole name of its bias.
         is_interleaved: whether neighbouring features turn together: theirs are put in our order.
+        block: what names of a block's tensors begin with; `{}` is its number.
+        tables, top, vectors: names of the tensors outside of blocks, and ours: tables, norms and
+            products, and others by their whole names.
+        base: what `fixed` is besides.
+        usual_parts: the parts that `parts` come besides.
+        network: the class of the networks.
+        shapes: the function of `weight_shapes` for it.
         others: other fields of `Family`.
     """
 
@@ -123,12 +131,24 @@ class Decoder:
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     is_interleaved: bool = False
+    block: str = "model.layers.{}."
+    tables: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"model.embed_tokens.weight": "embedding/table"}
+    )
+    top: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: {"model.norm": "blocks/final_norm", "lm_head": "head"}
+    )
+    vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    base: Mapping = dataclasses.field(default_factory=lambda: _FIXED)
+    usual_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
+    network: type[TokenModel] = CausalLM
+    shapes: Callable[[dict], dict] = weight_shapes.causal_lm
     others: Mapping = dataclasses.field(default_factory=dict)
 
     def all_parts(self) -> list[Part]:
         """Return the family's parts, and those of Llama's that they do not replace."""
         own = {name for part in self.parts for name in part.arguments}
-        return [*(x for x in LLAMA_PARTS if not own & set(x.arguments)), *self.parts]
+        return [*(x for x in self.usual_parts if not own & set(x.arguments)), *self.parts]
 
     def of_config(self, config: Mapping) -> dict:
         """Return the arguments of a network of a config.
@@ -137,7 +157,7 @@ class Decoder:
             InputError: the config asks for what is not built.
         """
         refuse(config, self.architecture, **self.refused)
-        found = {**_FIXED, **self.fixed, "dropout_rate": 0.0}
+        found = {**self.base, **self.fixed, "dropout_rate": 0.0}
         for part in self.all_parts():
             found |= part.read(config)
         return found
@@ -150,7 +170,7 @@ class Decoder:
         """
         parts = self.all_parts()
         said = {name for part in parts for name in part.arguments} | _FREE
-        for name, value in {**_FIXED, **self.fixed}.items():
+        for name, value in {**self.base, **self.fixed}.items():
             own = _meant(arguments, name)
             if name not in said and own != value:
                 raise InputError(
@@ -164,12 +184,17 @@ class Decoder:
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the tensors of a file of a network of some arguments."""
-        shapes = weight_shapes.causal_lm(experts_by_arguments(arguments))
-        found = [table("model.embed_tokens.weight", "embedding/table")]
-        found += _vectors("model.norm", "blocks/final_norm", shapes)
-        found += head(arguments)
+        shapes = self.shapes(experts_by_arguments(arguments))
+        found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
+        for name, ours in self.top.items():
+            found += _vectors(name, ours, shapes)
+            if f"{ours}/kernel" in shapes:
+                found.append(linear(f"{name}.weight", f"{ours}/kernel"))
+            if f"{ours}/bias" in shapes:
+                found.append(bias(f"{name}.bias", f"{ours}/bias"))
+        found += [bias(name, ours) for name, ours in self.vectors.items()]
         for number in range(arguments["num_layers"]):
-            theirs, ours = f"model.layers.{number}.", f"blocks/block_{number}/"
+            theirs, ours = self.block.format(number), f"blocks/block_{number}/"
             own = {x.removeprefix(ours): s for x, s in shapes.items() if x.startswith(ours)}
             for tensor in self._block(own, arguments):
                 paths = tuple(f"{ours}{path}" for path in tensor.weights)
@@ -211,7 +236,7 @@ class Decoder:
         """Return the `Family` of the row."""
         return Family(
             self.architecture,
-            CausalLM,
+            self.network,
             self.of_config,
             self.to_config,
             self.tensors,

@@ -1,0 +1,76 @@
+"""Networks that together have every form of blocks that published families ask for."""
+
+from dtransformer import MoEConfig
+from dtransformer.models import CausalLM, MaskedLM
+
+_SIZES = {"hidden_size": 32, "num_heads": 8, "ffn_hidden_size": 64, "dropout_rate": 0.0}
+_DECODER = {
+    **_SIZES,
+    "hidden_act": "silu",
+    "positions": "rotary",
+    "embedding_scale": 1.0,
+    "norm": "rms_norm",
+    "gated": True,
+    "use_bias": False,
+    "num_kv_heads": 4,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+
+
+def gemma(vocab_size, num_layers):
+    """Gemma's form: norms around sublayers, windows of every other block, caps."""
+    own = {"norm": "rms_norm_unit_offset", "qk_norm": "rms_norm_unit_offset", "soft_cap": 5.0}
+    own |= {"norm_placement": "sandwich", "embedding_scale": None, "logits_soft_cap": 3.0}
+    pattern = [{"window": 4, "rotary_base": 100.0}, {"window": None}]
+    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, block_pattern=pattern)
+
+
+def olmo(vocab_size, num_layers):
+    """OLMo's form: norms of outputs, of all heads together, YaRN; with Granite's multipliers."""
+    own = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "tied_head": False}
+    own |= {"residual_scale": 0.5, "logits_scale": 2.0, "rotary_fraction": 0.5}
+    pattern = [{"window": 4}, {"rotary_scaling": _YARN}]
+    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own, block_pattern=pattern)
+
+
+def glm_experts(vocab_size, num_layers):
+    """GLM-4.5's form: a dense block first, experts of their own size; no positions in some blocks."""
+    experts = MoEConfig(
+        expert_num=4,
+        num_experts_chosen=2,
+        ffn_hidden_size=24,
+        shared_experts=1,
+        dropless=True,
+        expert_group_size=8,
+        router_type="sigmoid",
+        routing_groups=2,
+        routing_groups_chosen=1,
+        group_score="max",
+        normalizes_gates=False,
+        gate_scale=1.5,
+    )
+    pattern = [{"experts": False}, {"rotary_base": None}]
+    return CausalLM(
+        vocab_size,
+        num_layers=num_layers,
+        **_DECODER,
+        qkv_bias=True,
+        moe_config=experts,
+        block_pattern=pattern,
+    )
+
+
+def modernbert(vocab_size, num_layers):
+    """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
+    own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
+    own |= {"gated": True, "use_bias": False, "post_layernorm_residual": False}
+    near = {"window": 4, "rotary_base": 100.0}
+    blocks = [{"attention_norm": False}, *[near] * (num_layers - 1)]
+    return MaskedLM(
+        vocab_size, num_layers=num_layers, num_token_types=0, **_SIZES, **own, block_pattern=blocks
+    )
+
+
+# Their names in the harness: their batches are those of `causal` and `bert`.
+DECODERS = {"gemma": gemma, "olmo": olmo, "glm_experts": glm_experts}
+ENCODERS = {"modernbert": modernbert}
