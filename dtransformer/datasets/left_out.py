@@ -17,7 +17,7 @@ def warn_left_out(owner: object, number: int, total: int, what: str) -> None:
 
     Example:
 
-    >>> report("Batches", 3, 1000, "documents are longer than length=8, and left out")
+    >>> warn_left_out("Batches", 3, 1000, "documents are longer than length=8, and left out")
     Batches: 3 of 1,000 documents are longer than length=8, and left out
     """
     name = owner if isinstance(owner, str) else type(owner).__name__

@@ -59,7 +59,7 @@ def summary(found: Plan) -> str:
     Example:
 
     >>> cluster = Cluster(device_named("a100"), 4)
-    >>> print(told(automatic_plan("gpt2_small", 32, cluster=cluster)))
+    >>> print(summary(automatic_plan("gpt2_small", 32, cluster=cluster)))
     Layout: data 4 · ..., by the planner: ... the fastest of ... that fit...; ...
     """
     best = found.best

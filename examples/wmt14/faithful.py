@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from dtransformer.datasets.text import read_tsv
+from dtransformer.datasets import read_tsv
 from dtransformer.errors import InputError
 
 UNK, PAD, EOT, FIRST_WORD = 0, 1, 2, 3
