@@ -7,7 +7,7 @@ makes networks of these sizes, and `dtransformer.planner` says what to train the
 import dataclasses
 import pathlib
 
-import yaml
+from dtransformer.tables import read_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Architecture:
 
 
 def _all():
-    tables = yaml.safe_load(pathlib.Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    tables = read_table(pathlib.Path(__file__).with_suffix(".yaml"))
 
     def complete(like=None, **own):
         """Return fields with those of the kind that they are like, which own ones replace."""

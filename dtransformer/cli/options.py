@@ -5,13 +5,12 @@ import pathlib
 from collections.abc import Callable
 from typing import NoReturn
 
-import yaml
-
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import check_whole
 from dtransformer.inputs.yaml_file import parse_yaml
 from dtransformer.runs.config import RunConfig, set_option
+from dtransformer.tables import read_table
 from dtransformer.version import __version__
 
 
@@ -92,7 +91,7 @@ def make_parser() -> Parser:
         prog="dtransformer", description="Train Transformers on many devices, and translate."
     )
     parser.add_argument("--version", action="version", version=f"dtransformer {__version__}")
-    table = yaml.safe_load(pathlib.Path(__file__).with_name("commands.yaml").read_text("utf-8"))
+    table = read_table(pathlib.Path(__file__).with_name("commands.yaml"))
     _add_commands(parser, table, "command")
     return parser
 

@@ -5,6 +5,7 @@ Reference: https://huggingface.co/docs/safetensors, "Format".
 """
 
 import math
+import os
 import pathlib
 
 import numpy as np
@@ -41,6 +42,8 @@ class SafetensorsFile:
     def __init__(self, path: FilePath):
         with opened(path) as file:
             try:
+                if not os.fstat(file.fileno()).st_size:  # a pipe, which the library would wait for
+                    raise OSError("header too small")
                 with safetensors.safe_open(
                     path, "np"
                 ):  # that tensors follow each other, and fill it

@@ -28,8 +28,8 @@ class LayerLoad:
     Example:
 
     >>> load = LayerLoad("moe", (36.0, 12.0), choices=64, tokens=64, entropy=32.0)
-    >>> load.dropped_share, load.busiest, load.mean_entropy
-    (0.25, 1.5, 0.5)
+    >>> load.dropped_share, load.mean_entropy
+    (0.25, 0.5)
     """
 
     layer: str
@@ -48,11 +48,6 @@ class LayerLoad:
     def dropped_share(self) -> float:
         """The share of choices that experts did not take."""
         return 1 - sum(self.taken) / self.choices if self.choices else 0.0
-
-    @property
-    def busiest(self) -> float:
-        """How many times the mean the busiest expert took; 1 where the load is even."""
-        return max(self.taken) * len(self.taken) / max(sum(self.taken), 1)
 
     @property
     def mean_entropy(self) -> float:

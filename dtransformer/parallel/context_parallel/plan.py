@@ -177,26 +177,6 @@ class ContextPlan:
             return False
         return window is None or (highest - first < window and (causal or last - lowest < window))
 
-    def elements_sent(self, b: int, n: int, m: int, d: int) -> dict[str, int]:
-        """Return the elements that a device sends, `"forward"` and `"backward"`.
-
-        Args:
-            b, n, m, d: rows, heads of queries, heads of keys, and features of a head, that the
-                device has.
-        """
-        queries = b * n * d * self.num_queries // self.shards
-        keys = b * m * d * self.num_keys // self.shards
-        others = self.shards - 1
-        if self.has_all_positions:
-            keys *= max(self.shards // m, 1)
-            total = others * (2 * queries + 2 * keys) // self.shards
-            return {"forward": total, "backward": total}
-        striped = others * 2 * queries // self.shards if self.is_striped else 0
-        return {
-            "forward": striped + others * 2 * keys,
-            "backward": striped + 2 * others * 2 * keys,
-        }
-
 
 def make_plan(
     mode: str,

@@ -7,6 +7,7 @@ import numpy as np
 from dtransformer.models import CausalLM
 from dtransformer.parallel.context_parallel.plan import make_plan
 from tests.on_mesh import HIDDEN, ROWS, TARGET_LENGTH, VOCAB_SIZE, on_mesh, start, stop, trainer_of
+from tests.parallel.context_parallel.formula import elements_sent
 
 HEADS, SHARDS = 4, 2
 ALL_TO_ALLS = {  # forward: of queries, keys, values and context; or of stripes, keys with values
@@ -45,5 +46,5 @@ def test_what_is_sent():
                 assert c.kind == "all-reduce" and direction == "backward", c
                 assert c.elements <= 4 * HIDDEN * HIDDEN, c
         assert dict(found) == numbers, mode
-        assert dict(sent) == plan.elements_sent(ROWS, HEADS, HEADS, HIDDEN // HEADS), mode
+        assert dict(sent) == elements_sent(plan, ROWS, HEADS, HEADS, HIDDEN // HEADS), mode
     assert "blocks blockwise" in memory["ring"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dtransformer.parallel.context_parallel.plan import ContextPlan, check_heads, make_plan
+from tests.parallel.context_parallel.formula import elements_sent
 
 MODES = "ulysses", "all_gather", "ring"
 REACHES = [(False, None), (True, None), (True, 7), (False, 5)]
@@ -93,15 +94,15 @@ def test_what_is_sent():
     queries, keys = b * n * d * s // c, 2 * b * m * d * s // c
     by_heads = (c - 1) * (2 * queries + keys) // c
     plan = ContextPlan("ulysses", c, s, s)
-    assert plan.elements_sent(b, n, m, d) == {"forward": by_heads, "backward": by_heads}
+    assert elements_sent(plan, b, n, m, d) == {"forward": by_heads, "backward": by_heads}
     for mode in ("all_gather", "ring"):
         plan = ContextPlan(mode, c, s, s)
         sent = {"forward": (c - 1) * keys, "backward": 2 * (c - 1) * keys}
-        assert plan.elements_sent(b, n, m, d) == sent
+        assert elements_sent(plan, b, n, m, d) == sent
         stripes = (c - 1) * 2 * queries // c
         plan = ContextPlan(mode, c, s, s, is_striped=True)
         striped = {kind: number + stripes for kind, number in sent.items()}
-        assert plan.elements_sent(b, n, m, d) == striped
+        assert elements_sent(plan, b, n, m, d) == striped
 
 
 def test_a_length_that_shards_do_not_divide():
