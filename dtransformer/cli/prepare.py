@@ -21,10 +21,19 @@ def prepare(arguments: argparse.Namespace) -> None:
             raise InputError(
                 f"--{name.replace('_', '-')} goes with --lm only: add it, or leave it out"
             )
-    from dtransformer.datasets.embedded import write_corpus
+    if arguments.embedded:
+        from dtransformer.datasets.embedded import write_corpus
 
-    numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
-    for path in write_corpus(out, **numbers, overwrite=overwrite).values():
+        numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
+        paths = write_corpus(out, **numbers, overwrite=overwrite).values()
+    else:
+        from dtransformer.datasets import wmt14
+
+        source = (
+            wmt14.download(out, overwrite=overwrite) if arguments.download else arguments.source
+        )
+        paths = wmt14.prepare(source, out, overwrite)
+    for path in paths:
         print(path)
     return None
 

@@ -7,8 +7,7 @@ python examples/wmt14/preprocess.py --download --out data/wmt14
 import argparse
 import sys
 
-import newstest
-
+from dtransformer.datasets import wmt14
 from dtransformer.errors import InputError
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -21,8 +20,8 @@ if bool(args.source) == args.download:
     parser.error("give either --source or --download")
 
 try:
-    source = newstest.download(args.out, overwrite=args.overwrite) if args.download else args.source
-    for path in newstest.prepare(source, args.out, args.overwrite):
+    source = wmt14.download(args.out, overwrite=args.overwrite) if args.download else args.source
+    for path in wmt14.prepare(source, args.out, args.overwrite):
         print(path)
 except InputError as error:
     sys.exit(f"preprocess.py: {error}")

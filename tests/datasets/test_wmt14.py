@@ -7,8 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from dtransformer.datasets import read_tsv, write_sgm
-from examples.wmt14 import newstest as wmt14
+from dtransformer.datasets import read_tsv, wmt14, write_sgm
 from examples.wmt14.faithful import faithful_examples
 from tests.datasets.refused import refused
 
@@ -136,22 +135,23 @@ def test_a_damaged_archive_is_refused(folder, tmp_path):
         assert "a.tgz" in refused(wmt14.prepare, source, tmp_path / "out")
 
 
-def test_download_checks_sums_before_it_writes(folder, tmp_path, monkeypatch):
+def test_download_checks_sums_before_it_writes(folder, tmp_path, monkeypatch, capsys):
     url = archive(tmp_path / "test-full.tgz", official(folder)).as_uri()
     message = refused(wmt14.download, tmp_path / "data", url=url)
     assert "SHA-256" in message and wmt14.SHA256[wmt14.ENGLISH] in message
-    assert not (tmp_path / "data").exists()
+    assert everything_under(tmp_path / "data") == []
     sums = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in wmt14.SHA256}
     monkeypatch.setattr(wmt14, "SHA256", sums)
     wmt14.verify(wmt14.download(tmp_path / "data", url=url))
     assert everything_under(tmp_path / "data") == sorted(sums)
+    assert "MiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/x.tgz", "file:///none/x.tgz", "nonsense"])
 def test_download_says_what_to_do_when_there_is_no_way(tmp_path, url):
     message = refused(wmt14.download, tmp_path / "data", url=url, timeout=5)
     assert url in message and "--source" in message
-    assert not (tmp_path / "data").exists()
+    assert everything_under(tmp_path / "data") == []
 
 
 def pairs_file(tmp_path, *pairs):
