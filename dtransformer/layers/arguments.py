@@ -11,6 +11,18 @@ _SIMPLE = {bool: "a bool", int: "an int", float: "a number", str: "a str", type(
 _COMPUTE_TYPES = "float16", "bfloat16", "float32", "float64"
 
 
+def given_arguments(names: dict) -> dict:
+    """Return the arguments of an `__init__`, for the config: of its `locals()` at its beginning.
+
+    `name` and others that Keras takes are left out.
+    """
+    return {
+        key: value
+        for key, value in names.items()
+        if key not in ("self", "__class__", "name", "kwargs")
+    }
+
+
 def checked(init: Callable) -> Callable:
     """Return an `__init__` that checks the arguments whose hints are bool, int, float or str.
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.block_forms import placement_of
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention import MultiHeadAttention
 from dtransformer.layers.attention_inputs import as_sequences, in_form_of
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask, tokens_of_mask
@@ -111,29 +112,11 @@ class TransformerEncoderLayer(TransformerBlock):
         attention_norm: bool = True,
         **kwargs,
     ):
+        given = given_arguments(locals())
         names = {*_OF_ATTENTION, *_OF_OWN_ATTENTION}
         of_attention = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         super().__init__(**kwargs)
-        self.arguments = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "attention_dropout_rate": attention_dropout_rate,
-            "hidden_dropout_rate": hidden_dropout_rate,
-            "hidden_act": hidden_act,
-            "post_layernorm_residual": post_layernorm_residual,
-            "layernorm_compute_type": layernorm_compute_type,
-            "softmax_compute_type": softmax_compute_type,
-            "norm": norm,
-            "norm_epsilon": norm_epsilon,
-            "gated": gated,
-            "use_bias": use_bias,
-            "moe_config": moe_config,
-            "norm_placement": norm_placement,
-            "residual_scale": residual_scale,
-            "attention_norm": attention_norm,
-            **of_attention,
-        }
+        self.arguments = {**given, **of_attention}
         self.placement = placement_of(self.arguments)
         self.moe_config = None if moe_config is None else as_moe_config(moe_config)
         self.has_experts = self.may_have_experts

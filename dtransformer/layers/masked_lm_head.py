@@ -5,6 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.layers.activations import get_activation
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
@@ -50,18 +51,11 @@ class MaskedLMHead(Layer):
         dense_bias: bool = True,
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.arguments = {
-            "vocab_size": vocab_size,
-            "hidden_size": check_size("hidden_size", hidden_size),
-            "hidden_act": hidden_act,
-            "norm_epsilon": norm_epsilon,
-            "use_bias": use_bias,
-            "tied": tied,
-            "norm": norm,
-            "dense_bias": dense_bias,
-        }
+        check_size("hidden_size", hidden_size)
+        self.arguments = given
         self.takes(hidden_size)
         self.activation = get_activation(hidden_act)
         self.dense = Linear(

@@ -1,5 +1,6 @@
 """Layer normalization and root-mean-square normalization, computed in float32, by their names."""
 
+import keras
 import tensorflow as tf
 
 from dtransformer import _compat
@@ -36,7 +37,7 @@ class _Norm(Layer):
     def normalize(self, x):
         raise NotImplementedError
 
-    def weight(self, variable):
+    def weight(self, variable: keras.Variable) -> tf.Tensor:
         return tf.cast(variable, self.compute_type)
 
     def compute_output_shape(self, input_shape):
@@ -153,7 +154,7 @@ class RMSNorm(_Norm):
 
         return rms_norm(x, self.weight(self.gamma))
 
-    def weight(self, variable):
+    def weight(self, variable: keras.Variable) -> tf.Tensor:
         gain = super().weight(variable)
         return gain + 1 if self.unit_offset else gain
 

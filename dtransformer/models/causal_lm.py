@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.block_forms import check_pattern
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
@@ -149,52 +150,8 @@ class CausalLM(OneStackModel):
         name: str = "causal_lm",
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        given = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "num_layers": num_layers,
-            "dropout_rate": dropout_rate,
-            "attention_dropout_rate": attention_dropout_rate,
-            "embedding_dropout_rate": embedding_dropout_rate,
-            "hidden_act": hidden_act,
-            "positions": positions,
-            "max_length": max_length,
-            "tied_head": tied_head,
-            "head_bias": head_bias,
-            "post_layernorm_residual": post_layernorm_residual,
-            "pad_id": pad_id,
-            "start_id": start_id,
-            "end_id": end_id,
-            "embedding_scale": embedding_scale,
-            "norm": norm,
-            "norm_epsilon": norm_epsilon,
-            "gated": gated,
-            "use_bias": use_bias,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "qkv_bias": qkv_bias,
-            "rotary_base": rotary_base,
-            "rotary_fraction": rotary_fraction,
-            "rotary_scaling": rotary_scaling,
-            "window": window,
-            "query_scale": query_scale,
-            "soft_cap": soft_cap,
-            "qk_norm": qk_norm,
-            "qk_norm_epsilon": qk_norm_epsilon,
-            "implementation": implementation,
-            "prefix": prefix,
-            "moe_config": moe_config,
-            "moe_every": moe_every,
-            "norm_placement": norm_placement,
-            "residual_scale": residual_scale,
-            "block_pattern": block_pattern,
-            "logits_scale": logits_scale,
-            "logits_soft_cap": logits_soft_cap,
-            "lambda_func": lambda_func,
-        }
         self.arguments = completed(given)
         if positions not in _POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed
@@ -126,45 +127,8 @@ class EncoderDecoderLM(EncoderDecoderModel):
         name: str = "encoder_decoder_lm",
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        given = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "encoder_layers": encoder_layers,
-            "decoder_layers": decoder_layers,
-            "dropout_rate": dropout_rate,
-            "attention_dropout_rate": attention_dropout_rate,
-            "embedding_dropout_rate": embedding_dropout_rate,
-            "hidden_act": hidden_act,
-            "positions": positions,
-            "max_length": max_length,
-            "position_offset": position_offset,
-            "embedding_norm": embedding_norm,
-            "embedding_scale": embedding_scale,
-            "tied_head": tied_head,
-            "head_bias": head_bias,
-            "trains_head_bias": trains_head_bias,
-            "trains_padding": trains_padding,
-            "post_layernorm_residual": post_layernorm_residual,
-            "norm": norm,
-            "norm_epsilon": norm_epsilon,
-            "gated": gated,
-            "use_bias": use_bias,
-            "head_dim": head_dim,
-            "query_scale": query_scale,
-            "relative_ranges": relative_ranges,
-            "relative_max_distance": relative_max_distance,
-            "scales_output": scales_output,
-            "pad_id": pad_id,
-            "start_id": start_id,
-            "end_id": end_id,
-            "moe_config": moe_config,
-            "moe_every": moe_every,
-            "positions_after_padding": positions_after_padding,
-            "lambda_func": lambda_func,
-        }
         self.arguments = completed(given)
         self._set_up(
             lambda_func,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
 from dtransformer.layers.dropout import Dropout
@@ -130,39 +131,8 @@ class MaskedLM(OneStackModel):
         name: str = "masked_lm",
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(name=name, **kwargs)
-        given = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "num_layers": num_layers,
-            "dropout_rate": dropout_rate,
-            "attention_dropout_rate": attention_dropout_rate,
-            "embedding_dropout_rate": embedding_dropout_rate,
-            "hidden_act": hidden_act,
-            "max_length": max_length,
-            "position_offset": position_offset,
-            "num_token_types": num_token_types,
-            "next_sentence": next_sentence,
-            "tied_head": tied_head,
-            "post_layernorm_residual": post_layernorm_residual,
-            "norm_epsilon": norm_epsilon,
-            "embedding_scale": embedding_scale,
-            "pad_id": pad_id,
-            "moe_config": moe_config,
-            "moe_every": moe_every,
-            "positions": positions,
-            "norm": norm,
-            "gated": gated,
-            "use_bias": use_bias,
-            "rotary_base": rotary_base,
-            "rotary_fraction": rotary_fraction,
-            "rotary_scaling": rotary_scaling,
-            "window": window,
-            "block_pattern": block_pattern,
-            "lambda_func": lambda_func,
-        }
         self.arguments = completed(given)
         if positions not in _POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(_POSITIONS)}, got {positions!r}")

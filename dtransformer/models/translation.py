@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed, first_given
@@ -95,39 +96,15 @@ class TranslationTransformer(EncoderDecoderModel):
         name: str = "translation_transformer",
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(name=name, **kwargs)
         target_vocab_size = first_given(target_vocab_size, source_vocab_size)
+        given["target_vocab_size"] = target_vocab_size
         if shared_embeddings and target_vocab_size != source_vocab_size:
             raise ValueError(
                 f"shared_embeddings needs one vocabulary, got source_vocab_size={source_vocab_size} "
                 f"and target_vocab_size={target_vocab_size}"
             )
-        given = {
-            "source_vocab_size": source_vocab_size,
-            "target_vocab_size": target_vocab_size,
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "encoder_layers": encoder_layers,
-            "decoder_layers": decoder_layers,
-            "dropout_rate": dropout_rate,
-            "attention_dropout_rate": attention_dropout_rate,
-            "embedding_dropout_rate": embedding_dropout_rate,
-            "hidden_act": hidden_act,
-            "positions": positions,
-            "max_source_length": max_source_length,
-            "max_target_length": max_target_length,
-            "shared_embeddings": shared_embeddings,
-            "tied_head": tied_head,
-            "head_bias": head_bias,
-            "post_layernorm_residual": post_layernorm_residual,
-            "pad_id": pad_id,
-            "start_id": start_id,
-            "end_id": end_id,
-            "moe_config": moe_config,
-            "moe_every": moe_every,
-            "lambda_func": lambda_func,
-        }
         self.arguments = completed(given)
         self._set_up(
             lambda_func,
