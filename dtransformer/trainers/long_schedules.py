@@ -73,7 +73,7 @@ class WarmupStableDecay(WarmupDecay):
         done = ops.sqrt(done) if self.decay == "sqrt" else done
         return self.warmup(step) * self.between(1.0 - done)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), "decay_steps": self.decay_steps, "decay": self.decay}
 
 
@@ -127,5 +127,5 @@ class WarmupRestarts(WarmupDecay):
         place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
         return self.warmup(step) * self.between(0.5 * (1.0 + ops.cos(math.pi * place)))
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {**super().get_config(), "restarts": self.restarts}

@@ -4,6 +4,7 @@ import math
 import numbers
 
 import keras
+import tensorflow as tf
 from keras import ops
 
 from dtransformer.errors import InputError
@@ -21,11 +22,11 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
             )
         self.warmup_steps = count("warmup_steps", warmup_steps)
 
-    def warmup(self, step):
+    def warmup(self, step: tf.Tensor) -> tf.Tensor:
         """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             "peak_learning_rate": self.peak_learning_rate,
             "warmup_steps": self.warmup_steps,
@@ -57,17 +58,17 @@ class WarmupDecay(WarmupSchedule):
                 f"peak_learning_rate={peak_learning_rate!r}"
             )
 
-    def progress(self, step):
+    def progress(self, step: tf.Tensor) -> tf.Tensor:
         """Return how much of the decay is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
         return ops.clip(done, 0.0, 1.0)
 
-    def between(self, factor):
+    def between(self, factor: tf.Tensor) -> tf.Tensor:
         """Return the final rate where `factor` is 0, the peak where it is 1."""
         span = self.peak_learning_rate - self.final_learning_rate
         return self.final_learning_rate + span * factor
 
-    def get_config(self):
+    def get_config(self) -> dict:
         return {
             **super().get_config(),
             "total_steps": self.total_steps,
@@ -75,7 +76,7 @@ class WarmupDecay(WarmupSchedule):
         }
 
 
-def as_float(step):
+def as_float(step: tf.Tensor | int) -> tf.Tensor:
     """Return a step as a float32 tensor."""
     return ops.cast(ops.convert_to_tensor(step), "float32")
 
