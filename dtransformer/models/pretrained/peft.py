@@ -55,7 +55,7 @@ def written(
     """
     if family not in _fitting(network):
         raise InputError(f"family is {family!r}, expected one of {', '.join(_fitting(network))}")
-    places, tensors = _modules(network, family), {}
+    places, stored, tensors = _modules(network, family), _stored(network, family), {}
     for path in kernels:
         if path not in places:
             raise InputError(
@@ -64,6 +64,8 @@ def written(
             )
         for letter, names in (("a", "lora_A"), ("b", "lora_B")):
             rank, value = kernels[path]["rank"], factors[f"{path}.{letter}"]
+            if letter == "b" and stored[path].order is not None:
+                value = value[..., np.argsort(stored[path].order)]
             matrix = value.reshape((-1, rank) if letter == "a" else (rank, -1))
             tensors[f"{_PREFIX}{places[path]}.{names}.weight"] = np.ascontiguousarray(matrix.T)
     first = next(iter(kernels.values()))
@@ -106,9 +108,10 @@ def read(
     places = _places(network, modules, folder)
     shapes, kernels, factors = network.weight_shapes(), {}, {}
     for module in sorted(modules):
-        path, number = places[module]
+        path, stored = places[module]
         rank, alpha = _rank_and_alpha(config, module, folder)
         kernels[path] = {"rank": rank, "alpha": alpha}
+        number = stored.num_inputs
         inputs, outputs = shapes[path][:number], shapes[path][number:]
         for letter, shape in (("a", (*inputs, rank)), ("b", (rank, *outputs))):
             name = names.get(f"{module}.lora_{letter.upper()}")
@@ -120,7 +123,10 @@ def read(
                     f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}: are "
                     "these adapters of another network?"
                 )
-            factors[f"{path}.{letter}"] = np.ascontiguousarray(value).reshape(shape)
+            value = np.ascontiguousarray(value).reshape(shape)
+            if letter == "b" and stored.order is not None:
+                value = value[..., list(stored.order)]
+            factors[f"{path}.{letter}"] = value
     return kernels, factors
 
 
@@ -169,13 +175,13 @@ def _rank_and_alpha(config, module, folder):
 
 
 def _places(network, modules, folder):
-    """Return path and number of dimensions of inputs of the kernel of each module."""
+    """Return the path of the kernel of each module, and the `StoredTensor` that holds it."""
     lacking = modules
     for family in _fitting(network):
         found = {module: path for path, module in _modules(network, family).items()}
         if modules and modules <= found.keys():
-            inputs = _num_inputs(network, family)
-            return {module: (found[module], inputs[found[module]]) for module in modules}
+            stored = _stored(network, family)
+            return {module: (found[module], stored[found[module]]) for module in modules}
         lacking = min(lacking, modules - found.keys(), key=len)
     message = ", ".join(sorted(lacking)[:3]) or "none at all"
     raise InputError(
@@ -217,5 +223,5 @@ def _modules(network, family):
     }
 
 
-def _num_inputs(network, family):
-    return {x.weights[0]: x.num_inputs for x in FAMILIES[family].tensors(network.arguments)}
+def _stored(network, family):
+    return {x.weights[0]: x for x in FAMILIES[family].tensors(network.arguments)}

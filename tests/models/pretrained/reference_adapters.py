@@ -23,6 +23,7 @@ TARGETS = {
     "mistral": {"target_modules": "all-linear"},
     "qwen2": {"target_modules": ["k_proj", "o_proj", "lm_head"], "use_rslora": True},
     "gpt2": {"target_modules": ["attn.c_proj", "mlp.c_fc"], "fan_in_fan_out": True},
+    "glm": {"target_modules": ["q_proj", "k_proj"]},
 }
 STEPS, LEARNING_RATE = 3, 0.1
 # Of a Llama: fields that are taken, or change nothing of what is loaded; and those that do.

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
     reason="needs peft, transformers and PyTorch: pip install -e '.[reference]'",
 )
-NAMES = "llama", "mistral", "qwen2", "gpt2"
+NAMES = "llama", "mistral", "qwen2", "gpt2", "glm"
 
 
 @functools.cache
