@@ -30,7 +30,10 @@ def check_export(task: Task, overwrite: bool) -> None:
             "here: leave it out; the run's folder has the weights"
         )
     if options.merge_adapters or not adapters_of(task.core):
-        check_family(task.core, options.family)
+        try:
+            check_family(task.core, options.family)
+        except InputError as error:
+            raise InputError(f"export.family: {error}") from None
 
 
 def export(

@@ -90,7 +90,8 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
         folder = pathlib.Path(options.from_)
         if (folder / RUN).is_file():
             loading = importlib.import_module("dtransformer.runs.loading")
-            return architecture(loading.check_run(folder), kind, vocab_size)
+            other = loading.check_run(folder)
+            return architecture(other, kind, other.tokenizer.vocab_size)
         found = architecture_of(folder)
     elif options.preset is not None:
         found = _preset(options.preset)
