@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterable
 from typing import TextIO
 
+from dtransformer.errors import InputError
+
 _HELP = "/reset begins anew, /quit ends"
 
 
@@ -35,7 +37,12 @@ def chat(arguments: argparse.Namespace, lines: Iterable[str], out: TextIO) -> No
             continue
         turns.append({"role": "user", "content": text})
         show = lambda _, part: print(part, end="", flush=True, file=out)
-        (answer,) = generate([tokenizer.chat(turns)], show)
+        try:
+            (answer,) = generate([tokenizer.chat(turns)], show)
+        except (
+            ValueError
+        ) as error:  # the conversation and its answer are longer than the model takes
+            raise InputError(f"{error}: /reset, or give a smaller --max-new-tokens") from None
         print(file=out)
         turns.append({"role": "assistant", "content": answer})
 
