@@ -35,7 +35,7 @@ def test_shared_chunks_are_compiled_once():
         block = f"blocks/block_{number}"
         assert own_report.summed_elements(block) == report.summed_elements(block) > 0
     functions = trainer._engine._functions
-    assert len(functions._compiled) == 6 and len(functions._alike) == 1
+    assert len(functions._compiled) == 6 and len(functions._shared) == 1
 
 
 @on_mesh
@@ -46,4 +46,4 @@ def test_chunks_with_other_settings_are_compiled_apart():
     trainer = Trainer(network)
     trainer.compile("sgd", CrossEntropyLoss())
     trainer.train_on_batch(IDS[:, :-1], IDS[:, 1:])
-    assert len(trainer._engine._functions._alike) == 2
+    assert len(trainer._engine._functions._shared) == 2
