@@ -1,5 +1,6 @@
 """The loop that calls a trainer's steps: Keras' own, on every rank of the job."""
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -100,11 +101,11 @@ class FitLoop(StepFunctions):
                 (x, y, sample_weight), validation_split
             )
         first, data = self._take_data(x, shard, batch_size)
-        self._validation_shard = shards_rows(validation_data, shard)
+        validation_shard = shards_rows(validation_data, shard)
         if validation_data is not None:
             of_validation, validation_data = peek(as_data(validation_data))
             if not isinstance(validation_data, tf.data.Dataset):
-                check_rows_of_ranks(of_validation, self._validation_shard)
+                check_rows_of_ranks(of_validation, validation_shard)
         if isinstance(data, tf.data.Dataset):
             shuffle = False  # a dataset shuffles by itself
         elif job.size() > 1 and shuffle:  # all ranks alike
@@ -119,6 +120,7 @@ class FitLoop(StepFunctions):
         verbose = verbose if job.is_chief() else 0
         restored = beginning.restored and beginning.restored.path
         self._callback_states = CallbackStates(callbacks, restored)
+        self._validation_shard = validation_shard
         try:
             with job.doing("callbacks"), errors_in_one_line(), signals_stop(callbacks) as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
@@ -159,18 +161,16 @@ class FitLoop(StepFunctions):
         **options,
     ):
         """Compute loss and metrics over data; as `keras.Model.evaluate`, `shard` as in `fit`."""
-        shards, train_function = self._shards_rows, self.train_function
-        is_in_fit = self._validation_shard is not None
-        if is_in_fit:  # for data that it has checked
-            self._set_sharding(self._validation_shard)
-            first, data = None, as_data(x)
-            self._is_unchecked = isinstance(data, tf.data.Dataset)
-        else:
-            first, data = self._take_data(x, shard, batch_size)
-        self._prepare(first)
         logs = self._logging(StepLogs(self._log_every))
-        with job.doing("validating"), errors_in_one_line(), logs:
-            results = super().evaluate(
+        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line(), logs:
+            if options.get("_use_cached_eval_dataset"):  # called by `fit`, which has checked them
+                self._set_sharding(self._validation_shard)
+                first, data = None, as_data(x)
+                self._is_unchecked = isinstance(data, tf.data.Dataset)
+            else:
+                first, data = self._take_data(x, shard, batch_size)
+            self._prepare(first)
+            return super().evaluate(
                 data,
                 y,
                 batch_size=batch_size,
@@ -178,10 +178,6 @@ class FitLoop(StepFunctions):
                 sample_weight=sample_weight,
                 **options,
             )
-        if is_in_fit and shards != self._shards_rows:  # `fit` goes on with its own
-            self._set_sharding(shards)
-            self.train_function = train_function
-        return results
 
     def predict(
         self, x, batch_size=None, verbose="auto", steps=None, callbacks=None, shard=None
@@ -196,10 +192,10 @@ class FitLoop(StepFunctions):
         Returns:
             NumPy arrays. Logits of a padded vocabulary have its true size.
         """
-        first, data = self._take_data(x, shard, batch_size, trains=False)
-        self._start_engine(first)
         verbose = verbose if job.is_chief() else 0
-        with job.doing("validating"), errors_in_one_line():
+        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
+            first, data = self._take_data(x, shard, batch_size, trains=False)
+            self._start_engine(first)
             return super().predict(
                 data, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
             )
@@ -218,29 +214,43 @@ class FitLoop(StepFunctions):
         Returns:
             Keras' list, or the loss alone; with `return_dict` all logs.
         """
-        self._take_batch(x, shard)
-        self._prepare((x,))
-        self._data_position = self._restored_position = None  # not known any more
-        self.num_steps = int(self.optimizer.iterations)
-        logs = self._logging(StepLogs(throughput=self._throughput))
-        with job.doing("compiling", self.num_steps + 1), errors_in_one_line(), logs:
-            return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+        with self._apart_from_fit(), errors_in_one_line():
+            self._take_batch(x, shard)
+            self._prepare((x,))
+            self._data_position = self._restored_position = None  # not known any more
+            self.num_steps = int(self.optimizer.iterations)
+            logs = self._logging(StepLogs(throughput=self._throughput))
+            with job.doing("compiling", self.num_steps + 1), logs:
+                return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False, shard=None):
         """Evaluate one batch; as `keras.Model.test_on_batch`, `shard` as in `fit`."""
-        self._take_batch(x, shard)
-        self._prepare((x,))
-        with job.doing("validating"), errors_in_one_line(), self._logging(StepLogs()):
+        doing, logs = job.doing("validating"), self._logging(StepLogs())
+        with self._apart_from_fit(), doing, errors_in_one_line(), logs:
+            self._take_batch(x, shard)
+            self._prepare((x,))
             return super().test_on_batch(x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x, shard=None):
         """Compute one batch's outputs; as `keras.Model.predict_on_batch`, `shard` as in `predict`."""
-        self._set_sharding(shards_rows(x, shard))
-        self._start_engine((x,))
-        with job.doing("validating"), errors_in_one_line():
+        with self._apart_from_fit(), job.doing("validating"), errors_in_one_line():
+            self._set_sharding(shards_rows(x, shard))
+            self._start_engine((x,))
             return super().predict_on_batch(x)
 
     # Which rows a rank computes.
+
+    @contextlib.contextmanager
+    def _apart_from_fit(self):
+        """Let a `fit` that is running go on as before after the `with` block, as a callback's call."""
+        shards, train_function = self._shards_rows, self.train_function
+        is_unchecked = self._is_unchecked
+        try:
+            yield
+        finally:
+            if self._beginning is not None:
+                self._set_sharding(shards)
+                self.train_function, self._is_unchecked = train_function, is_unchecked
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""

@@ -31,6 +31,7 @@ class Blocks:
         window_field: the field of it.
         window_of: a function of that field that returns our window, and one that is its opposite.
         has_types: whether configs have `layer_types`.
+        switch: name of a field that says whether any block slides; None for none.
         by_kind: whether `rope_parameters` are by kind. Older configs have fields then:
         older: names of these, of the bases of each kind.
         sliding_base: base of blocks that slide, where nothing is said and they have their own.
@@ -50,6 +51,7 @@ class Blocks:
     window_field: str = "sliding_window"
     window_of: tuple[Callable, Callable] = (lambda x: x, lambda x: x)
     has_types: bool = False
+    switch: str | None = None
     by_kind: bool = False
     older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliding_base: float | None = None
@@ -152,6 +154,8 @@ class Blocks:
         if self.kind_of is not None:
             window = next(iter(windows), None)
             found[self.window_field] = None if window is None else self.window_of[1](window)
+        if self.switch is not None:
+            found[self.switch] = bool(windows)
         if self.has_types:
             found["layer_types"] = [_kind(block) for block in blocks]
         if self.turns is not None:
@@ -207,8 +211,8 @@ def _parameters(block):
     """Return `rope_parameters` of a block's arguments."""
     base, scaling = block["rotary_base"], dict(block["rotary_scaling"] or {"type": "default"})
     if scaling["type"] == "ntk":  # configs say it by the base
-        turning = int((block["head_dim"] or 0) * block["rotary_fraction"])
-        turning = turning or block["hidden_size"] // block["num_heads"]
+        head_dim = block["head_dim"] or block["hidden_size"] // block["num_heads"]
+        turning = int(head_dim * block["rotary_fraction"])
         base, scaling = ntk_base(base, scaling["factor"], turning), {"type": "default"}
     found = {"rope_theta": base, "rope_type": scaling.pop("type"), **scaling}
     fraction = block["rotary_fraction"]

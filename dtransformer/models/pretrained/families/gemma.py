@@ -8,6 +8,7 @@ from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
+    QueryScale,
     epsilon,
     head_dim,
     kv_heads,
@@ -25,7 +26,7 @@ _NORMS = {
     "post_feedforward_layernorm": "feed_forward_output_norm",
 }
 _CAPS = (
-    Field("query_scale", "query_pre_attn_scalar", 256, lambda x: x**-0.5, lambda y: round(y**-2)),
+    QueryScale("query_pre_attn_scalar", 256, is_square=True),
     Activation("hidden_activation", "gelu_pytorch_tanh"),
     kv_heads(4),
 )

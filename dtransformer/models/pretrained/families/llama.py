@@ -12,6 +12,7 @@ from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
+    QueryScale,
     epsilon,
     head_dim,
     kv_heads,
@@ -41,7 +42,7 @@ def _slides_without_rotary(config, number):
 
 
 def _qwen_blocks(window):
-    return Blocks(kind_of=_last_slide, window=window, has_types=True)
+    return Blocks(kind_of=_last_slide, window=window, has_types=True, switch="use_sliding_window")
 
 
 LLAMA = Stack("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS).family()
@@ -123,6 +124,7 @@ SMOLLM3 = Stack(
             base=2e6,
             kind_of=_slides_without_rotary,
             has_types=True,
+            switch="use_sliding_window",
             turns=("no_rope_layers", "no_rope_layer_interval", 4),
         ),
         Field("tied_head", "tie_word_embeddings", True),
@@ -134,7 +136,7 @@ GRANITE = Stack(
     "GraniteForCausalLM",
     parts=(
         Field("embedding_scale", "embedding_multiplier", 1.0),
-        Field("query_scale", "attention_multiplier", 1.0),
+        QueryScale("attention_multiplier", 1.0),
         Field("residual_scale", "residual_multiplier", 1.0),
         Field("logits_scale", "logits_scaling", 1.0, reciprocal, reciprocal),
     ),

@@ -1,11 +1,13 @@
 """Parts of published configs: which fields say which arguments of a network, both ways, as data."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtransformer.errors import InputError
+from dtransformer.models.base import first_given
 from dtransformer.models.pretrained.families.family import activation, published_activation
 
 _REQUIRED = object()
@@ -175,3 +177,41 @@ def head_dim(usual: int | None = None) -> Derived:
         lambda config: usual or config["hidden_size"] // config["num_attention_heads"],
         lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """The factor of queries; None is 1/√d in a network.
+
+    Args:
+        field: their name.
+        usual: what a config means that does not say it.
+        is_square: whether the field has a whole number n, and the factor is 1/√n.
+    """
+
+    field: str
+    usual: float
+    is_square: bool = False
+    arguments: tuple[str, ...] = ("query_scale",)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        value = first_given(config.get(self.field), self.usual)
+        return {"query_scale": value**-0.5 if self.is_square else value}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: no whole number says the factor.
+        """
+        size = arguments["head_dim"] or arguments["hidden_size"] // arguments["num_heads"]
+        value = first_given(arguments["query_scale"], size**-0.5)
+        if not self.is_square:
+            return {self.field: value}
+        number = round(value**-2)
+        if not math.isclose(number**-0.5, value, rel_tol=1e-6):
+            raise InputError(
+                f"query_scale={value} is 1/√n of no whole number n, as {self.field} has it"
+            )
+        return {self.field: number}
