@@ -57,5 +57,6 @@ def test_numbers_are_those_of_keras(run, ranks_of):
             assert rank["log_folders"] == [*others, "train"]
         if "keeps" in run:
             assert rank["begun"] == expected["begun"]
+            assert rank["with_calls"] == pytest.approx(expected["with_calls"], PARITY_LOSS)
         for name in (name for name in expected if name.startswith("outputs/")):
             np.testing.assert_allclose(rank[name], expected[name], atol=PARITY_LOSS)

@@ -118,7 +118,31 @@ def keeps():
     if counts.weights:  # on its stage
         assert (int(counts.steps), float(counts.rows)) == (4, 32.0)
         assert float(keras.ops.sum(counts.mean)) == pytest.approx(8.0e-4, abs=2e-6)
-    return {**found, "begun": begun()}
+    return {**found, "begun": begun(), "with_calls": with_calls()}
+
+
+def with_calls():
+    """Losses of a fit on a rank's share, whose callback evaluates and predicts global data."""
+    x, y = X.reshape(ROWS, -1), VALUE.reshape(ROWS, -1)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((WIDTH * 3,)), keras.layers.Dense(WIDTH)])
+    data, options, calls = (x, y), {}, []
+    if job.size() > 1 or job.mesh() is not None:
+        index, count = job.data_shard()
+        data, options = (x[index::count], y[index::count]), {"shard": False}
+        model = Trainer(model)
+
+    def call(epoch, logs):
+        shared = {"shard": True} if options else {}
+        calls.append(float(model.evaluate(x, y, batch_size=ROWS, verbose=0, **shared)))
+        calls.append(float(np.sum(model.predict(x, verbose=0, **shared))))
+
+    model.compile("sgd", "mse")
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=call)
+    fitted = model.fit(
+        *data, batch_size=ROWS, epochs=3, shuffle=False, verbose=0, callbacks=[callback], **options
+    )
+    return [*map(float, fitted.history["loss"]), *calls]
 
 
 def begun():
