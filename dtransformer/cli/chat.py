@@ -5,8 +5,6 @@ import os
 from collections.abc import Iterable
 from typing import TextIO
 
-from dtransformer.errors import InputError
-
 _HELP = "/reset begins anew, /quit ends"
 
 
@@ -39,10 +37,10 @@ def chat(arguments: argparse.Namespace, lines: Iterable[str], out: TextIO) -> No
         show = lambda _, part: print(part, end="", flush=True, file=out)
         try:
             (answer,) = generate([tokenizer.chat(turns)], show)
-        except (
-            ValueError
-        ) as error:  # the conversation and its answer are longer than the model takes
-            raise InputError(f"{error}: /reset, or give a smaller --max-new-tokens") from None
+        except ValueError as error:  # with the answer it is longer than the model takes
+            print(f"{error}: /reset, or give a smaller --max-new-tokens", file=out, flush=True)
+            turns.pop()
+            continue
         print(file=out)
         turns.append({"role": "assistant", "content": answer})
 

@@ -113,7 +113,12 @@ def _span(messages, number, whole, template, place):
     if whole.startswith(through) and len(through) > len(before):
         return len(before), len(through)
     # What an answer at the end has, and one in the middle has not, as the thoughts of Qwen3's.
-    content = messages[number]["content"].strip()
+    content = (messages[number].get("content") or "").strip()
+    if not content:
+        raise InputError(
+            f"{place}: the template renders this call of a tool in another way at the end, so that it "
+            "is not known what is the answer: give train_on: last_assistant, or another template"
+        )
     start = whole.find(content, len(before))
     ending = through[through.rfind(content) + len(content) :]
     end = start + len(content) + len(ending)

@@ -8,8 +8,10 @@ it multiplies or prints has a limit.
 import datetime
 import importlib.util
 import json
+import math
 import pathlib
 import re
+import time
 from collections.abc import Mapping, Sequence
 
 from dtransformer.errors import InputError, one_line, shown
@@ -18,7 +20,9 @@ from dtransformer.inputs.text import decode
 
 FILE, _FIELD = "chat_template.jinja", "chat_template"
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # marks answers, to train on them
-_MOST_STEPS, _MOST_CHARACTERS = 10**6, 2**24
+_MOST_STEPS, _MOST_SECONDS, _MOST_CHARACTERS = 10**6, 10, 2**24
+# Methods of texts that make long ones of short ones.
+_PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"}
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
     "'<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -87,6 +91,7 @@ class ChatTemplate:
                 "tokenizer_config.json: is it a chat model's?"
             )
         tokens = {name: _content(x) for name, x in config.items() if name.endswith("_token")}
+        tokens = {name: text for name, text in tokens.items() if isinstance(text, str)}
         return cls(source, tokens, f"{folder}: its chat template", date)
 
     def render(
@@ -105,7 +110,7 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses them, or does too much.
         """
-        self._steps.left = _MOST_STEPS
+        self._steps.begin()
         given = {**self._tokens, "tools": tools, "documents": None}
         given |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
@@ -177,12 +182,17 @@ class TakesTemplate:
 class _Steps:
     """Counts what a template does, down to 0."""
 
-    left = _MOST_STEPS
+    left, until = _MOST_STEPS, math.inf
+
+    def begin(self):
+        self.left, self.until = _MOST_STEPS, time.monotonic() + _MOST_SECONDS
 
     def take(self):
         self.left -= 1
         if self.left < 0:
             raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+        if time.monotonic() > self.until:
+            raise ValueError(f"it takes more than {_MOST_SECONDS} s")
 
     def counted(self, items):
         for item in items:
@@ -202,16 +212,29 @@ def _sandbox(steps, today):
     )
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset(("*", "**", "%"))
+        intercepted_binops = frozenset(("*", "**", "%", "+"))
+        counted, joined = staticmethod(steps.counted), staticmethod(_joined)
 
         def is_safe_attribute(self, obj, attr, value):
-            return isinstance(obj, open_to_all) and super().is_safe_attribute(obj, attr, value)
+            pads = isinstance(obj, str) and attr in _PADDING
+            is_open = isinstance(obj, open_to_all) and not pads
+            return is_open and super().is_safe_attribute(obj, attr, value)
+
+        def wrap_str_format(self, value):
+            if super().wrap_str_format(value) is not None:
+                raise ValueError("format, which pads texts, is not there")
 
         def call(self, context, obj, /, *args, **kwargs):
             steps.take()
+            if isinstance(getattr(obj, "__self__", None), str):  # such as replace
+                _check_size(obj.__self__, *args)
             return super().call(context, obj, *args, **kwargs)
 
         def call_binop(self, context, operator, left, right):
+            if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+                if len(left) + len(right) > _MOST_CHARACTERS:
+                    raise ValueError("a text that is too long")
+                return left + right
             kinds = {type(left), type(right)}
             if not kinds <= {int, float, bool} or max(abs(left), abs(right)) > 10**9:
                 raise ValueError(f"{operator} is for small numbers alone")
@@ -225,12 +248,16 @@ def _sandbox(steps, today):
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    for name in ("center", "indent", "format", "xmlattr", "pprint", "attr", "wordwrap", "urlize"):
+    for name in (
+        *("center", "indent", "format", "xmlattr", "pprint", "attr", "wordwrap", "urlize"),
+        *("slice", "batch"),
+    ):
         environment.filters.pop(name)
+    environment.globals.pop("lipsum")
+    environment.filters["replace"] = _replaced
     environment.filters["indent"] = _indented
     environment.filters["tojson"] = _as_json
     environment.globals |= {"raise_exception": refuse, "strftime_now": today.strftime}
-    environment.globals["_counted"] = steps.counted
     return environment
 
 
@@ -249,18 +276,50 @@ def _indented(text, width=4, first=False, blank=False):
     return "\n".join(own if first else [lines[0], *own[1:]])
 
 
-def _counted(environment, source):
-    """Return a template whose loops are counted."""
-    from jinja2 import nodes
+def _joined(*parts):
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > _MOST_CHARACTERS:
+        raise ValueError("a text that is too long")
+    return "".join(texts)
 
-    tree = environment.parse(source)
-    for loop in list(tree.find_all(nodes.For)):
-        counter = nodes.Name("_counted", "load")
-        loop.iter = nodes.Call(
-            counter, [loop.iter], [], None, None, lineno=loop.lineno, environment=environment
+
+def _check_size(text, *args):
+    """Refuse calls whose results may be too long: of texts that are put in for each character."""
+    longest = max((len(x) for x in args if isinstance(x, str)), default=0)
+    if len(text) * (longest + 1) > 4 * _MOST_CHARACTERS:
+        raise ValueError("a text that is too long")
+
+
+def _replaced(text, old, new, count=None):
+    text = str(text)
+    _check_size(text, old, new)
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def _counted(environment, source):
+    """Return a template whose loops are counted, and whose texts have a limit.
+
+    What counts are attributes of the environment, which a template cannot name.
+    """
+    from jinja2 import nodes, visitor
+
+    def call(name, arguments, lineno):
+        return nodes.Call(
+            nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=lineno
         )
-        counter.lineno = loop.lineno
-        counter.environment = environment
+
+    class Counting(visitor.NodeTransformer):
+        def visit_For(self, node):
+            self.generic_visit(node)
+            node.iter = call("counted", [node.iter], node.lineno)
+            return node
+
+        def visit_Concat(self, node):
+            self.generic_visit(node)
+            return call("joined", node.nodes, node.lineno)
+
+    tree = Counting().visit(environment.parse(source))
+    tree.set_environment(environment)
     return environment.from_string(tree)
 
 

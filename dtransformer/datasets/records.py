@@ -125,6 +125,12 @@ def messages_of(value: Any, place: str) -> Turns:
         raise InputError(
             f"{place}: messages are {shown(value)}, expected a list of role and content"
         )
+    value = [
+        {k: x for k, x in message.items() if x is not None}
+        if isinstance(message, dict)
+        else message
+        for message in value  # columns of a file have nulls where a message has nothing
+    ]
     for number, message in enumerate(value, start=1):
         where = f"{place}, message {number}"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
@@ -140,7 +146,7 @@ def messages_of(value: Any, place: str) -> Turns:
             raise InputError(
                 f"{where}: weight is {shown(message['weight'])}, expected 1, or 0 for what is not learnt"
             )
-    return [{k: x for k, x in message.items() if x is not None} for message in value]
+    return value
 
 
 def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Turns | str]:
@@ -166,7 +172,13 @@ def preferred(record: Record, place: str) -> tuple[Turns | str, Turns | str, Tur
     if "prompt" in record:
         prompt = record["prompt"]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return messages_of(prompt, f"{place}, prompt"), chosen, rejected
+        prompt = messages_of(prompt, f"{place}, prompt")
+        same = len(prompt)
+        if chosen[:same] != prompt or rejected[:same] != prompt:
+            return prompt, chosen, rejected
+        if same == min(len(chosen), len(rejected)):
+            raise InputError(f"{place}: chosen or rejected has nothing after the prompt")
+        return prompt, chosen[same:], rejected[same:]
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and chosen[same] == rejected[same]:
         same += 1

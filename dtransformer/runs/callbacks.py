@@ -135,7 +135,12 @@ class Samples(keras.callbacks.Callback):
         self._generate, self._prompts = generate, list(prompts)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        for prompt, text in zip(self._prompts, self._generate(self._prompts)):
+        try:
+            texts = self._generate(self._prompts)
+        except ValueError as error:  # too long for the model, on every rank: training goes on
+            warnings.warn(f"evaluation.samples: {error}", stacklevel=2)
+            return
+        for prompt, text in zip(self._prompts, texts):
             if job.is_chief():
                 print(f"epoch: {epoch + 1}, {prompt} … {one_line(text)}", flush=True)
 

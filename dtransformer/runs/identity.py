@@ -195,7 +195,7 @@ def digest_of_records(records: Iterable) -> str:
     """Return the SHA-256 of records, of what JSON has, whatever files they came from."""
     digest = hashlib.sha256()
     for record in records:
-        text = json.dumps(record, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=str)
         digest.update(text.encode(errors="surrogatepass") + b"\n")
     return digest.hexdigest()
 

@@ -74,6 +74,21 @@ def sizes_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_positions(network: TokenModel, length: int) -> None:
+    """Check that a network has learned positions for rows of a length, where it learns them.
+
+    Raises:
+        InputError: it has fewer.
+    """
+    arguments = network.arguments
+    has_table = arguments.get("positions", "learned") == "learned"
+    if has_table and arguments.get("max_length", length) < length:
+        raise InputError(
+            f"data.length is {length}, and the model has {arguments['max_length']} positions: give "
+            "at most as many"
+        )
+
+
 def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     """Return the sizes of a run's network, of which no weight is read or made.
 

@@ -55,9 +55,12 @@ from dtransformer.trainers.checkpoint.seal import RUN
 # tokens nor their order.
 _MAY_MOVE = (
     *("data.source", "data.target", "data.dev_source", "data.dev_target", "data.dev"),
-    *("data.labels", "tokenizer.folder", "model.from_"),
+    *("tokenizer.folder", "model.from_"),
 )
-_KEPT = ("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta")
+_KEPT = (
+    *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
+    *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
+)
 
 
 class _Text:
@@ -111,7 +114,7 @@ def train(
     resumes = from_chief(resumes_from, "run/resumes")
     # Everything is made, so that what is wrong is told, before the folder is touched.
     task, trainer, batches = _prepare(config, folder.path, resumes)
-    check_export(task, overwrite or resume)
+    check_export(task, overwrite or resumes)
     try:
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
         if found is not None and job.is_chief():
@@ -130,7 +133,7 @@ def train(
             folder.settle()
     if job.is_chief():
         print(f"The run is in {folder.path}. {_next(config, folder.path)}")
-    export(task, trainer, folder.path, overwrite or resume)
+    export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
 
 
@@ -188,7 +191,12 @@ def _prepare(config, path, resumes):
         raise InputError("training.tensorboard: install it first: pip install tensorboard")
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
-        _check_same(config, load_config(old_run / CONFIG))
+        old = load_config(old_run / CONFIG)
+        if hasattr(config.data, "labels") and not config.data.labels:
+            config.data.labels = getattr(
+                old.data, "labels", []
+            )  # found in the records when it began
+        _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=path)
     task.read()
     if job.is_chief():

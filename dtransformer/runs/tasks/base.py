@@ -83,7 +83,15 @@ class Task(abc.ABC):
         """Compute what training needs of the network as it begins; all ranks call."""
 
     def callbacks(self, trainer: keras.Model) -> list:
-        """Return callbacks that look at the network while it trains, on every rank."""
+        """Return callbacks that look at the network while it trains, on every rank.
+
+        Raises:
+            InputError: samples are asked for, and the task generates none.
+        """
+        if getattr(self.config.sections().get("evaluation"), "samples", None):
+            raise InputError(
+                f"evaluation.samples: task {self.config.task} generates none: leave it out"
+            )
         return []
 
     def results(self, trainer: keras.Model, batches) -> dict[str, float]:

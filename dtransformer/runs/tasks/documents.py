@@ -21,7 +21,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.base import TokenModel
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.networks import adapt, make_network, tokenizer_folder
+from dtransformer.runs.networks import adapt, check_positions, make_network, tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
 
 
@@ -133,6 +133,7 @@ class DocumentTask(Task):
         self.network = make_network(
             self.config, self.kind, self.vocab_size(), precision, **self.arguments()
         )
+        check_positions(self.network, self.config.data.length)
         adapt(self.network, self.config)
         return self.network
 

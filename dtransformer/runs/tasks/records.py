@@ -17,7 +17,7 @@ from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import digest_of_records
-from dtransformer.runs.networks import make_network, special_ids, tokenizer_folder
+from dtransformer.runs.networks import check_positions, make_network, special_ids, tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
@@ -137,6 +137,8 @@ class RecordTask(Task):
         options, (index, count) = self.config.data, job.data_shard()
         weights = [source.weight for source in getattr(options, part)]
         is_mixture = part == "train" and any(weight is not None for weight in weights)
+        if part == "train" and options.mixture != "once" and not is_mixture:
+            raise InputError("data.mixture: give each file of data.train a weight")
         if is_mixture and None in weights:
             raise InputError("data.train: some files have a weight: give each of them one")
         return RecordBatches(
@@ -166,25 +168,20 @@ class RecordTask(Task):
             self.accepts,
             **self.ids(),
         )
-        arguments, length = network.arguments, self.config.data.length
-        has_table = arguments.get("positions", "learned") == "learned"
-        if has_table and arguments["max_length"] < length:
-            raise InputError(
-                f"data.length is {length}, and the model has {arguments['max_length']} positions: give "
-                "at most as many"
-            )
+        check_positions(network, self.config.data.length)
         return network
 
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
         """Return the network's outputs of a part's records, in their order; all ranks call."""
-        records = self.records[part]
+        records, multiple = self.records[part], job.rows_multiple_of() * job.data_shard()[1]
         ordered = RecordBatches(
             records,
             self.form,
             length=self.config.data.length,
-            batch_size=self.config.training.batch_size,
+            # No batch but the last one gets rows that are padding.
+            batch_size=-(-self.config.training.batch_size // multiple) * multiple,
             training=False,
-            pad_rows_to_multiple_of=job.rows_multiple_of() * job.data_shard()[1],
+            pad_rows_to_multiple_of=multiple,
         )
         return trainer.predict(ordered, verbose=0)[: len(records)]
 
