@@ -177,6 +177,25 @@ def test_an_answer_that_cannot_be_found_is_refused():
         ("{{ 'x' | center(999999999) }}", "center"),
         ("{% set x = messages.append(3) %}", "template"),
         (
+            "{% set ns = namespace(x='xxxx') %}{% for i in range(28) %}{% set ns.x = ns.x ~ ns.x %}"
+            "{% endfor %}",
+            "too long",
+        ),
+        (
+            "{% set ns = namespace(x='xxxx') %}{% for i in range(28) %}{% set ns.x = ns.x + ns.x %}"
+            "{% endfor %}",
+            "too long",
+        ),
+        ("{{ 'x'.ljust(300000000) }}", "unsafe"),
+        ("{{ '{:>300000000}'.format('x') }}", "format"),
+        ("{{ ('x' | list | slice(3000000) | list)[0] }}", "slice"),
+        ("{{ lipsum(n=5000) }}", "lipsum"),
+        (
+            "{% macro _counted(x) %}abc{% endmacro %}{% for a in range(9999) %}"
+            "{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "steps",
+        ),
+        (
             "{% for a in range(9999) %}{{ messages | tojson }}{{ messages | tojson * 1 }}{% endfor %}",
             "",
         ),
@@ -230,3 +249,15 @@ def test_prompts_of_preferences():
     assert preferred({"prompt": "a", "chosen": "b", "rejected": "c"}, "here") == ("a", "b", "c")
     with pytest.raises(InputError, match="no messages in common"):
         preferred({"chosen": TURNS[:1], "rejected": TURNS[1:2]}, "here")
+
+
+def test_a_prompt_that_conversations_begin_with_is_taken_once():
+    turn = lambda role, text: {"role": role, "content": text}
+    record = {
+        "prompt": "Q",
+        "chosen": [turn("user", "Q"), turn("assistant", "A")],
+        "rejected": [turn("user", "Q"), turn("assistant", "B")],
+    }
+    prompt, chosen, rejected = preferred(record, "a.jsonl:1")
+    assert prompt == [turn("user", "Q")]
+    assert (chosen, rejected) == ([turn("assistant", "A")], [turn("assistant", "B")])
