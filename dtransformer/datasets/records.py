@@ -129,7 +129,7 @@ def messages_of(value: Any, place: str) -> Turns:
         {k: x for k, x in message.items() if x is not None}
         if isinstance(message, dict)
         else message
-        for message in value  # columns of a file have nulls where a message has nothing
+        for message in value  # columns of a file have nulls where nothing is said
     ]
     for number, message in enumerate(value, start=1):
         where = f"{place}, message {number}"
