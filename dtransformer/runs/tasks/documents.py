@@ -61,8 +61,14 @@ class DocumentTask(Task):
             )
         if len(paths) == 1 and (pathlib.Path(paths[0]) / MANIFEST).is_file():
             shards = TokenShards(paths[0])
-            if self.tokenizer is None:
-                self.tokenizer = load_tokenizer(shards.tokenizer_folder)
+            theirs = load_tokenizer(shards.tokenizer_folder)
+            own = self.tokenizer or self._tokenizer_of_model()
+            if own is not None and not _are_same(own, theirs):
+                raise InputError(
+                    f"data.{name}: {paths[0]} was prepared with another tokenizer than the run's or "
+                    "the model's: prepare it with that one"
+                )
+            self.tokenizer = own or theirs
             return shards
         if self.tokenizer is None:
             self.tokenizer = self._tokenizer(paths)
@@ -78,6 +84,16 @@ class DocumentTask(Task):
 
         from_chief(write, f"run/shards/{name}")
         return TokenShards(folder)
+
+    def _tokenizer_of_model(self):
+        """Return the tokenizer that is given, or beside published weights; None for none."""
+        folder = tokenizer_folder(self.config)
+        try:
+            return None if folder is None else load_tokenizer(folder)
+        except InputError:
+            if self.config.tokenizer.folder is not None:
+                raise
+            return None  # weights without one
 
     def _documents(self, paths):
         options = self.config.data
@@ -144,6 +160,13 @@ class DocumentTask(Task):
         shards = self.shards.get("train") or self.shards["dev"]
         rows = [shards[x][: self.config.data.length] for x in range(min(number, len(shards)))]
         return [[(text, True)] for text in self.tokenizer.decode(rows)]
+
+
+def _are_same(tokenizer, other):
+    """Return whether two tokenizers have as many pieces, and give a text the same ids."""
+    texts = ["The quick brown Fox, 12 + 3: naïve façade."]
+    first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
+    return tokenizer.vocab_size == other.vocab_size and first == second
 
 
 def with_perplexity(results: dict[str, float]) -> dict[str, float]:
