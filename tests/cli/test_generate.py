@@ -21,23 +21,8 @@ from dtransformer.models import (
     save_pretrained,
 )
 from dtransformer.models.generation.text_generator import TextGenerator
+from tests.runs.small_records import LLAMA
 
-LLAMA = {
-    "hidden_size": 16,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "num_layers": 1,
-    "positions": "rotary",
-    "hidden_act": "silu",
-    "norm": "rms_norm",
-    "gated": True,
-    "use_bias": False,
-    "tied_head": False,
-    "embedding_scale": 1.0,
-    "pad_id": None,
-    "start_id": 1,
-    "end_id": 2,
-}
 PROMPTS = ["The quick", "été é", "dog"]
 
 
