@@ -281,7 +281,7 @@ class AddingBlock(TransformerEncoderLayer):
 
 
 def added():
-    """Losses that layers add; metrics whose states are ints; validation data that are a dataset."""
+    """Losses that layers add; metrics whose states are ints; an optimizer that is built before."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH, 3))
     x = AddingBlock(8, 2, 16, **NO_DROPOUT)(keras.layers.Dense(8, activation="tanh")(inputs))
@@ -290,7 +290,8 @@ def added():
     overlap = keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False)
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data = {"x": X[:16], "y": CLASS[:16], "validation_data": validation}
-    optimizer = keras.optimizers.SGD(0.1)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
     return train(model, data, optimizer, loss=classes, metrics=["accuracy", overlap])
 
 
