@@ -1,7 +1,12 @@
 """The error for what a user can mend: files, configs, command lines."""
 
 import importlib.util
+import re
 
+# What errors of a step, of Horovod, its sockets and NCCL say on the ranks that are well.
+_ANOTHERS = re.compile(
+    "another rank has failed|Horovod has been shut down|gloo/transport/|remote process exited"
+)
 MAX_MESSAGE = 300  # characters of what the command line prints
 _MAX_SHOWN = 60
 
@@ -15,6 +20,11 @@ class InputError(ValueError):
 
     def __init__(self, message: str = ""):
         super().__init__(one_line(message, None))
+
+
+def is_of_another_rank(error: BaseException | str | None) -> bool:
+    """Return whether an error says no more than that another rank has failed, or left the job."""
+    return _ANOTHERS.search(str(error)) is not None
 
 
 def one_line(text: str, limit: int | None = MAX_MESSAGE) -> str:

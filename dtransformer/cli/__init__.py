@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, one_line
+from dtransformer.errors import InputError, is_of_another_rank, one_line
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
@@ -144,9 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _tell("this machine has not enough memory for that: give smaller numbers", 2)
     except Exception as error:
+        sys.last_value = error  # what is done at exit depends on it
+        if is_of_another_rank(error):
+            return _tell("another rank has failed, or left: what it says tells why", 1)
         if os.environ.get(_TRACEBACK) or "HOROVOD_RANK" in os.environ:
             raise  # of several ranks each tells its own
-        sys.last_value = error  # what is done at exit depends on it
         text = one_line(error, 160)
         return _tell(f"{type(error).__name__}: {text}; {_TRACEBACK}=1 shows where it comes from", 1)
 

@@ -67,15 +67,17 @@ def export(
     if adapters_of(network):
         if not options.merge_adapters:
             landed = save_lora(network, options.folder, options.family, overwrite)
-            return _told(landed, "The adapters are")
+            base = task.config.model.from_
+            use = f"dtransformer generate --model {base} --adapters {landed}, and peft"
+            return _told(landed, "The adapters are", use)
         merge_lora(network)
     landed = save_pretrained(
         network, options.folder, options.family, overwrite, tokenizer=task.tokenizer
     )
-    return _told(landed, "The model is")
+    return _told(landed, "The model is", "dtransformer generate and transformers")
 
 
-def _told(folder, what):
+def _told(folder, what, use):
     if job.is_chief():
-        print(f"{what} in {folder}, for dtransformer generate and transformers")
+        print(f"{what} in {folder}, for {use}")
     return folder

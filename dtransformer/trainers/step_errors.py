@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from dtransformer.errors import InputError
-from dtransformer.parallel.runtime.launch import ANOTHER_FAILED, OF_A_RANK_THAT_LEFT
+from dtransformer.errors import InputError, is_of_another_rank
 
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
@@ -62,8 +61,8 @@ def errors_in_one_line() -> Iterator[None]:
         line = _line(error.message)
         if line is None and isinstance(error, tf.errors.CancelledError):
             line = "another device of the mesh failed: an id that is in no table, most often"
-        if line is None and OF_A_RANK_THAT_LEFT in error.message:
-            raise RuntimeError(f"{ANOTHER_FAILED}: what it says tells why") from None
+        if line is None and is_of_another_rank(error.message):
+            raise RuntimeError("another rank has failed, or left: what it says tells why") from None
         if line is None:
             raise
         raise ValueError(line + _NOT_COUNTED * (" -100" in line)) from None

@@ -157,3 +157,13 @@ def test_what_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
     monkeypatch.setenv("DTRANSFORMER_TRACEBACK", "1")
     with pytest.raises(RuntimeError):
         main(["doctor"])
+
+
+def test_ranks_that_are_well_say_in_a_line_that_another_has_left(monkeypatch, capsys):
+    def fail(_):
+        raise RuntimeError("gloo/transport/tcp/pair.cc:589] Read error: reset by peer")
+
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setattr("dtransformer.cli._run", fail)
+    assert main(["doctor"]) == 1
+    assert "another rank has failed, or left" in capsys.readouterr().err

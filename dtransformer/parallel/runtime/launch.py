@@ -11,7 +11,7 @@ import sys
 import time
 import types
 
-from dtransformer.errors import InputError, one_line, shown
+from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime.cluster import free_address
@@ -29,9 +29,6 @@ _SET_BY_OTHERS = {
 _SET_BY_HOROVODRUN = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
 # Set by `dtransformer launch`, where fewer ranks may be left: 1, or fields of the config as JSON.
 FITS_LAYOUT = "DTRANSFORMER_FIT_LAYOUT"
-# What errors say on the ranks that wait for one that has left.
-OF_A_RANK_THAT_LEFT = "Horovod has been shut down"
-ANOTHER_FAILED = "another rank has failed, or left"
 _SECONDS_FOR_THE_RANK_AT_FAULT = 20  # horovodrun ends this one as soon as that one has ended
 
 
@@ -122,7 +119,7 @@ def _leave_at_exit(hvd, watchdog):
     horovodrun, which ends the job with the first exit, names the rank at fault.
     """
     error = getattr(sys, "last_value", None)
-    if any(text in str(error) for text in (ANOTHER_FAILED, OF_A_RANK_THAT_LEFT)):
+    if is_of_another_rank(error):
         time.sleep(_SECONDS_FOR_THE_RANK_AT_FAULT)
     if watchdog is not None:
         watchdog.leave(error and one_line(f"{type(error).__name__}: {error}", 160))
