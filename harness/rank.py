@@ -73,10 +73,11 @@ def main():
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
-    parser.add_argument("--quick", action="store_true", help="compile quickly: harness/quick.py")
+    parser.add_argument("--quick", action="store_true", help="compile quickly (harness/quick.py), fewer steps")
     arguments = parser.parse_args()
     if arguments.quick:
         compile_quickly()
+        arguments.steps = min(arguments.steps, training.QUICK_STEPS)
     options = {name: getattr(arguments, name) for name in ("folder", "steps", "epsilon")}
     # The watchdog has faulthandler's own timer; this one needs no thread of Python, either.
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)

@@ -24,7 +24,7 @@ from harness.networks import (
     make,
 )
 
-STEPS = 20
+STEPS, QUICK_STEPS = 20, 10
 USED = ".used"  # after the name of a network that is not only trained
 _DRAWN = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
 # How a network is let generate.

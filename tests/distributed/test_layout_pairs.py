@@ -23,13 +23,10 @@ TECHNIQUES = {
     "sequence": ({"model_parallel": 2, "sequence_parallel": True}, lambda x: x.sequence),
     "context": ({"context_parallel": 2}, lambda x: x.context > 1),
     "experts": ({"data_parallel": 2, "expert_parallel": 2}, lambda x: x.experts > 1),
+    # Of any schedule: what updates weights, and what shards a block, does not know it.
     "pipeline": (
         {"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_schedule": "1f1b"},
-        lambda x: x.stages > 1 and not x.schedule.startswith("zb"),
-    ),
-    "zero bubble": (
-        {"pipeline_stage": 2, "micro_batch_num": 2, "pipeline_schedule": "zb_h1"},
-        lambda x: x.schedule.startswith("zb"),
+        lambda x: x.stages > 1,
     ),
     "chunks": (
         {"pipeline_chunks": 2, "pipeline_schedule": "interleaved"},
