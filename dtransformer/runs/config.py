@@ -71,6 +71,13 @@ def key_of(field: str) -> str:
     return field.rstrip("_")
 
 
+def option(config: RunConfig, key: str) -> Any:
+    """Return the value of an option, "section.key"."""
+    section, name = key.split(".")
+    owner = getattr(config, section)
+    return getattr(owner, name if hasattr(owner, name) else f"{name}_")
+
+
 def load_config(path: str | os.PathLike | None = None, settings: Iterable[str] = ()) -> RunConfig:
     """Read a config file, and replace the values that `--set` gives.
 

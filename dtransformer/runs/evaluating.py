@@ -35,13 +35,13 @@ def evaluate_run(
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
-    task.folder = pathlib.Path(f"{folder}.evaluated")
+    task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")
         results = task.results(make_trainer(task, 1), task.batches("dev"))
     finally:
         if job.is_chief():
-            shutil.rmtree(beside(task.folder, ".shards"), ignore_errors=True)
+            shutil.rmtree(task.folder, ignore_errors=True)
     if job.is_chief():
         shown = {name: float(value) for name, value in results.items()}
         lines = (f"{name}: {value:.6g}" for name, value in shown.items())

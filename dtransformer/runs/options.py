@@ -14,11 +14,14 @@ from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.planner.models import checked
 
+USUAL_VOCABULARY = 8000  # pieces, where texts have so many
+
 # What values may be. The greatest ones are far beyond what is of use, and keep what is computed
 # from them finite; whether there is memory for a run, `needs` says.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
+Pieces = Annotated[int, Field(ge=16, le=10**7)]
 Layers = Annotated[int, Field(ge=1, le=200)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=1, le=1e9)]
@@ -159,7 +162,7 @@ class TokenizerOptions:
     """One subword vocabulary for all texts."""
 
     folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
-    vocab_size: Annotated[int, Field(ge=16, le=10**7)] = 8000  # pieces of one that is trained
+    vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
     lower_case: bool = False  # whether texts are made lower case
 
 

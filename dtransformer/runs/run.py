@@ -44,6 +44,7 @@ from dtransformer.runs.optimizers import make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
+from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -96,6 +97,7 @@ def train(
         InputError: something in the config or the data is wrong.
     """
     config = load_config(config_path, settings)
+    check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)  # before any work
@@ -112,22 +114,24 @@ def train(
     if found is not None and job.is_chief():
         print(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
-    # Everything is made, so that what is wrong is told, before the folder is touched.
-    task, trainer, batches = _prepare(config, folder.path, resumes)
-    check_export(task, overwrite or resumes)
     try:
+        # Everything is made, so that what is wrong is told, before the folder is touched.
+        task, trainer, batches = _prepare(config, folder, resumes)
+        check_export(task, overwrite or resumes)
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
+        task.moved(folder.path)
         if found is not None and job.is_chief():
             write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
         run = RunIdentity.load(folder.path)
-        trainer.fit(
-            batches["train"],
-            epochs=config.training.epochs,
-            validation_data=batches["dev"],
-            callbacks=_callbacks(task, trainer, folder, run, resumes),
-            resume=resumes,
-            verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
-        )
+        if not (resumes and _has_ended(folder.path, config)):
+            trainer.fit(
+                batches["train"],
+                epochs=config.training.epochs,
+                validation_data=batches["dev"],
+                callbacks=_callbacks(task, trainer, folder, run, resumes),
+                resume=resumes,
+                verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
+            )
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
@@ -149,6 +153,12 @@ def start_job(config: RunConfig) -> None:
         )
     except ValueError as error:
         raise InputError(f"parallel: {error}") from None
+
+
+def _has_ended(path, config):
+    """Return whether a run has made all steps that `training.max_steps` asks for."""
+    last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
+    return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
 def _next(config, path):
@@ -183,9 +193,9 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     return trainer
 
 
-def _prepare(config, path, resumes):
+def _prepare(config, folder, resumes):
     """Return the task, the trainer and the batches by parts; all is read and made."""
-    options, old_run = config.training, path if resumes else None
+    options, old_run = config.training, folder.path if resumes else None
     optimizer_class(options.optimizer)  # before work begins
     if options.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise InputError("training.tensorboard: install it first: pip install tensorboard")
@@ -197,7 +207,7 @@ def _prepare(config, path, resumes):
                 old.data, "labels", []
             )  # found in the records when it began
         _check_same(config, old)
-    task = task_of(config, old_run=old_run, folder=path)
+    task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
     if job.is_chief():
         print("\n".join(task.told()))
