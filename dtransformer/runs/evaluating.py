@@ -35,6 +35,8 @@ def evaluate_run(
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
+    if hasattr(task.config.training, "label_smoothing"):
+        task.config.training.label_smoothing = 0.0  # what is printed is −log p itself
     task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")

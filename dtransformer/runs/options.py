@@ -274,7 +274,6 @@ class TrainingOptions:
     keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
     early_stopping: Number = 0  # epochs without a better val_loss after which to stop; 0 for never
     bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
-    tensorboard: bool = False  # write its logs into the run folder
     layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
 
 
@@ -320,8 +319,19 @@ class SearchOptions:
 class EvaluationOptions:
     """What is looked at while training goes on."""
 
+    every_steps: Count | None = None  # evaluate data.dev, and show samples, so often besides
     samples: list[str] = dataclasses.field(default_factory=list)  # prompts, continued every epoch
     max_new_tokens: Count = 32  # of a sample
+
+
+@_options
+class LogOptions:
+    """Logs besides metrics.jsonl, which each run writes."""
+
+    csv: bool = False  # epochs, in the run's folder
+    tensorboard: bool = False  # in the run's folder
+    wandb: Name | None = None  # a project of Weights & Biases; WANDB_MODE=offline works, too
+    mlflow: Name | None = None  # an experiment of MLflow, of MLFLOW_TRACKING_URI
 
 
 @_options
@@ -339,6 +349,7 @@ _TOKENIZED = {
     "training": NetworkTraining,
     "parallel": TransformerOpParallelConfig,
     "evaluation": EvaluationOptions,
+    "logs": LogOptions,
     "export": ExportOptions,
 }
 _DOCUMENTS = {"data": DocumentData, **_TOKENIZED}
@@ -352,6 +363,7 @@ SECTIONS = {
         "training": TrainingOptions,
         "parallel": TransformerOpParallelConfig,
         "search": SearchOptions,
+        "logs": LogOptions,
     },
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},

@@ -22,7 +22,7 @@ from dtransformer.runs.unread import UNREAD, check_read
 
 _SHOWN, _GREEN, _PLAIN = 3, "\033[32m", "\033[0m"
 _FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
-_COMMON = ("data", "tokenizer", "model", "training", "evaluation", "export")
+_COMMON = ("data", "tokenizer", "model", "training", "evaluation", "logs", "export")
 
 
 def dry_run(

@@ -1,7 +1,6 @@
 """A run: from a config file to a run folder, whatever its task is."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import sys
@@ -22,7 +21,9 @@ from dtransformer.runs.callbacks import (
     Beginning,
     BestAdapters,
     BestWeights,
+    Evaluations,
     FiniteWeights,
+    Profile,
     StepLimit,
     TimeLimit,
 )
@@ -35,11 +36,12 @@ from dtransformer.runs.identity import (
     CONFIG,
     METRICS,
     PLAN,
-    TENSORBOARD,
+    PROFILE,
     TOKENIZER,
     WEIGHTS,
     RunIdentity,
 )
+from dtransformer.runs.logs import check_logs, log_callbacks
 from dtransformer.runs.optimizers import make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
@@ -80,6 +82,7 @@ def train(
     run_folder: str | os.PathLike | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    profile: tuple[int, int] | None = None,
 ) -> pathlib.Path:
     """Train as a config file says, and write a run folder.
 
@@ -89,6 +92,8 @@ def train(
         run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
         overwrite: whether a run that is there may be replaced.
         resume: whether to go on from the run's newest checkpoint; without one, training begins.
+        profile: the first and the last step, counted from the command's first one, of which
+            TensorFlow's profiler writes a trace into the run's folder.
 
     Returns:
         The run folder.
@@ -128,7 +133,7 @@ def train(
                 batches["train"],
                 epochs=config.training.epochs,
                 validation_data=batches["dev"],
-                callbacks=_callbacks(task, trainer, folder, run, resumes),
+                callbacks=_callbacks(task, trainer, folder, run, resumes, batches, profile),
                 resume=resumes,
                 verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
             )
@@ -197,8 +202,7 @@ def _prepare(config, folder, resumes):
     """Return the task, the trainer and the batches by parts; all is read and made."""
     options, old_run = config.training, folder.path if resumes else None
     optimizer_class(options.optimizer)  # before work begins
-    if options.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise InputError("training.tensorboard: install it first: pip install tensorboard")
+    check_logs(config)
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
@@ -260,7 +264,7 @@ def _begin(folder, task, resumes):
             )
 
 
-def _callbacks(task, trainer, folder, run, resumes):
+def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = [StepTimer()]
     if resumes:
@@ -269,7 +273,16 @@ def _callbacks(task, trainer, folder, run, resumes):
         callbacks.append(TimeLimit(options.max_minutes))
     if options.max_steps:
         callbacks.append(StepLimit(options.max_steps))
+    sinks = []
+    if job.is_chief():
+        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
     callbacks += task.callbacks(trainer)
+    if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
+        if batches["dev"] is None:
+            raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
+        callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
+    if profile is not None:
+        callbacks.append(Profile(*profile, path / PROFILE))
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")
@@ -291,11 +304,7 @@ def _callbacks(task, trainer, folder, run, resumes):
         ),
         Beginning(folder),
     ]
-    if job.is_chief():
-        callbacks.append(MetricsFile(path / METRICS))
-        if options.tensorboard:
-            callbacks.append(keras.callbacks.TensorBoard(path / TENSORBOARD))
-    return callbacks
+    return callbacks + sinks
 
 
 def _best_loss(folder):

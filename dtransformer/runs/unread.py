@@ -6,7 +6,7 @@ A key that has its default's value is taken anywhere, as saved configs hold all 
 import dataclasses
 
 from dtransformer.errors import InputError, shown
-from dtransformer.runs.config import RunConfig, key_of, option
+from dtransformer.runs.config import RunConfig, key_of
 from dtransformer.runs.options import SECTIONS
 
 _BLEU = {"training.bleu_sentences"}
@@ -67,7 +67,7 @@ def check_read(config: RunConfig) -> None:
     for key, other, values in _READ_WITH:
         if key not in given or other not in config.keys():
             continue
-        own = option(config, other)
+        own = config.option(other)
         if (own in _NOT_GIVEN) if values is None else (own not in values):
             there = "is not given" if own in _NOT_GIVEN else f"is {shown(own)}"
             raise InputError(f"{key} is not read where {other} {there}: leave one of them out")

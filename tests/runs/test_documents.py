@@ -1,7 +1,10 @@
 """Promise: documents are trained on as the config says, and a run that fails changes nothing."""
 
+import csv
 import json
+import pathlib
 
+import numpy as np
 import pytest
 import yaml
 
@@ -67,3 +70,52 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
         assert train(setting, *other, flags=flags, run=run) == 2
         assert told in capsys.readouterr().err
     assert snapshot(place) == before
+
+
+def lines_of(run, kind):
+    """The records of a kind in a run's metrics."""
+    lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
+    return [x for x in map(json.loads, lines) if x["kind"] == kind]
+
+
+def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
+    settings = ["training.max_steps=null", "training.checkpoint_steps=0"]
+    assert train(*settings, run="runs/plain") == 0
+    assert train(*settings, "evaluation.every_steps=2", "logs.csv=true", run="runs/looked") == 0
+    printed = capsys.readouterr().out
+    (plain,), (looked,) = (lines_of(f"runs/{name}", "epoch") for name in ("plain", "looked"))
+    for name in ("loss", "val_loss", "accuracy"):
+        assert looked[name] == plain[name]
+    found = lines_of("runs/looked", "evaluation")
+    assert [x["step"] for x in found] == list(range(2, plain["step"] + 1, 2)) != []
+    assert f"val_loss: {found[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
+    with open("runs/looked/metrics.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["val_loss"]) == looked["val_loss"]
+
+
+def test_perplexities_are_of_the_text(place, capsys):
+    assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    run, documents = load_run("runs/gpt"), (place / "text.txt").read_text().split("\n\n")
+    tokenizer, total, number = run.tokenizer, 0.0, 0
+    for text in documents:
+        (ids,) = tokenizer.encode([text]).to_list()
+        # Rows are shorter than some documents, and begin where they begin: one at a time here.
+        ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
+        number += ids.shape[1] - 1
+        total += len(text.strip().encode())
+    words = sum(len(text.split()) for text in documents)
+    nats = found["loss"] * number
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    assert found["byte_perplexity"] == pytest.approx(np.exp(nats / total))
+    assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
+
+
+def test_a_profile_is_written_where_it_says(place, capsys):
+    flags = ["--overwrite", "--profile", "2-3"]
+    assert train(flags=flags, run="runs/profiled") == 0
+    assert "The profile of steps 2 to 3 is in runs/profiled/profile" in capsys.readouterr().out
+    assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))
+    assert train(flags=["--overwrite", "--profile", "3-2"], run="runs/profiled") == 2
+    assert "expected two numbers of steps" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Documents: text in rows of one length, which tasks without labels of their own are trained on."""
 
 import hashlib
-import math
 import pathlib
 from typing import ClassVar
 
@@ -166,14 +165,3 @@ def _are_same(tokenizer, other):
     texts = ["The quick brown Fox, 12 + 3: naïve façade."]
     first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
     return tokenizer.vocab_size == other.vocab_size and first == second
-
-
-def with_perplexity(results: dict[str, float]) -> dict[str, float]:
-    """Return results with the perplexity by token, exp of the loss.
-
-    Example:
-
-    >>> with_perplexity({"loss": 0.0})
-    {'loss': 0.0, 'perplexity': 1.0}
-    """
-    return {**results, "perplexity": math.exp(min(results["loss"], 700.0))}
