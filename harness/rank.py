@@ -73,7 +73,7 @@ def main():
     parser.add_argument("--steps", type=int, default=training.STEPS)
     parser.add_argument("--epsilon", type=float, default=EPSILON)
     parser.add_argument("--seconds", type=int, default=SECONDS_OF_A_RUN, help="of a run at most")
-    parser.add_argument("--quick", action="store_true", help="compile quickly (harness/quick.py), fewer steps")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, compiled quickly")
     arguments = parser.parse_args()
     if arguments.quick:
         compile_quickly()

@@ -16,6 +16,7 @@ LIMITS = {"check": 60, "test": 15 * 60, "all": 4 * 60 * 60}
 # Files and folders whose tests need no TensorFlow, but for those with the mark `tensorflow`.
 CHECK = (
     "runs/test_config.py",
+    "runs/test_unread.py",
     "datasets/test_documents.py",
     "datasets/test_embedded.py",
     "datasets/test_sgm.py",

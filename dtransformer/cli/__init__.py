@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, is_of_another_rank, one_line
+from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
@@ -71,7 +71,8 @@ def _run(arguments):
     elif arguments.command == "train":
         from dtransformer.runs.run import train
 
-        train(arguments.config, arguments.set, arguments.run, arguments.overwrite, arguments.resume)
+        places = arguments.run, arguments.overwrite, arguments.resume
+        train(arguments.config, arguments.set, *places, _steps(arguments.profile))
     elif arguments.command == "checkpoint":
         from dtransformer.cli import checkpoint
 
@@ -111,6 +112,16 @@ def _run(arguments):
             return 0
         evaluate(arguments.run, arguments.src, arguments.ref, arguments.json, arguments.beam_size)
     return 0
+
+
+def _steps(text):
+    """Return the first and the last step of a text such as "3-5"; None of None."""
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise InputError(f"--profile {shown(text)}: expected two numbers of steps, such as 3-5")
+    return int(first), int(last)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

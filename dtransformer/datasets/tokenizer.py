@@ -116,6 +116,7 @@ class SubwordTokenizer(TakesTemplate):
         max_sentences: int | None = None,
         lower_case: bool = False,
         max_characters: int = 1000,
+        at_most: bool = False,
     ) -> "SubwordTokenizer":
         """Learn a vocabulary of exactly `vocab_size` pieces from text.
 
@@ -129,6 +130,7 @@ class SubwordTokenizer(TakesTemplate):
             max_characters: number of distinct characters, the most frequent ones, that become
                 pieces (two each: at the beginning of a word and inside); others are
                 unknown.
+            at_most: whether a text that has fewer pieces gives those that it has.
 
         Raises:
             InputError: there is no text, or the vocabulary is smaller than its characters need,
@@ -138,7 +140,8 @@ class SubwordTokenizer(TakesTemplate):
         if max_sentences is not None and len(sentences) > max_sentences:
             picked = np.linspace(0, len(sentences) - 1, max_sentences).astype(np.int64)
             sentences = [sentences[index] for index in picked]
-        return cls(learn_vocabulary(sentences, vocab_size, max_characters, lower_case), lower_case)
+        learnt = learn_vocabulary(sentences, vocab_size, max_characters, lower_case, at_most)
+        return cls(learnt, lower_case)
 
     @property
     def vocab_size(self) -> int:

@@ -76,7 +76,11 @@ def check_vocabulary(vocabulary: tuple[str, ...]) -> None:
 
 
 def learn_vocabulary(
-    sentences: Iterable[str], vocab_size: int, max_characters: int, lower_case: bool = False
+    sentences: Iterable[str],
+    vocab_size: int,
+    max_characters: int,
+    lower_case: bool = False,
+    at_most: bool = False,
 ) -> list[str]:
     """Return exactly `vocab_size` pieces: the special ones, characters, and learnt ones.
 
@@ -86,6 +90,7 @@ def learn_vocabulary(
         max_characters: number of distinct characters, the most frequent ones, that become
             pieces.
         lower_case: whether the text is lower-cased first.
+        at_most: whether a text that has fewer pieces gives those that it has.
 
     Raises:
         InputError: there is no text, or the vocabulary is smaller than its characters need or
@@ -121,7 +126,8 @@ def learn_vocabulary(
         )
         return list(dict.fromkeys([*base, *learnt]))
 
-    return _search_threshold(vocabulary_at, vocab_size, sum(words.values()))[:vocab_size]
+    found = _search_threshold(vocabulary_at, vocab_size, sum(words.values()), at_most)
+    return found[:vocab_size]
 
 
 def _count_words(sentences, lower_case):
@@ -153,7 +159,7 @@ def _alphabet(words, max_characters):
     return sorted({*frequent, *ESCAPED_SPACE, *ESCAPED_ESCAPE})
 
 
-def _search_threshold(vocabulary_at, vocab_size, num_words):
+def _search_threshold(vocabulary_at, vocab_size, num_words, at_most):
     """Find the vocabulary with the highest threshold that has `vocab_size` pieces.
 
     Pieces come most frequent first, so the surplus is dropped from the end; up to 10 % of
@@ -161,11 +167,11 @@ def _search_threshold(vocabulary_at, vocab_size, num_words):
     """
     enough, too_high = 0, num_words + 2  # thresholds known to give enough, too few pieces
     threshold = max(1, num_words // (40 * vocab_size))
-    best, largest = None, 0
+    best, largest = None, []
     while too_high - enough > 1:
         threshold = min(max(threshold, enough + 1), too_high - 1)
         vocabulary = vocabulary_at(threshold)
-        largest = max(largest, len(vocabulary))
+        largest = max(largest, vocabulary, key=len)
         if len(vocabulary) >= vocab_size:
             best, enough = vocabulary, threshold
             if len(vocabulary) <= 1.1 * vocab_size:
@@ -176,9 +182,9 @@ def _search_threshold(vocabulary_at, vocab_size, num_words):
         middle = math.sqrt(max(enough, 1) * too_high)
         # The power law is a good guide from afar and may stall near the goal.
         threshold = round(guess if enough < guess < too_high else middle)
-    if best is None:
+    if best is None and not at_most:
         raise InputError(
-            f"vocab_size={vocab_size} is too large for the text, which gives at most {largest} "
-            f"pieces: ask for at most {largest} or give more text"
+            f"vocab_size={vocab_size} is too large for the text, which gives at most {len(largest)} "
+            f"pieces: ask for at most {len(largest)} or give more text"
         )
-    return best
+    return best or largest

@@ -67,6 +67,12 @@ def matching_paths(network: keras.Model, patterns: str | Iterable[str]) -> list[
     return [path for path in paths if path in found]
 
 
+def is_matched(path: str, patterns: str | Iterable[str]) -> bool:
+    """Return whether a path matches one of several patterns, as of `matching_paths`."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    return any(_expression(pattern).fullmatch(path) for pattern in patterns)
+
+
 def _expression(pattern):
     """Return the regular expression of a pattern."""
     text = fnmatch.translate(pattern)

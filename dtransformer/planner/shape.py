@@ -9,6 +9,8 @@ import numpy as np
 
 from dtransformer.errors import InputError, check_int, shown
 
+_DENSE = "mapping", "gate", "projection"
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
@@ -70,7 +72,8 @@ class ModelShape:
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
-        adapter_targets: what has adapters: "query", "key", "value", "output", "feed_forward".
+        adapter_targets: what has adapters: "query", "key", "value", "output"; "mapping", "gate" and
+            "projection" of feed-forward layers; "head".
 
     Raises:
         InputError: a size is not a positive integer, or one does not divide another that it has to.
@@ -246,18 +249,24 @@ class ModelShape:
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = {"query": heads, "key": shared, "value": shared, "output": heads}
         found = {name: ((h, features),) for name, features in attention.items()}
-        return found | {"feed_forward": ((h, f),) * (3 if self.gated else 2)}
+        dense = dict.fromkeys(_DENSE, ((h, f),))
+        tables = {
+            "gate": ((h, f),) * self.gated,
+            "head": ((h, self.vocab_size),) * (not self.tied_head),
+        }
+        return found | dense | tables
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int]]:
         """Return inputs and outputs of the products of a block that have adapters."""
         if not self.adapter_rank or kind.is_frozen:
             return []
-        found = self._adapters()
-        dense = [] if kind.has_experts else [*found["feed_forward"]]
-        attention = [
-            x for name in self.adapter_targets if name != "feed_forward" for x in found[name]
+        found, times = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
+        times["head"] = 0
+        return [
+            x
+            for name in self.adapter_targets
+            for x in found[name] * times.get(name, len(kind.attended))
         ]
-        return len(kind.attended) * attention + dense * ("feed_forward" in self.adapter_targets)
 
     def adapter_parameters(self, kind: BlockKind) -> int:
         """Return the parameters of the adapters of a block."""
@@ -308,7 +317,9 @@ class ModelShape:
         4194304
         """
         if self.adapter_rank:
-            return sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
+            head = self._adapters()["head"] * ("head" in self.adapter_targets)
+            blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
+            return blocks + self.adapter_rank * sum(map(sum, head))
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
         return self.parameters() - frozen - tables

@@ -12,6 +12,7 @@ from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
 from dtransformer.runs.config import TRANSLATION, RunConfig
+from dtransformer.runs.options import USUAL_VOCABULARY
 
 # What a task trains where its model is of sizes; all others train a decoder.
 _KINDS = {
@@ -20,6 +21,22 @@ _KINDS = {
     **dict.fromkeys(("span_corruption", "seq2seq"), "EncoderDecoderLM"),
     "embedding": "MaskedLM",
 }
+_ATTENTION = (
+    *("blocks/block_0/attention", "transformer/encoder/block_0/attention"),
+    *(f"transformer/decoder/block_0/{kind}_attention" for kind in ("self", "cross")),
+)
+_DENSE = tuple(
+    f"{x}/block_0/feed_forward" for x in ("blocks", "transformer/encoder", "transformer/decoder")
+)
+# What the planner calls a kernel that may have an adapter -> paths of such ones.
+_ADAPTED = {
+    name: [f"{layer}/{name}_kernel" for layer in layers]
+    for names, layers in (
+        (("query", "key", "value", "output"), _ATTENTION),
+        (("mapping", "gate", "projection"), _DENSE),
+    )
+    for name in names
+} | {"head": ["head/kernel"]}
 _OF_PAIRS = "preference", "reward", "embedding"
 # Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
 _USUAL_SHARE = 4
@@ -65,24 +82,37 @@ def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
 
 def shape_of_run(config: RunConfig, length: int) -> ModelShape:
     """Return the shape of a run's model, for rows of some length."""
+    vocab_size = config.tokenizer.vocab_size or USUAL_VOCABULARY
     if config.task != TRANSLATION:
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
-        found = networks.architecture(
-            config, _KINDS.get(config.task, "CausalLM"), config.tokenizer.vocab_size
-        )
+        found = networks.architecture(config, _KINDS.get(config.task, "CausalLM"), vocab_size)
         adapters = config.model.adapters
-        rank = {} if adapters is None else {"adapter_rank": adapters.rank}
+        asked = (
+            {}
+            if adapters is None
+            else {"adapter_rank": adapters.rank, "adapter_targets": _targets(adapters.targets)}
+        )
         name = config.model.preset or config.model.from_ or f"{config.task} model"
-        return from_architecture(name, found, sequence_length=length, **rank)
+        return from_architecture(name, found, sequence_length=length, **asked)
     longest = config.data.max_length
     arguments = {
         **vars(config.model),
-        "source_vocab_size": config.tokenizer.vocab_size,
-        "target_vocab_size": config.tokenizer.vocab_size,
+        "source_vocab_size": vocab_size,
+        "target_vocab_size": vocab_size,
     }
     return from_architecture(
         "translation model",
         Architecture("TranslationTransformer", arguments, ""),
         sequence_length=length,
         learned_positions=2 * longest if config.model.positions == "learned" else 0,
+    )
+
+
+def _targets(patterns):
+    """Return what of a block the patterns of adapters match, as the planner names it."""
+    weight_paths = importlib.import_module("dtransformer.models.weight_paths")  # imports TensorFlow
+    return tuple(
+        name
+        for name, kernels in _ADAPTED.items()
+        if any(weight_paths.is_matched(path, patterns) for path in kernels)
     )

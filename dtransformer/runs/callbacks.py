@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import keras
+import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import partial_path
@@ -122,19 +123,119 @@ class StepLimit(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-class Samples(keras.callbacks.Callback):
+class EverySteps(keras.callbacks.Callback):
+    """Looks at the network after every so many steps of the run; a subclass has `look`.
+
+    Args:
+        every_steps: the number; None for never.
+    """
+
+    def __init__(self, every_steps: int | None):
+        super().__init__()
+        self.every_steps, self._before = every_steps, 0
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self._before = self.model.num_steps
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        before, self._before = self._before, self.model.num_steps
+        if self.every_steps and before // self.every_steps < self._before // self.every_steps:
+            self.look(f"step: {self._before}")
+
+    def look(self, when: str) -> None:
+        """Look at the network; all ranks call."""
+        raise NotImplementedError
+
+
+class Evaluations(EverySteps):
+    """Evaluates held-out records every so many steps; prints and logs what it finds.
+
+    Args:
+        batches: of the held-out records.
+        every_steps: the number of steps.
+        sinks: callbacks with `write(kind, logs)`.
+    """
+
+    def __init__(self, batches: object, every_steps: int, sinks: Sequence):
+        super().__init__(every_steps)
+        self._batches, self._sinks = batches, list(sinks)
+
+    def look(self, when: str) -> None:
+        states = [variable for metric in self.model.metrics for variable in metric.variables]
+        before = [variable.numpy() for variable in states]  # of the epoch that is running
+        results = self.model.evaluate(self._batches, verbose=0, return_dict=True)
+        for variable, value in zip(states, before):
+            variable.assign(value)
+        logs = {f"val_{name}": value for name, value in results.items()}
+        for sink in self._sinks:
+            if hasattr(sink, "write"):
+                sink.write("evaluation", logs)
+        if job.is_chief():
+            told = ", ".join(f"{name}: {value:.6g}" for name, value in logs.items())
+            print(f"{when}, {told}", flush=True)
+
+
+class Profile(keras.callbacks.Callback):
+    """Writes what TensorFlow's profiler sees of some steps, of rank 0, for TensorBoard.
+
+    Args:
+        first, last: numbers of steps, from 1, counted from the first that is trained.
+        path: the folder to write to.
+    """
+
+    def __init__(self, first: int, last: int, path: str | os.PathLike):
+        super().__init__()
+        self._first, self._last, self.path, self._step, self._is_on = first, last, path, 0, False
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        self._step += 1
+        if self._step == self._first and job.is_chief():
+            tf.profiler.experimental.start(str(self.path))
+            self._is_on = True
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        if self._step >= self._last:
+            self._stop()
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        self._stop()
+        if self._step < self._first and job.is_chief():
+            told = f"--profile: training ended at step {self._step}, before step {self._first}"
+            warnings.warn(told, stacklevel=2)
+
+    def _stop(self):
+        if self._is_on:
+            tf.profiler.experimental.stop()
+            print(
+                f"The profile of steps {self._first} to {self._step} is in {self.path}: see it "
+                f"with: tensorboard --logdir {self.path}",
+                flush=True,
+            )
+        self._is_on = False
+
+
+class Samples(EverySteps):
     """Prints, at the end of every epoch, how the network goes on with some prompts.
 
     Args:
         generate: a function of a list of prompts that returns as many texts, on every rank.
         prompts: them.
+        every_steps: number of steps after which it prints, too; None for none.
     """
 
-    def __init__(self, generate: Callable[[list[str]], list[str]], prompts: Sequence[str]):
-        super().__init__()
+    def __init__(
+        self,
+        generate: Callable[[list[str]], list[str]],
+        prompts: Sequence[str],
+        every_steps: int | None = None,
+    ):
+        super().__init__(every_steps)
         self._generate, self._prompts = generate, list(prompts)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        self.look(f"epoch: {epoch + 1}")
+
+    def look(self, when: str) -> None:
         try:
             texts = self._generate(self._prompts)
         except ValueError as error:  # too long for the model, on every rank: training goes on
@@ -142,7 +243,7 @@ class Samples(keras.callbacks.Callback):
             return
         for prompt, text in zip(self._prompts, texts):
             if job.is_chief():
-                print(f"epoch: {epoch + 1}, {prompt} … {one_line(text)}", flush=True)
+                print(f"{when}, {prompt} … {one_line(text)}", flush=True)
 
 
 class Beginning(keras.callbacks.Callback):

@@ -22,6 +22,8 @@ _MAPPINGS = {
     "parallel.recompute": TransformerRecomputeConfig,
     "model.moe_config": MoEConfig,
 }
+# Keys of older files -> where they are now.
+_MOVED = {"training.tensorboard": "logs.tensorboard"}
 _MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
 _NO_DEGREE = "parallel.parallel_optimizer_threshold"
 _MAX_KEY = 100  # characters that are compared with the names of options
@@ -65,6 +67,12 @@ class RunConfig:
             for field in dataclasses.fields(section)
         ]
 
+    def option(self, key: str) -> Any:
+        """Return the value of an option, "section.key"."""
+        section, name = key.split(".")
+        owner = getattr(self, section)
+        return getattr(owner, name if hasattr(owner, name) else f"{name}_")
+
 
 def key_of(field: str) -> str:
     """Return what YAML calls a field: one that Python has a word for ends with "_" here."""
@@ -101,7 +109,8 @@ def _setting(setting):
     key, equals, text = setting.partition("=")
     if not equals:
         raise InputError(f"--set {shown(setting)}: expected section.key=value")
-    key, value = key.strip(), parse_yaml(text, f"--set {shown(key)}")
+    key = _MOVED.get(key.strip(), key.strip())
+    value = parse_yaml(text, f"--set {shown(key)}")
     return ("training.layout" if (key, value) == ("parallel", "auto") else key), value
 
 
@@ -132,7 +141,8 @@ def _flatten(content, config, path):
             raise InputError(
                 f"{path}: section {section} holds {shown(values)}, expected keys and values"
             )
-        flat.update({f"{section}.{key}": value for key, value in (values or {}).items()})
+        names = {key: f"{section}.{key}" for key in values or {}}
+        flat.update({_MOVED.get(names[key], names[key]): values[key] for key in names})
     for key in flat:
         if key not in config.keys():
             set_option(config, key, flat[key], path)  # says what is near

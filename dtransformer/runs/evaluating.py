@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterable
 
 from dtransformer.files import beside
+from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
+from dtransformer.planner.machine import num_ranks
 from dtransformer.runs.config import set_option
 from dtransformer.runs.loading import check_run, load_run
 from dtransformer.runs.run import make_trainer, start_job
@@ -16,7 +18,7 @@ from dtransformer.runs.run import make_trainer, start_job
 def evaluate_run(
     folder: str | os.PathLike, data: Iterable[str] = (), as_json: bool = False
 ) -> dict[str, float]:
-    """Print loss and metrics of a run's weights; all ranks call.
+    """Print loss and metrics of a run's weights, on any number of ranks; all ranks call.
 
     Args:
         folder: the run's folder.
@@ -30,18 +32,22 @@ def evaluate_run(
         InputError: the folder or a file is not usable, or there are no records.
     """
     folder = pathlib.Path(folder)
-    start_job(check_run(folder))
+    config = check_run(folder)
+    config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
+    start_job(config)
     task = load_run(folder)
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
-    task.folder = pathlib.Path(f"{folder}.evaluated")
+    if hasattr(task.config.training, "label_smoothing"):
+        task.config.training.label_smoothing = 0.0  # what is printed is −log p itself
+    task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")
         results = task.results(make_trainer(task, 1), task.batches("dev"))
     finally:
         if job.is_chief():
-            shutil.rmtree(beside(task.folder, ".shards"), ignore_errors=True)
+            shutil.rmtree(task.folder, ignore_errors=True)
     if job.is_chief():
         shown = {name: float(value) for name, value in results.items()}
         lines = (f"{name}: {value:.6g}" for name, value in shown.items())

@@ -24,7 +24,7 @@ def check_export(task: Task, overwrite: bool) -> None:
     if options is None or not options.folder:
         return
     check_target(options.folder, overwrite)
-    if task.network is not task.core or getattr(task.core, "has_task_head", False):
+    if getattr(task.core, "has_task_head", False):
         raise InputError(
             f"export.folder: published folders have no form for the head of task {task.config.task} "
             "here: leave it out; the run's folder has the weights"

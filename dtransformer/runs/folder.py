@@ -33,18 +33,21 @@ class RunFolder:
 
     Args:
         path: the folder.
+
+    Attributes:
+        fresh: the folder that a new run is written to, and becomes `path` when it begins.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._real = pathlib.Path(os.path.realpath(path))  # of a link, what it points to
-        self._fresh, self._aside = beside(self._real, _FRESH), replaced_run(path)
+        self.fresh, self._aside = beside(self._real, _FRESH), replaced_run(path)
         self._made = []  # folders that were not there before
         self._is_new = False
 
     def is_in_order(self) -> bool:
         """Return whether no kill has left something that `recover` puts in order."""
-        return not os.path.exists(self._fresh) and not _is_run(self._aside)
+        return not os.path.exists(self.fresh) and not _is_run(self._aside)
 
     def check(self, config_path: str | os.PathLike, overwrite: bool, resume: bool) -> bool:
         """Return whether training goes on from a checkpoint; only look.
@@ -85,13 +88,14 @@ class RunFolder:
         Raises:
             InputError: something there is no part of a run.
         """
-        _remove_run(self._fresh, self._fresh)
+        _remove_run(self.fresh, self.fresh)
         if _is_run(self._aside):
             self._keep_one()
         if _is_run(self._real):
             for path in self._real.iterdir():
                 if is_partial(path.name):
                     path.unlink(missing_ok=True)
+        self._made = [one for one in (self._real, *self._real.parents) if not os.path.exists(one)]
 
     def begin(self, config: RunConfig, tokenizer: object, data: dict[str, str | None]) -> None:
         """Begin a new run; an old one that is there is moved aside.
@@ -104,30 +108,32 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written; the old run is where it was.
         """
-        self._made = [one for one in (self._real, *self._real.parents) if not os.path.exists(one)]
         try:
-            self._fresh.mkdir(parents=True)
-            save_config(config, self._fresh / CONFIG)
-            tokenizer.save(self._fresh / TOKENIZER)
-            RunIdentity.new(self._fresh, data).save(self._fresh / RUN)
+            self.fresh.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.fresh / CONFIG)
+            tokenizer.save(self.fresh / TOKENIZER)
+            RunIdentity.new(self.fresh, data).save(self.fresh / RUN)
             if _is_run(self._real):
                 os.rename(self._real, self._aside)
-            os.rename(self._fresh, self._real)  # an empty folder is replaced
+            os.rename(self.fresh, self._real)  # an empty folder is replaced
             self._is_new = True
         except (OSError, InputError) as error:
-            shutil.rmtree(self._fresh, ignore_errors=True)
+            shutil.rmtree(self.fresh, ignore_errors=True)
             self._take_back()
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"{self.path}: the run folder cannot be written ({reason})") from None
 
     def settle(self) -> None:
-        """End what `begin` began: keep the new run if it has begun, else put the old one back.
+        """Keep the new run if it has begun, else put the old one back; without `begin`, too.
 
         Raises:
             InputError: something there is no part of a run, or cannot be removed.
         """
         if self._is_new:
             self._keep_one()
+        else:
+            shutil.rmtree(self.fresh, ignore_errors=True)
+            self._take_back()
 
     def remove_replaced(self) -> None:
         """Remove the old run if the new one has begun.

@@ -39,8 +39,12 @@ ADAPTERS = "adapters"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 PLAN = "plan.txt"
+CSV = "metrics.csv"
+PROFILE = "profile"
+SHARDS = "shards"
 PARTS = frozenset(
-    {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN}
+    {RUN, CONFIG, TOKENIZER, WEIGHTS, ADAPTERS, METRICS, CHECKPOINTS, TENSORBOARD, PLAN, SHARDS}
+    | {CSV, PROFILE, "wandb"}
 )
 
 _VERSION = 1

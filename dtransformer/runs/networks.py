@@ -17,6 +17,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import RUN
+from dtransformer.runs.options import USUAL_VOCABULARY
 
 _KINDS = {kind.__name__: kind for kind in (CausalLM, EncoderDecoderLM, MaskedLM)}
 _NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
@@ -106,7 +107,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
         if (folder / RUN).is_file():
             loading = importlib.import_module("dtransformer.runs.loading")
             other = loading.check_run(folder)
-            return architecture(other, kind, other.tokenizer.vocab_size)
+            return architecture(other, kind, other.tokenizer.vocab_size or USUAL_VOCABULARY)
         found = architecture_of(folder)
     elif options.preset is not None:
         found = _preset(options.preset)

@@ -66,6 +66,8 @@ def _optimizer(config, total_steps):
         keywords["weight_decay"] = options.weight_decay
     if "beta_2" in inspect.signature(kind).parameters:
         keywords["beta_2"] = options.beta_2
+    elif options.beta_2 != type(options).beta_2:
+        raise ValueError(f"beta_2: optimizer {options.optimizer} has none: leave it out")
     optimizer = kind(**keywords)
     if options.weight_decay:
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])

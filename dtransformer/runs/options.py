@@ -14,11 +14,14 @@ from dtransformer.inputs.checked import STRICT, problem
 from dtransformer.parallel.config.config import MoEConfig, TransformerOpParallelConfig
 from dtransformer.planner.models import checked
 
+USUAL_VOCABULARY = 8000  # pieces, where texts have so many
+
 # What values may be. The greatest ones are far beyond what is of use, and keep what is computed
 # from them finite; whether there is memory for a run, `needs` says.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
+Pieces = Annotated[int, Field(ge=16, le=10**7)]
 Layers = Annotated[int, Field(ge=1, le=200)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=1, le=1e9)]
@@ -159,7 +162,7 @@ class TokenizerOptions:
     """One subword vocabulary for all texts."""
 
     folder: Path | None = None  # a tokenizer that is there; by default that of `model.from`
-    vocab_size: Annotated[int, Field(ge=16, le=10**7)] = 8000  # pieces of one that is trained
+    vocab_size: Pieces | None = None  # of one that is trained: 8000, or as many as the texts have
     lower_case: bool = False  # whether texts are made lower case
 
 
@@ -271,7 +274,6 @@ class TrainingOptions:
     keep_checkpoints: Count = 2  # the newest ones; the best by val_loss is kept in addition
     early_stopping: Number = 0  # epochs without a better val_loss after which to stop; 0 for never
     bleu_sentences: Number = 200  # of the dev set, translated after every epoch; 0 for none
-    tensorboard: bool = False  # write its logs into the run folder
     layout: Literal["given", "auto"] = "given"  # "auto", or `parallel: auto`: the planner's
 
 
@@ -317,8 +319,19 @@ class SearchOptions:
 class EvaluationOptions:
     """What is looked at while training goes on."""
 
+    every_steps: Count | None = None  # evaluate data.dev, and show samples, so often besides
     samples: list[str] = dataclasses.field(default_factory=list)  # prompts, continued every epoch
     max_new_tokens: Count = 32  # of a sample
+
+
+@_options
+class LogOptions:
+    """Logs besides metrics.jsonl, which each run writes."""
+
+    csv: bool = False  # epochs, in the run's folder
+    tensorboard: bool = False  # in the run's folder
+    wandb: Name | None = None  # a project of Weights & Biases; WANDB_MODE=offline works, too
+    mlflow: Name | None = None  # an experiment of MLflow, of MLFLOW_TRACKING_URI
 
 
 @_options
@@ -336,6 +349,7 @@ _TOKENIZED = {
     "training": NetworkTraining,
     "parallel": TransformerOpParallelConfig,
     "evaluation": EvaluationOptions,
+    "logs": LogOptions,
     "export": ExportOptions,
 }
 _DOCUMENTS = {"data": DocumentData, **_TOKENIZED}
@@ -349,6 +363,7 @@ SECTIONS = {
         "training": TrainingOptions,
         "parallel": TransformerOpParallelConfig,
         "search": SearchOptions,
+        "logs": LogOptions,
     },
     **dict.fromkeys(("causal_lm", "masked_lm", "next_sentence", "span_corruption"), _DOCUMENTS),
     "chat": {"data": ChatData, **_TOKENIZED},

@@ -18,10 +18,11 @@ from dtransformer.planner.report import fit_line
 from dtransformer.planner.search import cost, plan
 from dtransformer.runs.automatic import batch_of_run, shape_of_run
 from dtransformer.runs.config import RunConfig, key_of, load_config
+from dtransformer.runs.unread import UNREAD, check_read
 
 _SHOWN, _GREEN, _PLAIN = 3, "\033[32m", "\033[0m"
 _FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
-_COMMON = ("data", "tokenizer", "model", "training", "evaluation", "export")
+_COMMON = ("data", "tokenizer", "model", "training", "evaluation", "logs", "export")
 
 
 def dry_run(
@@ -38,6 +39,7 @@ def dry_run(
         InputError: something in the config or the data is wrong.
     """
     config = load_config(config_path, settings)
+    check_read(config)
     print(f"Task: {config.task}\n{_planned(config)}")
     data = config.data
     if not (getattr(data, "train", None) or getattr(data, "source", None)):
@@ -94,6 +96,8 @@ def new_config(task: str) -> str:
         lines += ["", f"# {inspect.getdoc(type(section)).splitlines()[0]}", f"{name}:"]
         told = fields_told(type(section))
         for field in dataclasses.fields(section):
+            if f"{name}.{key_of(field.name)}" in UNREAD[task]:
+                continue
             value = yaml.safe_dump(dataclasses.asdict(section)[field.name]).splitlines()[0]
             lines.append(
                 f"  # {key_of(field.name)}: {value}  # {told.get(field.name, '')}".rstrip(" #")

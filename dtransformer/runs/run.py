@@ -1,7 +1,6 @@
 """A run: from a config file to a run folder, whatever its task is."""
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import sys
@@ -22,7 +21,9 @@ from dtransformer.runs.callbacks import (
     Beginning,
     BestAdapters,
     BestWeights,
+    Evaluations,
     FiniteWeights,
+    Profile,
     StepLimit,
     TimeLimit,
 )
@@ -35,15 +36,17 @@ from dtransformer.runs.identity import (
     CONFIG,
     METRICS,
     PLAN,
-    TENSORBOARD,
+    PROFILE,
     TOKENIZER,
     WEIGHTS,
     RunIdentity,
 )
+from dtransformer.runs.logs import check_logs, log_callbacks
 from dtransformer.runs.optimizers import make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
+from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -79,6 +82,7 @@ def train(
     run_folder: str | os.PathLike | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    profile: tuple[int, int] | None = None,
 ) -> pathlib.Path:
     """Train as a config file says, and write a run folder.
 
@@ -88,6 +92,8 @@ def train(
         run_folder: where to write; "runs/NAME-OF-THE-CONFIG" by default.
         overwrite: whether a run that is there may be replaced.
         resume: whether to go on from the run's newest checkpoint; without one, training begins.
+        profile: the first and the last step, counted from the command's first one, of which
+            TensorFlow's profiler writes a trace into the run's folder.
 
     Returns:
         The run folder.
@@ -96,6 +102,7 @@ def train(
         InputError: something in the config or the data is wrong.
     """
     config = load_config(config_path, settings)
+    check_read(config)
     folder = RunFolder(run_folder or pathlib.Path("runs") / pathlib.Path(config_path).stem)
     if folder.is_in_order():
         folder.check(config_path, overwrite, resume)  # before any work
@@ -112,22 +119,24 @@ def train(
     if found is not None and job.is_chief():
         print(summary(found))
     resumes = from_chief(resumes_from, "run/resumes")
-    # Everything is made, so that what is wrong is told, before the folder is touched.
-    task, trainer, batches = _prepare(config, folder.path, resumes)
-    check_export(task, overwrite or resumes)
     try:
+        # Everything is made, so that what is wrong is told, before the folder is touched.
+        task, trainer, batches = _prepare(config, folder, resumes)
+        check_export(task, overwrite or resumes)
         from_chief(lambda: _begin(folder, task, resumes), "run/begin")
+        task.moved(folder.path)
         if found is not None and job.is_chief():
             write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
         run = RunIdentity.load(folder.path)
-        trainer.fit(
-            batches["train"],
-            epochs=config.training.epochs,
-            validation_data=batches["dev"],
-            callbacks=_callbacks(task, trainer, folder, run, resumes),
-            resume=resumes,
-            verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
-        )
+        if not (resumes and _has_ended(folder.path, config)):
+            trainer.fit(
+                batches["train"],
+                epochs=config.training.epochs,
+                validation_data=batches["dev"],
+                callbacks=_callbacks(task, trainer, folder, run, resumes, batches, profile),
+                resume=resumes,
+                verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
+            )
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
@@ -149,6 +158,12 @@ def start_job(config: RunConfig) -> None:
         )
     except ValueError as error:
         raise InputError(f"parallel: {error}") from None
+
+
+def _has_ended(path, config):
+    """Return whether a run has made all steps that `training.max_steps` asks for."""
+    last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
+    return from_chief(lambda: limit is not None and last >= limit, "run/ended")
 
 
 def _next(config, path):
@@ -183,12 +198,11 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
     return trainer
 
 
-def _prepare(config, path, resumes):
+def _prepare(config, folder, resumes):
     """Return the task, the trainer and the batches by parts; all is read and made."""
-    options, old_run = config.training, path if resumes else None
+    options, old_run = config.training, folder.path if resumes else None
     optimizer_class(options.optimizer)  # before work begins
-    if options.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise InputError("training.tensorboard: install it first: pip install tensorboard")
+    check_logs(config)
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
@@ -197,7 +211,7 @@ def _prepare(config, path, resumes):
                 old.data, "labels", []
             )  # found in the records when it began
         _check_same(config, old)
-    task = task_of(config, old_run=old_run, folder=path)
+    task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
     if job.is_chief():
         print("\n".join(task.told()))
@@ -250,7 +264,7 @@ def _begin(folder, task, resumes):
             )
 
 
-def _callbacks(task, trainer, folder, run, resumes):
+def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     options, path, monitor = task.config.training, folder.path, task.monitor
     callbacks = [StepTimer()]
     if resumes:
@@ -259,7 +273,16 @@ def _callbacks(task, trainer, folder, run, resumes):
         callbacks.append(TimeLimit(options.max_minutes))
     if options.max_steps:
         callbacks.append(StepLimit(options.max_steps))
+    sinks = []
+    if job.is_chief():
+        sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
     callbacks += task.callbacks(trainer)
+    if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
+        if batches["dev"] is None:
+            raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
+        callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
+    if profile is not None:
+        callbacks.append(Profile(*profile, path / PROFILE))
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")
@@ -281,11 +304,7 @@ def _callbacks(task, trainer, folder, run, resumes):
         ),
         Beginning(folder),
     ]
-    if job.is_chief():
-        callbacks.append(MetricsFile(path / METRICS))
-        if options.tensorboard:
-            callbacks.append(keras.callbacks.TensorBoard(path / TENSORBOARD))
-    return callbacks
+    return callbacks + sinks
 
 
 def _best_loss(folder):

@@ -135,11 +135,11 @@ class LossMonitor(_StepCallback):
 class MetricsFile(_StepCallback):
     """Appends the logs to a file of JSON lines, one object a line.
 
-    An object has `kind` ("step" or "epoch"), `epoch` (from 1), `step` (the optimizer's steps
-    since it was made, so that a resumed run goes on counting), `time` (seconds since 1970) and
-    the logs as floats. JSON has no NaN: the texts `"NaN"`, `"Infinity"` and `"-Infinity"`,
-    which Python's `float` reads, are written instead. A log that has one of the four names is
-    written as `logs.<name>`.
+    An object has `kind` ("step", "epoch", or what `write` is given), `epoch` (from 1), `step` (the
+    optimizer's steps since it was made, so that a resumed run goes on counting), `time` (seconds
+    since 1970) and the logs as floats. JSON has no NaN: the texts `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, which Python's `float` reads, are written instead. A log that has one of the four
+    names is written as `logs.<name>`.
 
     Every line is written at once. A run that is resumed appends; a last line that a
     kill left incomplete is removed first. Steps that a resumed run repeats are in the file
@@ -178,15 +178,16 @@ class MetricsFile(_StepCallback):
     def on_train_batch_end(self, batch, logs=None):
         _, due = self._advance(batch)
         if due:
-            self._write("step", logs)
+            self.write("step", logs)
 
     def on_epoch_end(self, epoch, logs=None):
-        self._write("epoch", logs)
+        self.write("epoch", logs)
 
     def on_train_end(self, logs=None):
         self._close()
 
-    def _write(self, kind, logs):
+    def write(self, kind: str, logs: dict | None) -> None:
+        """Write a line of a kind of its own, while training."""
         if self._file is None:
             return
         record = {

@@ -10,6 +10,7 @@ from dtransformer.cli import main
 from dtransformer.errors import MAX_MESSAGE
 from dtransformer.runs import needs
 from dtransformer.runs.config import load_config
+from dtransformer.runs.options import USUAL_VOCABULARY
 from tests.inputs.bounded import refusal
 
 HUGE = "9" * 5000
@@ -92,7 +93,7 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
 def test_settings_are_limited(setting, told):
     def read():
         config = load_config(None, [setting])
-        needs.check_model(config, config.tokenizer.vocab_size)
+        needs.check_model(config, config.tokenizer.vocab_size or USUAL_VOCABULARY)
 
     if told:
         assert told in refusal(read)

@@ -286,7 +286,7 @@ WRONG = [
     (lambda: named(SMALL, num_heads=7), "num_heads=7 does not divide hidden_size=768"),
     (
         lambda: named(SMALL, adapter_rank=4, adapter_targets=("q_proj",)),
-        "adapter_targets has 'q_proj', expected some of query, key, value, output, feed_forward",
+        "adapter_targets has 'q_proj', expected some of query, key, value, output, mapping,",
     ),
     (lambda: Cluster(device_named("a100"), 12), "not a multiple of devices_per_node=8"),
     (lambda: Job(0), "global_batch must be an integer of at least 1"),
@@ -379,12 +379,12 @@ def test_adapters_are_counted_as_networks_count_them():
     from dtransformer.models import CausalLM, add_lora, freeze
 
     sizes = dict(hidden_size=32, num_heads=4, num_kv_heads=2, gated=True, use_bias=False)
-    for targets in (("query", "value"), ("key", "output", "feed_forward")):
-        network = CausalLM(100, num_layers=3, max_length=16, **sizes)
+    dense = ("mapping", "gate", "projection")
+    for targets in (("query", "value"), ("key", "output", "gate", "projection"), (*dense, "head")):
+        network = CausalLM(100, num_layers=3, max_length=16, tied_head=False, **sizes)
         network.build()
-        kernels = {"feed_forward": "feed_forward/*kernel"}
         add_lora(
-            network, 4, targets=["*/" + kernels.get(x, f"attention/{x}_kernel") for x in targets]
+            network, 4, targets=[f"*{x}_kernel" if x != "head" else "head/kernel" for x in targets]
         )
         model = from_network(network, adapter_rank=4, adapter_targets=targets)
         count = sum(weight.shape.num_elements() for weight in network.trainable_variables)

@@ -51,7 +51,5 @@ def place(tmp_path_factory):
 def test_losses_are_those_of_one_process(name, place):
     expected = command(place, name, f"runs/{name}-1", 1, [])
     for layout, settings in LAYOUTS.items():
-        if (name, layout) == ("embedding", "model"):  # which is refused
-            continue
         found = command(place, name, f"runs/{name}-{layout}", 2, settings)
         np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS, err_msg=f"{name}, {layout}")

@@ -2,14 +2,17 @@
 
 import abc
 import pathlib
+from collections.abc import Iterable
 
 import keras
 
+from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
+from dtransformer.runs.options import USUAL_VOCABULARY
 
 PARTS = "train", "dev"
 
@@ -22,7 +25,7 @@ class Task(abc.ABC):
     Args:
         config: the run's config.
         old_run: the folder of the run that goes on; None for a new one.
-        folder: the folder that the run has or gets; what is prepared for it may lie beside it.
+        folder: the run's folder, or the one that becomes it: what is prepared is written there.
 
     Attributes:
         tokenizer: the tokenizer, once `read` was called.
@@ -83,16 +86,12 @@ class Task(abc.ABC):
         """Compute what training needs of the network as it begins; all ranks call."""
 
     def callbacks(self, trainer: keras.Model) -> list:
-        """Return callbacks that look at the network while it trains, on every rank.
-
-        Raises:
-            InputError: samples are asked for, and the task generates none.
-        """
-        if getattr(self.config.sections().get("evaluation"), "samples", None):
-            raise InputError(
-                f"evaluation.samples: task {self.config.task} generates none: leave it out"
-            )
+        """Return callbacks that look at the network while it trains, on every rank."""
         return []
+
+    def moved(self, folder: pathlib.Path) -> None:
+        """Go on with what was written into `folder` in another folder, which it has become."""
+        self.folder = folder
 
     def results(self, trainer: keras.Model, batches) -> dict[str, float]:
         """Return what `dtransformer evaluate` prints, of batches of `"dev"`; all ranks call."""
@@ -110,6 +109,20 @@ class Task(abc.ABC):
     def core(self) -> TokenModel:
         """The network of `dtransformer.models` inside of what is trained."""
         return self.network
+
+    def train_tokenizer(self, texts: Iterable[str]) -> None:
+        """Train the tokenizer on texts.
+
+        Raises:
+            InputError: they have not as many pieces as the config asks for.
+        """
+        options = self.config.tokenizer
+        self.tokenizer = SubwordTokenizer.train(
+            texts,
+            options.vocab_size or USUAL_VOCABULARY,
+            lower_case=options.lower_case,
+            at_most=options.vocab_size is None,
+        )
 
     def load_tokenizer(self, run: pathlib.Path) -> None:
         """Take the tokenizer of a run's folder."""

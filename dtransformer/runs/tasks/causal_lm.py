@@ -4,7 +4,8 @@ from dtransformer.datasets.language_model import LanguageModelBatches
 from dtransformer.models import CausalLM, TextGenerator
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.networks import special_ids
-from dtransformer.runs.tasks.documents import DocumentTask, with_perplexity
+from dtransformer.runs.perplexity import perplexities
+from dtransformer.runs.tasks.documents import DocumentTask
 
 
 class LanguageModel(DocumentTask):
@@ -20,10 +21,16 @@ class LanguageModel(DocumentTask):
         if not options.samples:
             return []
         generate = TextGenerator(self.network, self.tokenizer, options.max_new_tokens)
-        return [Samples(generate, options.samples)]
+        return [Samples(generate, options.samples, options.every_steps)]
 
     def results(self, trainer, batches) -> dict[str, float]:
-        return with_perplexity(super().results(trainer, batches))
+        results, shards = super().results(trainer, batches), self.shards["dev"]
+        # Of a document without a start token the first one is not predicted.
+        first = int(shards.special_ids.get("start") is None)
+        ends = (shards.special_ids.get("end") is not None) * shards.num_documents
+        number = shards.num_tokens - first * shards.num_documents + ends
+        spans = (ids[first:] for ids in shards)
+        return {**results, **perplexities(results["loss"], spans, number, self.tokenizer)}
 
 
 TASK = LanguageModel

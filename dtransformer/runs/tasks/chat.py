@@ -12,7 +12,7 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM, TextGenerator
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.networks import adapt
-from dtransformer.runs.tasks.documents import with_perplexity
+from dtransformer.runs.perplexity import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
 _CHATML = "chatml"
@@ -83,7 +83,12 @@ class Chat(ChatRecords):
         return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=-100)
 
     def results(self, trainer, batches) -> dict[str, float]:
-        return with_perplexity(super().results(trainer, batches))
+        results, records = super().results(trainer, batches), self.records["dev"]
+        spans = [x for n in range(len(records)) for x in learnt_spans(*records.sequence(n))]
+        return {
+            **results,
+            **perplexities(results["loss"], spans, sum(map(len, spans)), self.tokenizer),
+        }
 
     def callbacks(self, trainer) -> list:
         options = self.config.evaluation
@@ -97,7 +102,7 @@ class Chat(ChatRecords):
             turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
             return generate([self._template.render(one, True) for one in turns])
 
-        return [Samples(answers, options.samples)]
+        return [Samples(answers, options.samples, options.every_steps)]
 
 
 def _strings(value):

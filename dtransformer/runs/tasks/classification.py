@@ -22,13 +22,6 @@ class LabelTask(RecordTask):
 
     kind, accepts = MaskedLM, OneStackModel
 
-    def read(self, part: str | None = None) -> None:
-        if self.config.data.packed:
-            raise InputError(
-                f"data.packed: task {self.config.task} has one record a row: leave it out"
-            )
-        super().read(part)
-
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
         return [text_of(record, name, place) for name in names]

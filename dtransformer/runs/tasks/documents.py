@@ -1,7 +1,6 @@
 """Documents: text in rows of one length, which tasks without labels of their own are trained on."""
 
 import hashlib
-import math
 import pathlib
 from typing import ClassVar
 
@@ -13,14 +12,13 @@ from dtransformer.datasets.sample import evenly_spread, texts_of
 from dtransformer.datasets.shard_manifest import MANIFEST
 from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
-from dtransformer.files import beside
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.base import TokenModel
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
+from dtransformer.runs.identity import SHARDS
 from dtransformer.runs.networks import adapt, check_positions, make_network, tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
 
@@ -28,8 +26,8 @@ from dtransformer.runs.tasks.base import PARTS, Task
 class DocumentTask(Task):
     """A task whose rows are made of documents.
 
-    Files are tokenized once, into token shards in the folder `RUN.shards` beside the run's; folders
-    that `dtransformer prepare --lm` wrote are read as they are.
+    Files are tokenized once, into token shards in the run's folder; folders that `dtransformer
+    prepare --lm` wrote are read as they are.
 
     Attributes:
         shards: the token shards by parts.
@@ -54,11 +52,6 @@ class DocumentTask(Task):
     def _shards(self, name, sources):
         """Return the token shards of a part; files are tokenized where that was not done."""
         paths = [source.path for source in sources]
-        if len({source.weight for source in sources}) > 1:
-            raise InputError(
-                f"data.{name}: weights mix records, not documents: give task chat, whose records may "
-                "be texts"
-            )
         if len(paths) == 1 and (pathlib.Path(paths[0]) / MANIFEST).is_file():
             shards = TokenShards(paths[0])
             theirs = load_tokenizer(shards.tokenizer_folder)
@@ -71,8 +64,8 @@ class DocumentTask(Task):
             self.tokenizer = own or theirs
             return shards
         if self.tokenizer is None:
-            self.tokenizer = self._tokenizer(paths)
-        folder = beside(self.folder, ".shards") / name
+            self._make_tokenizer(paths)
+        folder = self.folder / SHARDS / name
         done = self.old_run is not None and (folder / MANIFEST).is_file()
 
         def write():
@@ -101,14 +94,19 @@ class DocumentTask(Task):
             paths, field=options.field, boundary=options.documents, sentences=options.sentences
         )
 
-    def _tokenizer(self, paths):
-        """Return the tokenizer that is given, or one that is trained on the documents."""
+    def _make_tokenizer(self, paths):
+        """Take the tokenizer that is given, or one that is trained on the documents."""
         folder = tokenizer_folder(self.config)
         if folder is not None:
-            return load_tokenizer(folder)
-        options = self.config.tokenizer
-        sample = evenly_spread(texts_of(self._documents(paths)))
-        return SubwordTokenizer.train(sample, options.vocab_size, lower_case=options.lower_case)
+            self.tokenizer = load_tokenizer(folder)
+        else:
+            self.train_tokenizer(evenly_spread(texts_of(self._documents(paths))))
+
+    def moved(self, folder) -> None:
+        for shards in self.shards.values():
+            if self.folder in shards.folder.parents:
+                shards.folder = folder / shards.folder.relative_to(self.folder)
+        super().moved(folder)
 
     def told(self) -> list[str]:
         return [
@@ -167,14 +165,3 @@ def _are_same(tokenizer, other):
     texts = ["The quick brown Fox, 12 + 3: naïve façade."]
     first, second = (one.encode(texts).to_list() for one in (tokenizer, other))
     return tokenizer.vocab_size == other.vocab_size and first == second
-
-
-def with_perplexity(results: dict[str, float]) -> dict[str, float]:
-    """Return results with the perplexity by token, exp of the loss.
-
-    Example:
-
-    >>> with_perplexity({"loss": 0.0})
-    {'loss': 0.0, 'perplexity': 1.0}
-    """
-    return {**results, "perplexity": math.exp(min(results["loss"], 700.0))}

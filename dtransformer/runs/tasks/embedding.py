@@ -11,6 +11,7 @@ from dtransformer.models import CausalLM
 from dtransformer.models.pairs import GroupModel
 from dtransformer.models.task_heads import with_task_head
 from dtransformer.parallel import collectives
+from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.tasks.classification import LabelTask
@@ -31,16 +32,15 @@ class InBatchLoss(keras.losses.Loss):
         self.temperature = temperature
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        index, count = job.data_shard()
         queries, texts, is_row = y_pred[:, 0], y_pred[:, 1], y_true[:, 0]
-        first = index * tf.shape(queries)[0] if count > 1 else 0
-        if count > 1:
+        own = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
+        if job.data_shard()[1] > 1:
             group = job.data_parallel_group()
             texts, is_row = (collectives.all_gather(x, group=group) for x in (texts, is_row))
+        texts, is_row = constrain(texts, (None, None)), constrain(is_row, (None,))
         scores = tf.matmul(queries, texts, transpose_b=True) / self.temperature
-        scores = tf.where(is_row[None] > 0, scores, -1e9)
-        own = first + tf.range(tf.shape(queries)[0])
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores)
+        # Vectors are broadcast, not given a dimension, at which DTensor ends the process.
+        return tf.reduce_logsumexp(scores + 1e9 * (is_row - 1), axis=-1) - own
 
 
 class Embedding(LabelTask):
@@ -54,10 +54,11 @@ class Embedding(LabelTask):
         return self.network.core
 
     def read(self, part: str | None = None) -> None:
-        if self.config.parallel.micro_batch_num > 1 or job.mesh() is not None:
+        shards_mesh = job.mesh() is not None and job.data_shard()[1] > 1
+        if self.config.parallel.micro_batch_num > 1 or shards_mesh:
             raise InputError(
                 "parallel: task embedding compares each query with all texts of a batch: give "
-                "micro_batch_num=1, model_parallel=1 and one device a rank"
+                "micro_batch_num=1; and data_parallel=1, or one device a rank and model_parallel=1"
             )
         super().read(part)
 

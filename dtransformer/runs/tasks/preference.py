@@ -23,8 +23,6 @@ class PairTask(ChatRecords):
         return self.network.core
 
     def encode(self, records):
-        if self.config.data.packed:
-            raise InputError("data.packed: pairs of answers are not packed: leave it out")
         found, places = [], []
         for place, record in records:
             prompt, *answers = preferred(record, place)

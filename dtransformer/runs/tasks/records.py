@@ -11,7 +11,6 @@ import numpy as np
 from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, prepared_lengths
 from dtransformer.datasets.records import Record, read_records
 from dtransformer.datasets.sample import evenly_spread
-from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
@@ -63,7 +62,7 @@ class RecordTask(Task):
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
             return
-        folder, options = tokenizer_folder(self.config), self.config.tokenizer
+        folder = tokenizer_folder(self.config)
         if folder is not None:
             self.tokenizer = load_tokenizer(folder)
         elif self.tokenizer is None:
@@ -77,9 +76,7 @@ class RecordTask(Task):
                 for place, record in source
                 for text in self.texts(record, place)
             )
-            self.tokenizer = SubwordTokenizer.train(
-                evenly_spread(texts), options.vocab_size, lower_case=options.lower_case
-            )
+            self.train_tokenizer(evenly_spread(texts))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:
         """Find out what all records say together, such as their labels.

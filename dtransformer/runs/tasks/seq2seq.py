@@ -4,7 +4,6 @@ import numpy as np
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.records import text_of
-from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.parallel.runtime import job
@@ -22,14 +21,6 @@ class Seq2Seq(RecordTask):
     def texts(self, record, place) -> list[str]:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         return [self.config.data.prefix + prompt, completion]
-
-    def read(self, part: str | None = None) -> None:
-        data = self.config.data
-        if data.mixture != "once" or any(source.weight is not None for source in data.train):
-            raise InputError(
-                "data.train: task seq2seq mixes no files by weight: leave weight and mixture out"
-            )
-        super().read(part)
 
     def ids(self) -> dict:
         return special_ids(self.tokenizer, _FROM_PAD)  # a T5 starts with the padding

@@ -21,7 +21,9 @@ class Translation(Task):
 
     def read(self, part: str | None = None) -> None:
         config = self.config
-        needs.check_model(config, config.tokenizer.vocab_size, job.size())  # before work begins
+        needs.check_model(
+            config, config.tokenizer.vocab_size or 0, job.size()
+        )  # before work begins
         read = {name: self._read(*keys) for name, keys in _KEYS.items()}
         self.digests = {name: digest_of(pairs) for name, pairs in read.items()}
         pairs = self._clean(read["train"])
@@ -29,11 +31,7 @@ class Translation(Task):
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
         else:
-            self.tokenizer = SubwordTokenizer.train(
-                [*pairs[0], *pairs[1]],
-                config.tokenizer.vocab_size,
-                lower_case=config.tokenizer.lower_case,
-            )
+            self.train_tokenizer([*pairs[0], *pairs[1]])
 
     def load_tokenizer(self, run) -> None:
         self.tokenizer = SubwordTokenizer.load(run / TOKENIZER)

@@ -1,0 +1,137 @@
+"""Promise: documents are trained on as the config says, and a run that fails changes nothing."""
+
+import csv
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import yaml
+
+from dtransformer import TransformerOpParallelConfig
+from dtransformer.cli import main
+from dtransformer.runs import evaluating
+from dtransformer.runs.loading import load_run
+from tests.runs.test_folder import snapshot
+
+SIZES = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "dropout_rate": 0.0}
+TRAINING = {"batch_size": 4, "learning_rate": 0.01, "optimizer": "sgd", "weight_decay": 0}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a small text and its config, in which all commands run, and a run of it."""
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "text.txt").write_text("\n\n".join(f"one two {'three ' * n}" for n in range(1, 40)))
+    config = {
+        "task": "causal_lm",
+        "data": {"train": "text.txt", "dev": "text.txt", "length": 16},
+        "model": SIZES,
+        "training": {**TRAINING, "max_steps": 3, "checkpoint_steps": 1},
+    }
+    (folder / "gpt.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert train() == 0
+        yield folder
+
+
+def train(*settings, flags=(), run="runs/gpt"):
+    """Train the config with settings; return the exit code."""
+    options = ["--set", *settings] if settings else []
+    return main(["train", "--config", "gpt.yaml", "--run", run, *flags, *options])
+
+
+def test_a_small_text_bounds_the_vocabulary(place):
+    assert 16 < load_run("runs/gpt").tokenizer.vocab_size < 100
+
+
+def test_a_run_that_made_all_its_steps_makes_no_more(place):
+    before = snapshot(place / "runs")
+    assert train(flags=["--resume"]) == 0
+    assert snapshot(place / "runs") == before
+    assert train("training.max_steps=4", flags=["--resume"], run="runs/gpt") == 0
+    lines = (place / "runs/gpt/metrics.jsonl").read_text().splitlines()
+    assert [x["step"] for x in map(json.loads, lines) if x["kind"] == "step"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "setting, told",
+    [
+        ("model.num_heads=3", "num_heads"),
+        ("data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]", "a weight"),
+        ("data.train={path: text.txt, target: text.txt}", "target is of task seq2seq"),
+        ("tokenizer.vocab_size=5000", "5000"),
+        ("data.mean_span=2.0", "data.mean_span: task causal_lm does not read it, of tasks span_"),
+    ],
+)
+def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, capsys):
+    before = snapshot(place)
+    for flags, run in ((["--overwrite"], "runs/gpt"), ([], "some/where")):
+        other = [] if setting.startswith("data.train") else ["data.train=gpt.yaml"]
+        assert train(setting, *other, flags=flags, run=run) == 2
+        assert told in capsys.readouterr().err
+    assert snapshot(place) == before
+
+
+def lines_of(run, kind):
+    """The records of a kind in a run's metrics."""
+    lines = pathlib.Path(run, "metrics.jsonl").read_text().splitlines()
+    return [x for x in map(json.loads, lines) if x["kind"] == kind]
+
+
+def test_evaluations_between_epochs_leave_the_epoch_as_it_was(place, capsys):
+    settings = ["training.max_steps=null", "training.checkpoint_steps=0"]
+    assert train(*settings, run="runs/plain") == 0
+    assert train(*settings, "evaluation.every_steps=2", "logs.csv=true", run="runs/looked") == 0
+    printed = capsys.readouterr().out
+    (plain,), (looked,) = (lines_of(f"runs/{name}", "epoch") for name in ("plain", "looked"))
+    for name in ("loss", "val_loss", "accuracy"):
+        assert looked[name] == plain[name]
+    found = lines_of("runs/looked", "evaluation")
+    assert [x["step"] for x in found] == list(range(2, plain["step"] + 1, 2)) != []
+    assert f"val_loss: {found[0]['val_loss']:.6g}" in printed and "\nstep: 2, val_" in printed
+    with open("runs/looked/metrics.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["val_loss"]) == looked["val_loss"]
+
+
+def test_perplexities_are_of_the_text(place, capsys):
+    assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    run, documents = load_run("runs/gpt"), (place / "text.txt").read_text().split("\n\n")
+    tokenizer, total, number = run.tokenizer, 0.0, 0
+    for text in documents:
+        (ids,) = tokenizer.encode([text]).to_list()
+        # Rows are shorter than some documents, and begin where they begin: one at a time here.
+        ids = np.array([[tokenizer.start_id, *ids, tokenizer.end_id]])
+        number += ids.shape[1] - 1
+        total += len(text.strip().encode())
+    words = sum(len(text.split()) for text in documents)
+    nats = found["loss"] * number
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    assert found["byte_perplexity"] == pytest.approx(np.exp(nats / total))
+    assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
+
+
+def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
+    parallel = TransformerOpParallelConfig(data_parallel=2, model_parallel=2)
+    checked = evaluating.check_run
+
+    def of_ranks(folder):
+        config = checked(folder)
+        config.parallel = parallel
+        return config
+
+    monkeypatch.setattr(evaluating, "check_run", of_ranks)
+    assert main(["evaluate", "--run", "runs/gpt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["loss"] > 0
+
+
+def test_a_profile_is_written_where_it_says(place, capsys):
+    flags = ["--overwrite", "--profile", "2-3"]
+    assert train(flags=flags, run="runs/profiled") == 0
+    assert "The profile of steps 2 to 3 is in runs/profiled/profile" in capsys.readouterr().out
+    assert list(place.glob("runs/profiled/profile/**/*.xplane.pb"))
+    assert train(flags=["--overwrite", "--profile", "3-2"], run="runs/profiled") == 2
+    assert "expected two numbers of steps" in capsys.readouterr().err

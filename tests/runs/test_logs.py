@@ -1,0 +1,61 @@
+"""Promise: logs go where a run asks for, and a package that is missing is told before work begins."""
+
+import sys
+import types
+
+import pytest
+
+from dtransformer.errors import InputError
+from dtransformer.runs.config import load_config
+from dtransformer.runs.logs import check_logs, log_callbacks
+
+
+@pytest.fixture
+def services(monkeypatch):
+    """What stands in for Weights & Biases and MLflow, with their functions' names and arguments."""
+    seen = []
+    note = lambda name: lambda *args, **options: seen.append((name, args, options))
+    run = types.SimpleNamespace(log=note("log"), finish=note("finish"))
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **options: seen.append(("init", (), options)) or run
+    mlflow = types.ModuleType("mlflow")
+    for name in ("set_experiment", "start_run", "log_params", "log_metrics", "end_run"):
+        setattr(mlflow, name, note(name))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    return seen
+
+
+def test_services_get_numbers_and_options(services, tmp_path):
+    config = load_config(None, ["task=chat", "logs.wandb=mine", "logs.mlflow=ours"])
+    for one in log_callbacks(config, tmp_path / "run", resumes=False):
+        one.set_model(types.SimpleNamespace(num_steps=3, logs_are_new=True))
+        one.on_train_batch_end(0, {"loss": 2})
+        one.on_epoch_end(0, {"val_loss": 1})
+        one.write("evaluation", {"val_loss": 1})
+        one.on_train_end()
+    options = next(options for name, _, options in services if name == "init")
+    assert options["project"] == "mine" and options["config"]["training.epochs"] == 1
+    calls = [(name, args) for name, args, _ in services]
+    for name in ("log", "log_metrics"):
+        numbers = [args[0] for called, args in calls if called == name]
+        assert numbers == [
+            {"step/loss": 2.0},
+            {"epoch/val_loss": 1.0},
+            {"evaluation/val_loss": 1.0},
+        ]
+    assert ("set_experiment", ("ours",)) in calls and ("end_run", ()) in calls
+
+
+@pytest.mark.parametrize("key", ["wandb", "mlflow", "tensorboard"])
+def test_a_package_that_is_missing_is_told(key, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load_config(
+        None, ["task=chat", f"logs.{key}={'true' if key == 'tensorboard' else 'x'}"]
+    )
+    with pytest.raises(InputError, match=f"logs.{key}: install it first: pip install {key}"):
+        check_logs(config)
+
+
+def test_older_files_say_where_tensorboard_was():
+    assert load_config(None, ["training.tensorboard=true"]).logs.tensorboard
