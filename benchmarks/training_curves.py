@@ -21,7 +21,7 @@ import numpy as np
 
 from dtransformer import Trainer
 from dtransformer.datasets import SubwordTokenizer
-from dtransformer.datasets.embedded.corpus import sentence_pairs
+from dtransformer.datasets.embedded import sentence_pairs
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained
 

@@ -17,8 +17,7 @@ from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.folder import RunFolder
 from dtransformer.trainers.checkpoint.callback import SharedTimer
-from dtransformer.trainers.checkpoint.export import check_finite, network_values
-from dtransformer.trainers.checkpoint.seal import seal
+from dtransformer.trainers.checkpoint.export import check_finite, network_values, seal
 
 
 class TimeLimit(keras.callbacks.Callback):

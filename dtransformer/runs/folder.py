@@ -22,8 +22,8 @@ from dtransformer.runs.identity import (
     WEIGHTS,
     RunIdentity,
 )
+from dtransformer.trainers.checkpoint.export import RUN
 from dtransformer.trainers.checkpoint.folders import folders_without_manifest, saved_steps
-from dtransformer.trainers.checkpoint.seal import RUN
 
 _FRESH, _ASIDE = ".unfinished", ".replaced"
 

@@ -5,7 +5,7 @@
              "data": {"train": SHA-256 of the records, "dev": …}},
      "sha256": SHA-256 of what is under "run"}
 
-Weights end with the SHA-256 of this file, see `checkpoint.seal`, and checkpoints have a copy of it:
+Weights end with the SHA-256 of this file, see `checkpoint.export`, and checkpoints have a copy of it:
 what comes from another run, or was changed, does not pass for the run's own.
 """
 
@@ -27,8 +27,8 @@ from dtransformer.inputs.checked import STRICT
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.json_file import parse_json, typed
 from dtransformer.trainers.checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.export import RUN, check_seal, sha256_of
 from dtransformer.trainers.checkpoint.folders import saved_steps
-from dtransformer.trainers.checkpoint.seal import RUN, check_seal, sha256_of
 
 # What a run folder holds.
 CONFIG = "config.yaml"

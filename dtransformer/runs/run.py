@@ -50,9 +50,9 @@ from dtransformer.runs.unread import check_read
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
+from dtransformer.trainers.checkpoint.callback import best_of
+from dtransformer.trainers.checkpoint.export import RUN
 from dtransformer.trainers.checkpoint.folders import saved_steps
-from dtransformer.trainers.checkpoint.retention import best_of
-from dtransformer.trainers.checkpoint.seal import RUN
 
 # What `--resume` may change: where the data lie, and all that changes neither the model nor the
 # tokens nor their order.

@@ -9,20 +9,26 @@ from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
-from dtransformer.trainers.checkpoint.callback import ModelCheckpoint
-from dtransformer.trainers.checkpoint.callback_states import CallbackStates, saved_after_states
+from dtransformer.trainers.checkpoint.callback import (
+    CallbackStates,
+    ModelCheckpoint,
+    saved_after_states,
+)
 from dtransformer.trainers.data import (
     DataPosition,
+    all_rows,
     as_data,
     check_batched,
     check_batches,
     check_micro_batches,
     check_rows,
+    check_rows_of_ranks,
+    own_rows,
     peek,
+    shards_rows,
 )
-from dtransformer.trainers.data_rows import all_rows, check_rows_of_ranks, own_rows, shards_rows
 from dtransformer.trainers.host_changes import with_host_changes
-from dtransformer.trainers.padded_logits import without_padding
+from dtransformer.trainers.objective import without_padding
 from dtransformer.trainers.preemption import signals_stop
 from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line

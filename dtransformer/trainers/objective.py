@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.loss import class_numbers
+from dtransformer.layers.loss import CrossEntropyLoss, class_numbers
 from dtransformer.parallel.tracing import trace
 from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
 from dtransformer.trainers.step_errors import check_range
@@ -203,3 +203,36 @@ def _accuracy(outputs, labels, weights):
     if right is None:
         return counted
     return {"right": tf.reduce_sum(right * tf.cast(weights, "float32")), **counted}
+
+
+# Logits that are wider than their vocabulary: losses and outputs without the padding.
+
+
+def of_classes(loss, network):
+    """Return a loss of so many classes as an output of a network has, where it is of tokens.
+
+    Args:
+        loss: as of `keras.Model.compile`, a dict of losses where the network has several outputs.
+        network: a `keras.Model`.
+    """
+    return _of_sizes(loss, _sizes(network))
+
+
+def _of_sizes(loss, sizes):
+    if isinstance(loss, dict) and isinstance(sizes, dict):
+        return {name: _of_sizes(one, sizes.get(name)) for name, one in loss.items()}
+    if isinstance(loss, CrossEntropyLoss) and isinstance(sizes, int):
+        return loss.of_classes(sizes)
+    return loss
+
+
+def without_padding(outputs, network):
+    """Return the outputs of a network without the padding of its logits."""
+    sizes = _sizes(network)
+    if sizes is None:
+        return outputs
+    return tf.nest.map_structure(lambda x, size: x[..., :size], outputs, sizes)
+
+
+def _sizes(network):
+    return network.logits_vocab_size() if hasattr(network, "logits_vocab_size") else None

@@ -7,8 +7,8 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
-from dtransformer.trainers.expert_loads import ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
+from dtransformer.trainers.step_metrics import ExpertLoads
 
 
 class Step:

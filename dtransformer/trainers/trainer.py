@@ -21,7 +21,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
-from dtransformer.trainers import serving
+from dtransformer.trainers import checkpointing
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
 from dtransformer.trainers.compile_checks import (
@@ -40,10 +40,9 @@ from dtransformer.trainers.engines.base import ForwardStep
 from dtransformer.trainers.fit_loop import FitLoop
 from dtransformer.trainers.host_changes import check_trained_alike
 from dtransformer.trainers.layer_states import LayerStates, layer_metrics
-from dtransformer.trainers.objective import Objective
+from dtransformer.trainers.objective import Objective, of_classes, without_padding
 from dtransformer.trainers.optimizer.reduce import bucket_ids
 from dtransformer.trainers.optimizer.sharded_optimizer import ShardedOptimizer
-from dtransformer.trainers.padded_logits import of_classes, without_padding
 from dtransformer.trainers.reporting import Reporting, check_rules
 from dtransformer.trainers.step import Step
 from dtransformer.trainers.step_compiler import StepCompiler, set_tensorflow_options
@@ -323,7 +322,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         Rank 0 writes it, with the weights of all ranks, which all have to call.
         """
         options = {"format": format, "verbose": verbose, **kwargs}
-        serving.export(self, self._first, filepath, input_signature, **options)
+        checkpointing.export(self, self._first, filepath, input_signature, **options)
 
     def get_compile_config(self) -> dict:
         """Return nothing: a trainer that is loaded has to be compiled again."""

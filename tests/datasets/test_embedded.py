@@ -6,15 +6,9 @@ import re
 import pytest
 
 from dtransformer.datasets import read_sgm
-from dtransformer.datasets.embedded import (
-    corpus,
-    lexicon,
-    numerals,
-    sentence_pairs,
-    sentences,
-    write_corpus,
-)
-from dtransformer.datasets.embedded.phrases import PRONOUNS, Phrase, clause, noun_phrase, sentence
+from dtransformer.datasets.embedded import MAX_PAIRS, sentence_pairs, write_corpus
+from harness.corpus import corpus, lexicon, numerals, sentences
+from harness.corpus.phrases import PRONOUNS, Phrase, clause, noun_phrase, sentence
 from tests.datasets.refused import refused
 
 I, YOU, HE, SHE, WE, THEY = (row[0] for row in PRONOUNS)
@@ -353,7 +347,7 @@ def test_feminine_numbers_times_and_dates():
 def test_one_english_sentence_has_one_translation(pairs):
     translations = dict(pairs)
     for seed in range(1, 5):
-        for english, words in sentence_pairs(10_000, seed):
+        for english, words in corpus.drawn_pairs(10_000, seed):
             assert translations.setdefault(english, words) == words
 
 
@@ -376,9 +370,14 @@ def test_sentences_are_well_formed(pairs):
         assert (re.search(r"\b(ne |n')", words) is not None) == negated, (english, words)
 
 
+def test_the_file_has_what_the_grammar_draws(pairs):
+    assert pairs == corpus.drawn_pairs(MAX_PAIRS)
+
+
 def test_the_same_seed_gives_the_same_pairs(pairs):
     assert sentence_pairs(100) == pairs[:100]
-    assert sentence_pairs(100, seed=1) != pairs[:100]
+    assert sentence_pairs(100, seed=1) == sentence_pairs(100, seed=1) != pairs[:100]
+    assert sorted(sentence_pairs(MAX_PAIRS, seed=1)) == sorted(pairs)
 
 
 def test_held_out_sentences_are_never_seen(splits):
@@ -417,7 +416,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
 
 
 def test_impossible_requests_are_refused(tmp_path):
-    for num_pairs in (-1, corpus.MAX_PAIRS + 1):
+    for num_pairs in (-1, MAX_PAIRS + 1):
         assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
     assert "num_dev=-1" in refused(write_corpus, tmp_path, num_dev=-1)
     assert sentence_pairs(0) == []

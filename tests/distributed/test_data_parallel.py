@@ -6,7 +6,7 @@ import pytest
 
 from dtransformer.datasets import TranslationBatches
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.data_rows import shards_rows
+from dtransformer.trainers.data import shards_rows
 from dtransformer.trainers.host_changes import with_host_changes
 from harness.tasks import TASKS
 from harness.tolerances import PARITY_LOSS, PARITY_WEIGHTS

@@ -18,7 +18,7 @@ from dtransformer.errors import InputError
 from dtransformer.runs.callbacks import FiniteWeights
 from dtransformer.runs.identity import RunIdentity
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.checkpoint.seal import seal
+from dtransformer.trainers.checkpoint.export import seal
 from tests.cli.test_cli import ENGLISH, french
 from tests.trainers.checkpoint.small import flip, new_trainer
 

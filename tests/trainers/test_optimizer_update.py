@@ -11,7 +11,7 @@ from dtransformer._compat import uses_weight_decay
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.optimizer import apply
-from dtransformer.trainers.optimizer.call_grouping import grouped_calls
+from dtransformer.trainers.optimizer.apply import grouped_calls
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = X[:, :2] - X[:, 2:4]

@@ -9,7 +9,6 @@ import tensorflow as tf
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import all_gather_json, from_chief, together
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers.checkpoint.differences import differences
 from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 from dtransformer.trainers.checkpoint.saved_checkpoint import REPLICAS, Checkpoint
@@ -18,6 +17,7 @@ from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
     OPTIMIZER,
     TrainingState,
+    differences,
 )
 
 _MAX_NAMES_TOLD = 10

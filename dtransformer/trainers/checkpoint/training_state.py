@@ -5,18 +5,62 @@ Names do not depend on the layout: `network/PATH` is a weight, without the netwo
 `optimizer/NAME` the optimizer's scalars; `metrics/NUMBER/NAME` sums since the epoch began.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
+from dtransformer import _compat
+from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_of
 from dtransformer.parallel.weights.sharded_variable import full_bounds
-from dtransformer.trainers.checkpoint.names import names_of
 from dtransformer.trainers.optimizer.apply import optimizer_states
+
+# Names of a network's variables that do not change from process to process.
+
+
+_SEEDS = "seed_generator"  # Keras' own layers have these, under no layer's path
+
+
+def names_of(network: keras.Model) -> dict[int, str]:
+    """Return the names of a built network's variables, by their `id`."""
+    counts, layer_names = collections.Counter(), {network.name: ""}
+    for layer in _compat.flat_layers(network, include_self=False):
+        if layer.path is not None and layer.path not in layer_names:
+            outer, _, name = layer.path.rpartition("/")
+            default = _compat.to_snake_case(type(layer).__name__)
+            layer_names[layer.path] = _renumbered(name, default, outer, counts)
+    names = {}
+    for variable in network.variables:
+        first, _, _ = variable.path.partition("/")
+        if first not in layer_names:
+            layer_names[first] = _renumbered(first, _SEEDS, "", counts)
+        names[id(variable)] = _name(variable.path, layer_names)
+    return names
+
+
+def _renumbered(name, default, outer, counts):
+    """Return a name; where Keras made it of the default name, with its number in the outer layer."""
+    if not re.fullmatch(rf"{default}(_\d+)?", name):
+        return name
+    counts[outer, default] += 1
+    number = counts[outer, default] - 1
+    return f"{default}_{number}" if number else default
+
+
+def _name(path, layer_names):
+    """Return a path with the layers along it named as in `layer_names`."""
+    words, along = [], ""
+    for word in path.split("/"):
+        along = f"{along}/{word}" if along else word
+        words.append(layer_names.get(along, word))
+    return "/".join(word for word in words if word)
+
 
 NETWORK, OPTIMIZER, METRICS = "network/", "optimizer/", "metrics/"
 
@@ -113,3 +157,36 @@ def _check_names(tensors, network):
                 f"two variables of {network.name} have the name {tensor.name}, and a checkpoint "
                 "could not tell them apart: give their layers different names"
             )
+
+
+# Differences between the state of all ranks and what a file holds.
+
+
+Shape = tuple[int, ...]
+
+
+def differences(
+    tensors: Sequence[ShardedTensor], in_file: Mapping[str, Shape]
+) -> tuple[list[str], list[str], dict[str, tuple[Shape, Shape]]]:
+    """Compare the names and shapes of all ranks' tensors with those of a file.
+
+    All ranks have to call.
+
+    Args:
+        tensors: this rank's.
+        in_file: the names of the file's tensors, and their shapes.
+
+    Returns:
+        The sorted names that the file lacks; the sorted names that only the file has; and the names
+        whose shapes differ, with our shape and the file's.
+    """
+    own = {tensor.name: list(tensor.shape) for tensor in tensors}
+    ours = {}
+    for shapes in all_gather_json(own, "checkpoint/names"):
+        ours.update({name: tuple(shape) for name, shape in shapes.items()})
+    other_shapes = {
+        name: (shape, in_file[name])
+        for name, shape in ours.items()
+        if in_file.get(name, shape) != shape
+    }
+    return sorted(ours.keys() - in_file.keys()), sorted(in_file.keys() - ours.keys()), other_shapes

@@ -21,9 +21,9 @@ from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
-from dtransformer.trainers.expert_loads import named
 from dtransformer.trainers.layer_states import LayerStates
 from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.step_metrics import named
 
 
 class Numbers(typing.NamedTuple):

@@ -41,7 +41,7 @@ from dtransformer.trainers.data import batch_specs, check_rows, input_specs, inp
 from dtransformer.trainers.engines.accumulation import rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from dtransformer.trainers.expert_loads import named
+from dtransformer.trainers.step_metrics import named
 
 
 class PipelineEngine:

@@ -28,8 +28,7 @@ from dtransformer.trainers.optimizer.checks import (
     is_overwritten,
     without_clipping,
 )
-from dtransformer.trainers.optimizer.parameters import OptimizerParameters
-from dtransformer.trainers.optimizer.shard_plan import partition_of, shard_plan
+from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
 
 class ShardedOptimizer:

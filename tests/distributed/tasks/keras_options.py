@@ -8,7 +8,7 @@ import numpy as np
 from dtransformer.layers import TransformerEncoder
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
-from dtransformer.trainers.data_rows import own_rows
+from dtransformer.trainers.data import own_rows
 from tests.distributed.tasks.keras_fit import CLASS, CLASSES, NO_DROPOUT, VALUE, WIDTH, X
 
 X, CLASS, VALUE = X[:16], CLASS[:16, 0], VALUE[:16, 0, 0]

@@ -8,7 +8,7 @@ import pytest
 from dtransformer.errors import InputError
 from dtransformer.trainers import ModelCheckpoint
 from dtransformer.trainers.checkpoint import folders
-from dtransformer.trainers.checkpoint.retention import remove_old
+from dtransformer.trainers.checkpoint.callback import remove_old
 from tests.trainers.checkpoint.small import (
     DATA,
     assert_same_state,

@@ -10,8 +10,8 @@ from dtransformer.errors import InputError
 from dtransformer.models import CausalLM
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.checkpoint import Checkpoint, export
+from dtransformer.trainers.checkpoint.export import check_seal, seal
 from dtransformer.trainers.checkpoint.manifest import write_manifest
-from dtransformer.trainers.checkpoint.seal import check_seal, seal
 from tests.trainers.checkpoint.small import DATA, Net, flip, new_trainer, newest
 
 

@@ -2,7 +2,7 @@
 
 import keras
 
-from dtransformer.trainers.checkpoint.names import names_of
+from dtransformer.trainers.checkpoint.training_state import names_of
 from harness.networks import translation_model
 
 

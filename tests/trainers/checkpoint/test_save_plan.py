@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtransformer.trainers.checkpoint.save_plan import plan_files
+from dtransformer.trainers.checkpoint.writer import plan_files
 
 
 def make_rank_shards(num_data, num_model, num_weights=20):

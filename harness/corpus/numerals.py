@@ -1,6 +1,6 @@
 """Numbers, clock times and dates as words, each as (English, French)."""
 
-from dtransformer.datasets.embedded.tables import words
+from harness.corpus.tables import words
 
 _SMALL, _TENS = ([pair.split("|") for pair in words(name)] for name in ("numbers", "tens"))
 _ORDINALS = dict(pair.split("|") for pair in words("ordinals"))
@@ -8,7 +8,7 @@ DAYS, MONTHS = words("days"), words("months")
 
 
 def number(value, feminine=False):
-    """Returns a number from 0 to 999, as it stands before a noun.
+    """Return a number from 0 to 999, as it stands before a noun.
 
     Example:
 
@@ -37,7 +37,7 @@ def _below_hundred(value):
 
 
 def clock_time(hour, minute):
-    """Returns a time of the day: an hour from 0 (midnight) to 11, minutes by fives."""
+    """Return a time of the day: an hour from 0 (midnight) to 11, minutes by fives."""
     to = minute > 30
     hour, minute = hour + to, 60 - minute if to else minute
     english, french = number(hour, feminine=True)
@@ -57,7 +57,7 @@ def clock_time(hour, minute):
 
 
 def date(day, month):
-    """Returns a date: a day from 1 to 31, a month from 0 to 11."""
+    """Return a date: a day from 1 to 31, a month from 0 to 11."""
     english, french = number(day)
     tens, hyphen, last = english.rpartition("-")
     english_month, french_month = MONTHS[month].split("|")

@@ -4,14 +4,14 @@ _NEGATED = {"am": "am not", "will": "won't", "can": "can't"}
 
 
 def inflected(word):
-    """Returns the plural of a regular noun, or the third person of a verb."""
+    """Return the plural of a regular noun, or the third person of a verb."""
     if word.endswith("y") and word[-2] not in "aeou":
         return word[:-1] + "ies"
     return word + ("es" if word.endswith(("s", "x", "ch", "sh", "go")) else "s")
 
 
 def _verb_group(base, past, tense, person, split):
-    """Returns the words of a verb as (auxiliary, rest); `split` asks for an auxiliary."""
+    """Return the words of a verb as (auxiliary, rest); `split` asks for an auxiliary."""
     third = person == "il"
     be = {"je": "am", "il": "is"}.get(person, "are")
     was = "was" if third or person == "je" else "were"
@@ -32,7 +32,7 @@ def _verb_group(base, past, tense, person, split):
 
 
 def clause(subject, verb, tense, polarity="", question=False):
-    """Returns a subject with its verb: "she isn't reading", "does she"; see `phrases.clause`."""
+    """Return a subject with its verb: "she isn't reading", "does she"; see `phrases.clause`."""
     split = question or polarity == "not"
     auxiliary, rest = _verb_group(verb.base, verb.past, tense, subject.person, split)
     if polarity == "not":

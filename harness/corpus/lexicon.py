@@ -3,8 +3,8 @@
 import functools
 from collections import namedtuple
 
-from dtransformer.datasets.embedded import english, french
-from dtransformer.datasets.embedded.tables import rows
+from harness.corpus import english, french
+from harness.corpus.tables import rows
 
 NAMES = {name: gender == "f" for name, gender in rows("names")}
 TIMES = {tense: words.split(", ") for tense, words in rows("times", ": ")}  # of English|French
@@ -33,7 +33,7 @@ NOUNS = [_noun(kind, *cell.split()) for kind, row in rows("nouns", ":") for cell
 
 @functools.cache
 def nouns(names):
-    """Returns the nouns of kinds ("drink") and single words ("tea"), as a tuple."""
+    """Return the nouns of kinds ("drink") and single words ("tea"), as a tuple."""
     return tuple(noun for noun in NOUNS if {noun.kind, noun.english} & set(names.split()))
 
 
@@ -43,11 +43,11 @@ VERBS = [_verb(*cells) for cells in rows("verbs", "|")]
 
 @functools.cache
 def adjectives(noun, *places):
-    """Returns the adjectives that suit a noun and stand in one of `places`, as a tuple."""
+    """Return the adjectives that suit a noun and stand in one of `places`, as a tuple."""
     return tuple(item for item in ADJECTIVES if item.place in places and noun in ADJECTIVES[item])
 
 
 @functools.cache
 def verbs(groups):
-    """Returns the verbs of some groups, as a tuple."""
+    """Return the verbs of some groups, as a tuple."""
     return tuple(verb for verb in VERBS if verb.group in groups.split())

@@ -7,7 +7,7 @@ both for a whole sentence at the end.
 import functools
 import re
 
-from dtransformer.datasets.embedded.tables import rows
+from harness.corpus.tables import rows
 
 PERSONS = ("je", "il", "nous", "vous", "ils")
 _ENDINGS = {
@@ -35,7 +35,7 @@ _CONTRACTED = {"à le": "au", "à les": "aux", "de le": "du", "de les": "des"}
 
 
 def smooth(text):
-    """Returns a text with its words shortened and contracted.
+    """Return a text with its words shortened and contracted.
 
     Example:
 
@@ -48,13 +48,13 @@ def smooth(text):
 
 
 def before(word, following):
-    """Returns a determiner or adjective as it stands before a word: "mon amie", "vieil ami"."""
+    """Return a determiner or adjective as it stands before a word: "mon amie", "vieil ami"."""
     vowel = re.match(_VOWEL, following, re.IGNORECASE)
     return _BEFORE_VOWEL.get(word, word) if vowel else word
 
 
 def plural_of(word):
-    """Returns the plural of a noun or an adjective."""
+    """Return the plural of a noun or an adjective."""
     if word[-1] in "sx":
         return word
     if word.endswith("al"):
@@ -63,13 +63,13 @@ def plural_of(word):
 
 
 def agree(masculine, feminine, phrase):
-    """Returns the form of an adjective or a participle that agrees with a `phrases.Phrase`."""
+    """Return the form of an adjective or a participle that agrees with a `phrases.Phrase`."""
     word = feminine if phrase.feminine else masculine
     return plural_of(word) if phrase.plural else word
 
 
 def determiner(kind, following, feminine, plural, mass, adjective_first):
-    """Returns the French word for an English determiner, or for none, before some words."""
+    """Return the French word for an English determiner, or for none, before some words."""
     if kind == "some" and mass:
         return "de la" if feminine else "de le"
     if kind == "some":
@@ -79,7 +79,7 @@ def determiner(kind, following, feminine, plural, mass, adjective_first):
 
 @functools.cache
 def _forms(infinitive):
-    """Returns the five forms of the present, the stem of the future and the participle."""
+    """Return the five forms of the present, the stem of the future and the participle."""
     if infinitive in _IRREGULAR:
         present, future, participle = _IRREGULAR[infinitive].split(" | ")
         return present.split(), future, participle
@@ -91,7 +91,7 @@ def _forms(infinitive):
 
 
 def conjugate(infinitive, tense, person):
-    """Returns a form of a verb, regular or of the table, in the present, imperfect or future."""
+    """Return a form of a verb, regular or of the table, in the present, imperfect or future."""
     present, future, _ = _forms(infinitive)
     index = PERSONS.index(person)
     if tense == "present":
@@ -104,7 +104,7 @@ def conjugate(infinitive, tense, person):
 
 
 def clause(subject, verb, tense, polarity="", clitic="", agreement=None):
-    """Returns a subject with its verb: "elle ne va pas la lire"; see `phrases.clause`."""
+    """Return a subject with its verb: "elle ne va pas la lire"; see `phrases.clause`."""
     tense, after = TENSES[tense], ""
     if tense == "compound" and verb.infinitive in _STATES:
         tense = "imperfect"

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from dtransformer.datasets.embedded import english, french, numerals
+from harness.corpus import english, french, numerals
 
 
 class Phrase(NamedTuple):
@@ -33,7 +33,7 @@ PRONOUNS = (
 
 
 def taken_up(phrase):
-    """Returns the pronoun that takes up a subject: "she" for "my sister"."""
+    """Return the pronoun that takes up a subject: "she" for "my sister"."""
     if phrase.person not in ("il", "ils"):
         return phrase
     english_word = "they" if phrase.plural else "she" if phrase.feminine else "he"
@@ -42,7 +42,7 @@ def taken_up(phrase):
 
 
 def noun_phrase(noun, determiner, plural=False, adjective=None, negative=False):
-    """Returns a `lexicon.Noun` with its determiner and a `lexicon.Adjective`, or none.
+    """Return a `lexicon.Noun` with its determiner and a `lexicon.Adjective`, or none.
 
     The determiner is one of `french.determiner`, a number from 2 on, or an owner ("Paul's").
     The object of a negated verb is negative: "any bread", "pas de pain".
@@ -69,7 +69,7 @@ def noun_phrase(noun, determiner, plural=False, adjective=None, negative=False):
 
 
 def joined(*parts):
-    """Returns the (English, French) of some phrases, pairs or texts "English|French"."""
+    """Return the (English, French) of some phrases, pairs or texts "English|French"."""
     pairs = [part.split("|") if isinstance(part, str) else part[:2] for part in parts]
     return tuple(" ".join(words) for words in zip(*pairs, strict=True))
 
@@ -77,7 +77,7 @@ def joined(*parts):
 def clause(
     subject, verb, tense, polarity="", *rest, question=False, clitic=("", ""), agreement=None
 ):
-    """Returns the (English, French) of a clause.
+    """Return the (English, French) of a clause.
 
     Args:
         subject: a `Phrase`; `verb` a `lexicon.Verb`; `rest` what stands behind it, see `joined`.
@@ -92,7 +92,7 @@ def clause(
 
 
 def sentence(*parts, mark="."):
-    """Returns parts as a finished sentence: shortened, with a capital and a mark."""
+    """Return parts as a finished sentence: shortened, with a capital and a mark."""
     english_text, french_text = (" ".join(text.split()) for text in joined(*parts))
     english_text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", english_text) + mark
     french_text = french.smooth(french_text) + (mark if mark == "." else f" {mark}")

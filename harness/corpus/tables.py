@@ -16,10 +16,10 @@ def _tables():
 
 
 def rows(name: str, separator: str | None = None) -> list[list[str]]:
-    """Returns the cells of a table's rows; white space separates them by default."""
+    """Return the cells of a table's rows; white space separates them by default."""
     return [[cell.strip() for cell in row.split(separator)] for row in _tables()[name]]
 
 
 def words(name: str) -> list[str]:
-    """Returns the words of a table, row after row."""
+    """Return the words of a table, row after row."""
     return " ".join(_tables()[name]).split()

@@ -2,9 +2,9 @@
 
 import re
 
-from dtransformer.datasets.embedded import english, french, lexicon, numerals, phrases
-from dtransformer.datasets.embedded.lexicon import ADJECTIVES, adjectives, nouns, verbs
-from dtransformer.datasets.embedded.phrases import PRONOUNS, Phrase, clause, joined, sentence
+from harness.corpus import english, french, lexicon, numerals, phrases
+from harness.corpus.lexicon import ADJECTIVES, adjectives, nouns, verbs
+from harness.corpus.phrases import PRONOUNS, Phrase, clause, joined, sentence
 
 _PEOPLE, _PLACES = nouns("person kin"), nouns("furniture building site vehicle")
 _THINGS = nouns("object text clothes furniture vehicle animal")
@@ -23,7 +23,7 @@ _MOODS = [item for item in ADJECTIVES if item.english in ("happy", "tired", "sic
 
 
 def _thing(draw, options, determiners=_ANY, bare=50, negative=False):
-    """Returns a noun phrase of one of some nouns, in `bare` percent without an adjective."""
+    """Return a noun phrase of one of some nouns, in `bare` percent without an adjective."""
     noun, determiner = draw.choice(options), draw.choice(determiners)
     suited = () if noun.kind == "kin" else adjectives(noun, "before", "after", "attribute")
     adjective = draw.choice(suited) if suited and not draw.chance(bare) else None
@@ -38,7 +38,7 @@ def _thing(draw, options, determiners=_ANY, bare=50, negative=False):
 
 
 def _subject(draw):
-    """Returns who does something: a pronoun, a name or a noun phrase."""
+    """Return who does something: a pronoun, a name or a noun phrase."""
     if draw.chance(40):
         return draw.choice(PRONOUNS)[0]
     if draw.chance(25):
@@ -48,14 +48,14 @@ def _subject(draw):
 
 
 def _on_and_at(draw):
-    """Returns when something is: on a day or a date, and at a time."""
+    """Return when something is: on a day or a date, and at a time."""
     date = numerals.date(1 + draw.below(28), draw.below(12))
     on = joined("on|", draw.choice((date, draw.choice(numerals.DAYS))))
     return on, joined("at|à", numerals.clock_time(draw.below(12), 5 * draw.below(12)))
 
 
 def _when(draw, tense):
-    """Returns words that say when: an adverb, a day, a date or a time; in half the cases none."""
+    """Return words that say when: an adverb, a day, a date or a time; in half the cases none."""
     if draw.chance(50):
         return "|"
     if "progressive" in tense:
@@ -65,7 +65,7 @@ def _when(draw, tense):
 
 
 def _does(draw, options, subject=None, rest=(), tense=None, plain=False, **more):
-    """Returns a clause with one of some verbs, its object and the `rest`; for `more` see `clause`.
+    """Return a clause with one of some verbs, its object and the `rest`; for `more` see `clause`.
 
     A plain one is positive and says no time.
     """
@@ -83,7 +83,7 @@ def _does(draw, options, subject=None, rest=(), tense=None, plain=False, **more)
 
 
 def _quality(draw, phrase, options):
-    """Returns an adjective behind "is", which agrees with a phrase."""
+    """Return an adjective behind "is", which agrees with a phrase."""
     adjective = draw.choice(options)
     degree = "very|très" if adjective.comparative != "-" and draw.chance(30) else "|"
     french_word = french.agree(adjective.masculine, adjective.feminine, phrase)
