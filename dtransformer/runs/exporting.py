@@ -21,13 +21,13 @@ def check_export(task: Task, overwrite: bool) -> None:
         InputError: it cannot; says why.
     """
     options = task.config.sections().get("export")
-    if options is not None and options.saved_model and not overwrite:
-        if os.path.lexists(options.saved_model):
-            raise InputError(
-                f"export.saved_model: {options.saved_model} is there already: give another path, or "
-                "--overwrite"
-            )
-    if options is None or not options.folder:
+    if options is None:
+        return
+    if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
+        raise InputError(
+            f"export.saved_model: {options.saved_model} is there already: give another, or --overwrite"
+        )
+    if not options.folder:
         return
     check_target(options.folder, overwrite)
     if getattr(task.core, "has_task_head", False):
