@@ -120,6 +120,26 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer):
     return optimizer._learning_rate
 
 
+@contextlib.contextmanager
+def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float):
+    """Inside the `with` block an optimizer's learning rate is multiplied with a factor.
+
+    Unnecessary if Keras' optimizers had groups of weights.
+    """
+    rate, own = optimizer._learning_rate, vars(optimizer)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+
+    def product():
+        value = rate(optimizer.iterations) if is_schedule else rate() if callable(rate) else rate
+        return keras.ops.multiply(value, factor)
+
+    try:
+        own["_learning_rate"] = product
+        yield
+    finally:
+        own["_learning_rate"] = rate
+
+
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
     return bool(optimizer._use_weight_decay(variable))

@@ -8,120 +8,39 @@ that take long come after the arguments are parsed.
 import atexit
 import contextlib
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from dtransformer.cli.options import make_parser
-from dtransformer.errors import InputError, is_of_another_rank, one_line, shown
+from dtransformer.errors import InputError, is_of_another_rank, one_line
 
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
 
-def _doctor(arguments):
-    if arguments.hosts:
-        from dtransformer.cli.doctor import doctor
-        from dtransformer.cli.doctor_hosts import examine_hosts
-
-        key = arguments.ssh_identity_file
-        return doctor(checks=examine_hosts(arguments.hosts, ["-i", key] if key else []))
-    if not arguments.install_horovod:
-        from dtransformer.cli.doctor import doctor
-
-        return doctor(arguments.json)
-    from dtransformer.cli.install_horovod import InstallError, install_horovod
-
-    try:
-        install_horovod()
-    except InstallError as error:
-        print(f"dtransformer: {error}", file=sys.stderr)
-        return error.exit_code
+# Command -> the module, below dtransformer, and its function of the arguments that runs it.
+_COMMANDS = {
+    "prepare": "cli.prepare.prepare",
+    "train": "cli.runs.train",
+    "launch": "cli.launching.supervisor.launch",
+    "translate": "cli.translate.translate",
+    "evaluate": "cli.translate.evaluate",
+    "new": "cli.runs.new",
+    "generate": "cli.generate.generate",
+    "chat": "cli.chat.chat",
+    "plan": "cli.plan.run_plan",
+    "checkpoint": "cli.checkpoint.checkpoint",
+    "doctor": "cli.doctor.run_doctor",
+}
+_WITHOUT_TENSORFLOW = "plan", "launch", "new"
 
 
 def _run(arguments):
-    if arguments.command == "plan":
-        from dtransformer.cli.plan import run_plan
-
-        return run_plan(arguments)
-    if arguments.command == "launch":
-        from dtransformer.cli.launching.supervisor import launch
-
-        return launch(arguments)
-    if arguments.command == "new":
-        from dtransformer.runs.preview import new_config
-
-        print(new_config(arguments.task), end="")
-        return 0
-    import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
-
-    if arguments.command == "prepare":
-        from dtransformer.cli.prepare import prepare
-
-        return prepare(arguments)
-    if arguments.command == "doctor":
-        return _doctor(arguments)
-    if arguments.command == "train" and arguments.dry_run:
-        from dtransformer.runs.preview import dry_run
-
-        dry_run(arguments.config, arguments.set, sys.stdout.isatty())
-    elif arguments.command == "chat":
-        from dtransformer.cli.chat import chat, terminal_lines
-
-        chat(arguments, terminal_lines(), sys.stdout)
-    elif arguments.command == "train":
-        from dtransformer.runs.run import train
-
-        places = arguments.run, arguments.overwrite, arguments.resume
-        train(arguments.config, arguments.set, *places, _steps(arguments.profile))
-    elif arguments.command == "checkpoint":
-        from dtransformer.cli import checkpoint
-
-        if arguments.action == "inspect":
-            checkpoint.inspect(arguments.path, arguments.json)
-        elif arguments.action == "verify":
-            checkpoint.verify(arguments.path)
-        else:
-            checkpoint.export_weights(
-                arguments.path, arguments.out, arguments.with_optimizer, arguments.overwrite
-            )
-    elif arguments.command == "generate":
-        from dtransformer.cli.generate import run_generate
-
-        run_generate(arguments)
-    elif arguments.command == "translate":
-        from dtransformer.cli.translate import translate
-
-        if sys.stdin is None:
-            raise InputError("standard input is closed: give the lines to translate")
-        translate(
-            arguments.run,
-            sys.stdin.buffer,
-            sys.stdout,
-            arguments.beam_size,
-            arguments.length_penalty,
-        )
-    else:
-        from dtransformer.cli.translate import evaluate
-
-        if (arguments.src is None) != (arguments.ref is None):
-            raise InputError("--src and --ref go together: give both")
-        if arguments.src is None:
-            from dtransformer.runs.evaluating import evaluate_run
-
-            evaluate_run(arguments.run, arguments.data, arguments.json)
-            return 0
-        evaluate(arguments.run, arguments.src, arguments.ref, arguments.json, arguments.beam_size)
-    return 0
-
-
-def _steps(text):
-    """Return the first and the last step of a text such as "3-5"; None of None."""
-    if text is None:
-        return None
-    first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise InputError(f"--profile {shown(text)}: expected two numbers of steps, such as 3-5")
-    return int(first), int(last)
+    if arguments.command not in _WITHOUT_TENSORFLOW:
+        import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
+    module, _, function = _COMMANDS[arguments.command].rpartition(".")
+    return getattr(importlib.import_module(f"dtransformer.{module}"), function)(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,14 +8,16 @@ from typing import TextIO
 _HELP = "/reset begins anew, /quit ends"
 
 
-def chat(arguments: argparse.Namespace, lines: Iterable[str], out: TextIO) -> None:
+def chat(
+    arguments: argparse.Namespace, lines: Iterable[str] | None = None, out: TextIO | None = None
+) -> None:
     """Answer lines, each with what was said before it, until they end; rank 0 alone is asked.
 
     Raises:
         InputError: the folder has no model that generates, or no chat template.
     """
-    from dtransformer.cli.generate import opened
     from dtransformer.models import TextGenerator
+    from dtransformer.runs.loading import opened
 
     tokenizer, model = opened(arguments.model, "float32", arguments.adapters)
     generate = TextGenerator(
@@ -25,7 +27,7 @@ def chat(arguments: argparse.Namespace, lines: Iterable[str], out: TextIO) -> No
     tokenizer.chat([*first, {"role": "user", "content": "?"}])  # which tells what lacks
     print(_HELP, file=out, flush=True)
     turns = list(first)
-    for line in lines:
+    for line in terminal_lines() if lines is None else lines:
         text = line.strip()
         if text == "/quit":
             break

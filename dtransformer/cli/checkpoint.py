@@ -1,5 +1,6 @@
 """`dtransformer checkpoint inspect | verify | export`."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -10,6 +11,17 @@ from dtransformer.errors import InputError, one_line
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.tables import columns
 from dtransformer.trainers.checkpoint import Checkpoint, export, folders
+
+
+def checkpoint(arguments: argparse.Namespace) -> None:
+    """Inspect, verify or export, as the arguments say; errors as of these."""
+    if arguments.action == "inspect":
+        inspect(arguments.path, arguments.json)
+    elif arguments.action == "verify":
+        verify(arguments.path)
+    else:
+        places = arguments.path, arguments.out
+        export_weights(*places, arguments.with_optimizer, arguments.overwrite)
 
 
 def inspect(path: str | os.PathLike, as_json: bool = False) -> None:

@@ -1,5 +1,6 @@
 """`dtransformer doctor`: what is installed, what works, how to mend what does not."""
 
+import argparse
 import ctypes
 import importlib.metadata
 import json
@@ -9,7 +10,13 @@ import platform
 import shutil
 import sys
 
-from dtransformer.cli.install_horovod import COMMAND, built_with, compiler
+from dtransformer.cli.install_horovod import (
+    COMMAND,
+    InstallError,
+    built_with,
+    compiler,
+    install_horovod,
+)
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
@@ -35,6 +42,22 @@ def examine():
         *_horovod(),
         *_devices(),
     ]
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examine this host or others, or install Horovod, as the arguments say; return the exit code."""
+    if arguments.hosts:
+        hosts = importlib.import_module("dtransformer.cli.doctor_hosts")
+        key = arguments.ssh_identity_file
+        return doctor(checks=hosts.examine_hosts(arguments.hosts, ["-i", key] if key else []))
+    if not arguments.install_horovod:
+        return doctor(arguments.json)
+    try:
+        install_horovod()
+    except InstallError as error:
+        print(f"dtransformer: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def doctor(as_json=False, checks=None):

@@ -2,27 +2,17 @@
 
 import argparse
 import json
-import os
-import pathlib
 import sys
-from collections.abc import Iterable
-from typing import BinaryIO, TextIO
 
-import keras
-
-import dtransformer
 from dtransformer.datasets.documents import joined
-from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
-from dtransformer.models import from_pretrained, load_lora
 from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
-from dtransformer.runs import needs
 from dtransformer.runs.config import load_config
-from dtransformer.runs.loading import is_run, load_run
+from dtransformer.runs.loading import opened, start_job
 
 # What of a config counts here: how the work is divided, and the type to compute in.
 _SETTINGS = ("parallel.", "training.local_devices", "training.precision")
@@ -33,71 +23,34 @@ _OF_GENERATOR = (
 )
 
 
-def generate(
-    folder: str | os.PathLike,
-    source: BinaryIO | None,
-    destination: TextIO,
-    prompts: list[str] | None = None,
-    settings: Iterable[str] = (),
-    max_new_tokens: int = 64,
-    stops: Iterable[str] = (),
-    streams: bool = False,
-    as_json: bool = False,
-    *,
-    adapters: str | os.PathLike | None = None,
-    boundary: str = "line",
-    is_chat: bool = False,
-    system: str | None = None,
-    **options,
-) -> None:
-    """Generate texts for prompts, and write them; on every rank, of which rank 0 writes.
-
-    Args:
-        folder: a folder with a published model and its tokenizer.
-        source: a binary stream of the prompts, where none are given.
-        destination: a text stream.
-        prompts: the prompts.
-        settings: texts "section.key=value" of a run's config, of its section `parallel`, and
-            `training.local_devices` and `training.precision`.
-        max_new_tokens: most tokens of a continuation.
-        stops: texts of one token each that end a continuation, besides the model's own.
-        streams: whether each token is written as soon as it is found.
-        as_json: whether each result is a line of JSON.
-        adapters: a folder of low-rank adapters, or None.
-        boundary: what ends a prompt of the stream: "line", "blank_line" or "file".
-        is_chat: whether prompts are messages of a user, put into the tokenizer's chat template.
-        system: with `is_chat` the message before each of them, or None.
-        **options: those of `GenerationOptions`.
+def generate(arguments: argparse.Namespace) -> None:
+    """Generate texts for prompts, and print them; on every rank, of which rank 0 prints.
 
     Raises:
         InputError: the folder, a setting or an option is not usable, or there is no prompt.
     """
-    config = _config(settings)
-    try:
-        dtransformer.init(
-            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
-        )
-    except ValueError as error:
-        raise InputError(f"parallel: {error}") from None
-    if system is not None and not is_chat:
+    config, folder = _config(arguments.set), arguments.model
+    start_job(config)
+    if arguments.system is not None and not arguments.chat:
         raise InputError("--system goes with --chat only: add it, or leave it out")
-    prompts = from_chief(lambda: prompts or _read(source, boundary), "generate/prompts")
-    tokenizer, model = opened(folder, config.training.precision, adapters)
-    given = prompts
-    if is_chat:
-        prompts = [_in_chat(tokenizer, folder, system, prompt) for prompt in prompts]
-    generator = _generator(model, tokenizer, max_new_tokens, stops, options)
-    shows = job.is_chief()
-    if not streams:
-        _write(destination if shows else None, given, _continued(generator, prompts), as_json)
+    read = lambda: arguments.prompt or _read(sys.stdin, arguments.boundary)
+    prompts = given = from_chief(read, "generate/prompts")
+    tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
+    if arguments.chat:
+        prompts = [_in_chat(tokenizer, folder, arguments.system, prompt) for prompt in prompts]
+    asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
+    options = {name: value for name, value in asked.items() if value is not None}
+    generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
+    if not arguments.stream:
+        _write(given, _continued(generator, prompts), arguments.json)
         return
-    if as_json or generator.num_results > 1:
+    if arguments.json or generator.num_results > 1:
         raise InputError("--stream shows one text as it is found: leave --json and several out")
+    show = lambda _, text: job.is_chief() and print(text, end="", flush=True)
     for prompt in prompts:
-        show = lambda _, text: print(text, end="", flush=True, file=destination)
-        _continued(generator, [prompt], show if shows else _nothing)
-        if shows:
-            print(file=destination)
+        _continued(generator, [prompt], show)
+        if job.is_chief():
+            print()
 
 
 def _config(settings):
@@ -122,49 +75,12 @@ def _read(source, boundary):
     """Return the prompts of a stream."""
     if source is None:
         raise InputError("standard input is closed: give the prompts in lines, or a --prompt")
-    lines = decode_lines(read_limited(source, "standard input"), "standard input")
+    lines = decode_lines(read_limited(source.buffer, "standard input"), "standard input")
     if not lines:
         raise InputError("there is no prompt: give a --prompt, or lines of standard input")
     if boundary == "line":
         return lines
     return list(joined(enumerate(lines, start=1), boundary, "standard input"))
-
-
-def opened(
-    folder: str | os.PathLike, precision: str, adapters: str | os.PathLike | None = None
-) -> tuple[object, keras.Model]:
-    """Return the tokenizer and the network of a published folder, or of a run's.
-
-    Args:
-        folder: its path.
-        precision: the type to compute in.
-        adapters: a folder of low-rank adapters, or None.
-
-    Raises:
-        InputError: the folder is not usable, or what it holds generates no texts.
-    """
-    folder = pathlib.Path(folder)
-    if is_run(folder):
-        run = load_run(folder, precision)
-        if run.config.task == "translation":
-            raise InputError(
-                f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
-            )
-        tokenizer, model = run.tokenizer, run.network
-    else:
-        tokenizer = load_tokenizer(folder)
-        needs.check_published(folder, job.size())
-        model = from_pretrained(folder, dtype=precision)
-    if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
-        raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
-    if tokenizer.vocab_size > model.vocab_size:
-        raise InputError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
-            f"{model.vocab_size}: are the files of one model?"
-        )
-    if adapters is not None:
-        load_lora(model, adapters)
-    return tokenizer, model
 
 
 def _generator(model, tokenizer, max_new_tokens, stops, options):
@@ -194,35 +110,8 @@ def _continued(generator, prompts, on_text=None):
         raise InputError(str(error)) from None
 
 
-def _write(destination, prompts, texts, as_json):
-    if destination is None:
-        return
+def _write(prompts, texts, as_json):
     each = len(texts) // len(prompts)
-    for number, text in enumerate(texts):
+    for number, text in enumerate(texts if job.is_chief() else ()):
         record = {"prompt": prompts[number // each], "text": text}
-        print(json.dumps(record, ensure_ascii=False) if as_json else text, file=destination)
-
-
-def _nothing(number, text):
-    """Take a part of a text that another rank shows."""
-
-
-def run_generate(arguments: argparse.Namespace) -> None:
-    """Run the command as its options say; errors as of `generate`."""
-    given = {name: getattr(arguments, name) for name in _OF_GENERATOR}
-    generate(
-        arguments.model,
-        None if sys.stdin is None else sys.stdin.buffer,
-        sys.stdout,
-        arguments.prompt,
-        arguments.set,
-        arguments.max_new_tokens,
-        arguments.stop,
-        arguments.stream,
-        arguments.json,
-        adapters=arguments.adapters,
-        boundary=arguments.boundary,
-        is_chat=arguments.chat,
-        system=arguments.system,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+        print(json.dumps(record, ensure_ascii=False) if as_json else text)

@@ -1,16 +1,18 @@
 """`dtransformer translate` and `dtransformer evaluate`: translating with the model of a run."""
 
+import argparse
 import json
 import os
 import sys
 from collections.abc import Callable
-from typing import BinaryIO, TextIO
 
 from dtransformer.datasets.text import read_pairs
+from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
 from dtransformer.models.translator import Translator
 from dtransformer.runs import needs
+from dtransformer.runs.evaluating import evaluate_run
 from dtransformer.runs.loading import load_run
 
 
@@ -63,43 +65,38 @@ def make_translator(
     return checked
 
 
-def translate(
-    run_folder: str | os.PathLike,
-    source: BinaryIO,
-    destination: TextIO,
-    beam_size: int | None = None,
-    length_penalty: float | None = None,
-) -> None:
-    """Translate the lines of a binary stream to a text stream.
+def translate(arguments: argparse.Namespace) -> None:
+    """Translate the lines of standard input.
 
     Raises:
         InputError: the run folder is not usable, or a line is not UTF-8.
     """
-    translator = make_translator(run_folder, beam_size, length_penalty)
-    lines = decode_lines(read_limited(source, "standard input"), "standard input")
+    if sys.stdin is None:
+        raise InputError("standard input is closed: give the lines to translate")
+    translator = make_translator(arguments.run, arguments.beam_size, arguments.length_penalty)
+    lines = decode_lines(read_limited(sys.stdin.buffer, "standard input"), "standard input")
     for translation in translator(lines):
-        print(translation, file=destination)
+        print(translation)
 
 
-def evaluate(
-    run_folder: str | os.PathLike,
-    source_path: str | os.PathLike,
-    reference_path: str | os.PathLike,
-    as_json: bool = False,
-    beam_size: int | None = None,
-) -> None:
-    """Translate a file and print its sacreBLEU score with the signature.
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Print a run's loss and metrics on records; of translations sacreBLEU's score and signature.
 
     Raises:
         InputError: the run folder or a file is not usable, or the files' lengths differ.
     """
+    if (arguments.src is None) != (arguments.ref is None):
+        raise InputError("--src and --ref go together: give both")
+    if arguments.src is None:
+        evaluate_run(arguments.run, arguments.data, arguments.json)
+        return
     from sacrebleu.metrics import BLEU
 
-    source, references = read_pairs(source_path, reference_path)
+    source, references = read_pairs(arguments.src, arguments.ref)
     metric = BLEU()
-    translations = make_translator(run_folder, beam_size)(source)
+    translations = make_translator(arguments.run, arguments.beam_size)(source)
     score = metric.corpus_score(translations, [references])
-    if as_json:
+    if arguments.json:
         result = {
             "bleu": score.score,
             "signature": str(metric.get_signature()),

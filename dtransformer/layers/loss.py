@@ -20,6 +20,8 @@ class CrossEntropyLoss(Layer):
         ignore_id: a label that never counts, such as the padding's.
         vocab_size: the number V of entries, where logits may be wider because they
             are padded; their width by default.
+        z_loss: factor of logsumexp(logits)², which is added to each token's loss and keeps the
+            logits' normalizer near 1 (Chowdhery et al., 2022, "PaLM", arXiv 2204.02311, §5).
 
     Call arguments:
         logits: tensor [N, V] or [b, s, V].
@@ -46,12 +48,14 @@ class CrossEntropyLoss(Layer):
         label_smoothing: float = 0.0,
         ignore_id: int | None = None,
         vocab_size: int | None = None,
+        z_loss: float = 0.0,
         **kwargs,
     ):
         super().__init__(autocast=False, **kwargs)
         self.label_smoothing = check_rate("label_smoothing", label_smoothing)
         self.ignore_id = ignore_id
         self.vocab_size = None if vocab_size is None else check_size("vocab_size", vocab_size)
+        self.z_loss = check_rate("z_loss", z_loss)
 
     def call(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
@@ -81,6 +85,7 @@ class CrossEntropyLoss(Layer):
             tf.cast(labels, "int32"),
             self.label_smoothing,
             self.vocab_size or logits.shape[-1],
+            self.z_loss,
         )
         return values, tf.cast(weights, values.dtype)
 
@@ -121,6 +126,7 @@ class CrossEntropyLoss(Layer):
             "label_smoothing": self.label_smoothing,
             "ignore_id": self.ignore_id,
             "vocab_size": self.vocab_size,
+            "z_loss": self.z_loss,
         }
 
 

@@ -9,6 +9,7 @@ import keras
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.parallel.ops.low_rank import LowRank, low_rank_of
+from dtransformer.parallel.ops.training_noise import InputDropout
 
 
 class TakesLowRank(keras.layers.Layer):
@@ -21,7 +22,7 @@ class TakesLowRank(keras.layers.Layer):
     # Name of a kernel -> the rank and alpha of its addition; configs keep it.
     low_rank = types.MappingProxyType({})
 
-    def add_low_rank(self, name: str, rank: int, alpha: float) -> None:
+    def add_low_rank(self, name: str, rank: int, alpha: float, dropout: float = 0.0) -> None:
         """Add factors to a kernel of this layer; where another stage has it, note it down.
 
         A is drawn from U(−1/√n, 1/√n), n being the number of inputs, and B is 0, so that outputs
@@ -31,8 +32,10 @@ class TakesLowRank(keras.layers.Layer):
             name: the kernel's.
             rank: size r of the dimension between the factors.
             alpha: α; the product of the factors is multiplied with α / r.
+            dropout: the share of the inputs that the factors do not see in training.
         """
-        self.low_rank = {**self.low_rank, name: {"rank": rank, "alpha": alpha}}
+        asked = {"rank": rank, "alpha": alpha, **({"dropout": dropout} if dropout else {})}
+        self.low_rank = {**self.low_rank, name: asked}
         _compat.take_weights(self)
         self.add_factors()
 
@@ -63,7 +66,15 @@ class TakesLowRank(keras.layers.Layer):
             name=f"{kernel.name}_lora_b",
             dtype="float32",
         )
-        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank)
+        rate = asked.get("dropout")
+        dropout = InputDropout(rate, kernel.path) if rate else None
+        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout)
+
+    @property
+    def mask_drawers(self) -> list[InputDropout]:
+        """The dropouts of its kernels' additions."""
+        found = [low_rank_of(x) for x in _compat.own_variables(self)] if self.low_rank else []
+        return [x.dropout for x in found if x is not None and x.dropout is not None]
 
     def remove_low_rank(self, name: str) -> None:
         """Take the factors of a kernel away."""

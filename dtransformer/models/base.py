@@ -13,6 +13,7 @@ from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.models.experts import active_share
 from dtransformer.models.input_keys import InputKeys
 from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.pipeline_parallel.stage_weights import share_weights
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -63,11 +64,13 @@ class TokenModel(KeepsSettings, keras.Model):
         origin: the family and the folder of the published weights that it has, or had before it
             was trained; None where there are none. Configs keep it.
         generation_rules: what published weights say of generation; see `rules_of`. Configs keep it.
+        embedding_noise: what is added to embeddings while a trainer trains; None for nothing.
     """
 
     origin: tuple[str, str] | None = None
     generation_rules: dict = {}
     has_told_rules = False
+    embedding_noise: EmbeddingNoise | None = None
     input_keys: InputKeys
 
     def __init_subclass__(cls, **kwargs):
@@ -174,6 +177,8 @@ class TokenModel(KeepsSettings, keras.Model):
     ):
         """Return the first block's input [b, s, h] of ids [b, s], and the table [V', h]."""
         x, table = embedding(ids)
+        if self.embedding_noise is not None:
+            x = self.embedding_noise(x)
         if not self.arguments.get("trains_padding", True):
             is_trained = constrain((ids != self.pad_id)[..., None], ("batch", "length", None))
             x = tf.where(is_trained, x, tf.stop_gradient(x))

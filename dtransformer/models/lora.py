@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import check_size
+from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.low_rank import TakesLowRank
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
@@ -27,6 +27,7 @@ def add_lora(
     alpha: float = 16.0,
     targets: str | Iterable[str] = "*attention/(query|value)_kernel",
     freeze_others: bool = True,
+    dropout: float = 0.0,
 ) -> list[str]:
     """Give kernels low-rank adapters, and freeze all that is none.
 
@@ -44,13 +45,15 @@ def add_lora(
         targets: patterns of the paths of kernels without the network's name, as of `freeze`: of
             attention, feed-forward layers, `Linear` and the head, `"*_kernel"` or `"head/kernel"`.
         freeze_others: whether all weights but those of adapters are frozen.
+        dropout: the share of a kernel's inputs that its factors do not see in a trainer's training
+            steps, in [0, 1); the kernel sees all of them.
 
     Returns:
         A list of the paths of the kernels, on all stages of a pipeline.
 
     Raises:
         ValueError: a pattern matches no weight, or one that is no kernel or has an adapter; or
-            rank or alpha is not more than 0.
+            rank or alpha is not more than 0, or dropout no rate.
 
     Example:
 
@@ -65,19 +68,18 @@ def add_lora(
     check_size("rank", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
+    asked = rank, alpha, check_rate("dropout", dropout)
     paths = matching_paths(network, targets)
-    give_adapters(network, dict.fromkeys(paths, (rank, alpha)), freeze_others)
+    give_adapters(network, dict.fromkeys(paths, asked), freeze_others)
     return paths
 
 
-def give_adapters(
-    network: keras.Model, asked: Mapping[str, tuple[int, float]], freeze_others: bool
-) -> None:
+def give_adapters(network: keras.Model, asked: Mapping[str, tuple], freeze_others: bool) -> None:
     """Give some kernels new adapters; see `add_lora`.
 
     Args:
         network: a `keras.Model`, built.
-        asked: rank and alpha by the kernels' paths without the network's name.
+        asked: rank, alpha, and perhaps dropout, by the kernels' paths without the network's name.
         freeze_others: whether all weights but those of adapters are frozen.
     """
     layers = {path_in(network, layer): layer for layer in _layers(network)}
@@ -92,9 +94,9 @@ def give_adapters(
                 raise ValueError(f"{path} has an adapter already: merge_lora adds it to the kernel")
 
     together(check, "lora/check")
-    for path, (rank, alpha) in asked.items():
+    for path, options in asked.items():
         layer, _, name = path.rpartition("/")
-        layers[layer].add_low_rank(name, rank, alpha)
+        layers[layer].add_low_rank(name, *options)
     if freeze_others:
         factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
         for variable in network.variables:
@@ -152,7 +154,7 @@ def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
 def adapters_of(network: keras.Model) -> dict[str, dict]:
     """Return `"rank"` and `"alpha"` of all adapters, of all stages, by the paths of their kernels."""
     return {
-        f"{path_in(network, layer)}/{name}": dict(asked)
+        f"{path_in(network, layer)}/{name}": {key: asked[key] for key in ("rank", "alpha")}
         for layer in _layers(network)
         for name, asked in layer.low_rank.items()
     }

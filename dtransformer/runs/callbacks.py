@@ -123,7 +123,7 @@ class StepLimit(keras.callbacks.Callback):
 
 
 class EverySteps(keras.callbacks.Callback):
-    """Looks at the network after every so many steps of the run; a subclass has `look`.
+    """Looks at the network after every so many steps of the run; a subclass has `look(when)`.
 
     Args:
         every_steps: the number; None for never.
@@ -140,10 +140,6 @@ class EverySteps(keras.callbacks.Callback):
         before, self._before = self._before, self.model.num_steps
         if self.every_steps and before // self.every_steps < self._before // self.every_steps:
             self.look(f"step: {self._before}")
-
-    def look(self, when: str) -> None:
-        """Look at the network; all ranks call."""
-        raise NotImplementedError
 
 
 class Evaluations(EverySteps):

@@ -11,8 +11,8 @@ from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.machine import num_ranks
 from dtransformer.runs.config import set_option
-from dtransformer.runs.loading import check_run, load_run
-from dtransformer.runs.run import make_trainer, start_job
+from dtransformer.runs.loading import check_run, load_run, start_job
+from dtransformer.runs.run import make_trainer
 
 
 def evaluate_run(
@@ -40,7 +40,8 @@ def evaluate_run(
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
     if hasattr(task.config.training, "label_smoothing"):
-        task.config.training.label_smoothing = 0.0  # what is printed is −log p itself
+        # What is printed is −log p itself.
+        task.config.training.label_smoothing = task.config.training.z_loss = 0.0
     task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")

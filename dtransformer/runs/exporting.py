@@ -21,7 +21,13 @@ def check_export(task: Task, overwrite: bool) -> None:
         InputError: it cannot; says why.
     """
     options = task.config.sections().get("export")
-    if options is None or not options.folder:
+    if options is None:
+        return
+    if options.saved_model and not overwrite and os.path.lexists(options.saved_model):
+        raise InputError(
+            f"export.saved_model: {options.saved_model} is there already: give another, or --overwrite"
+        )
+    if not options.folder:
         return
     check_target(options.folder, overwrite)
     if getattr(task.core, "has_task_head", False):
@@ -57,13 +63,18 @@ def export(
         InputError: the network is of no published family, or the folder cannot be written.
     """
     options = task.config.sections().get("export")
-    if options is None or not options.folder:
+    if options is None or not (options.folder or options.saved_model):
         return None
     run, network = pathlib.Path(run), task.core
     if not only_adapters_are_trained(network):
         trainer.load_weights(run / WEIGHTS)
     else:
         load_lora(network, run / ADAPTERS)
+    if options.saved_model:
+        trainer.export(options.saved_model, verbose=False)
+        _told(options.saved_model, "The SavedModel is", "TensorFlow")
+        if not options.folder:
+            return None
     if adapters_of(network):
         if not options.merge_adapters:
             landed = save_lora(network, options.folder, options.family, overwrite)

@@ -3,14 +3,35 @@
 import os
 import pathlib
 
+import keras
+
+import dtransformer
+from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.models.lora_folder import load_lora
+from dtransformer.models.pretrained.load import from_pretrained
+from dtransformer.parallel.runtime import job
+from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.folder import replaced_run
 from dtransformer.runs.identity import ADAPTERS, CONFIG, RUN, TOKENIZER, WEIGHTS, RunIdentity
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
+
+
+def start_job(config: RunConfig) -> None:
+    """Join the job's ranks, by the layout of a config.
+
+    Raises:
+        InputError: the layout does not fit them.
+    """
+    try:
+        dtransformer.init(
+            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
+        )
+    except ValueError as error:
+        raise InputError(f"parallel: {error}") from None
 
 
 def is_run(folder: str | os.PathLike) -> bool:
@@ -46,6 +67,43 @@ def load_run(
     else:
         load_weights(own.network, folder / WEIGHTS)
     return own
+
+
+def opened(
+    folder: str | os.PathLike, precision: str, adapters: str | os.PathLike | None = None
+) -> tuple[object, keras.Model]:
+    """Return the tokenizer and the network of a published folder, or of a run's.
+
+    Args:
+        folder: its path.
+        precision: the type to compute in.
+        adapters: a folder of low-rank adapters, or None.
+
+    Raises:
+        InputError: the folder is not usable, or what it holds generates no texts.
+    """
+    folder = pathlib.Path(folder)
+    if is_run(folder):
+        run = load_run(folder, precision)
+        if run.config.task == "translation":
+            raise InputError(
+                f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
+            )
+        tokenizer, model = run.tokenizer, run.core
+    else:
+        tokenizer = load_tokenizer(folder)
+        needs.check_published(folder, job.size())
+        model = from_pretrained(folder, dtype=precision)
+    if not hasattr(model, "generate") or getattr(model, "has_task_head", False):
+        raise InputError(f"{folder}: holds a {type(model).__name__}, which generates no texts")
+    if tokenizer.vocab_size > model.vocab_size:
+        raise InputError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model "
+            f"{model.vocab_size}: are the files of one model?"
+        )
+    if adapters is not None:
+        load_lora(model, adapters)
+    return tokenizer, model
 
 
 def check_run(folder: pathlib.Path) -> RunConfig:

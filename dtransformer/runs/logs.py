@@ -58,18 +58,13 @@ def _mlflow(experiment, path, config, resumes):
     return LogSink(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
 
 
-def _csv(_, path, config, resumes):
-    return keras.callbacks.CSVLogger(path / CSV, append=resumes)
-
-
-def _tensorboard(_, path, config, resumes):
-    return keras.callbacks.TensorBoard(path / TENSORBOARD)
-
-
 # Key of `logs` -> what makes its callback, and the package that it needs.
 _LOGS = {
-    "csv": (_csv, None),
-    "tensorboard": (_tensorboard, "tensorboard"),
+    "csv": (lambda _, path, *also: keras.callbacks.CSVLogger(path / CSV, append=also[-1]), None),
+    "tensorboard": (
+        lambda _, path, *also: keras.callbacks.TensorBoard(path / TENSORBOARD),
+        "tensorboard",
+    ),
     "wandb": (_wandb, "wandb"),
     "mlflow": (_mlflow, "mlflow"),
 }

@@ -13,6 +13,7 @@ from dtransformer.models.freezing import unfreeze
 from dtransformer.models.lora import adapters_of
 from dtransformer.models.presets import from_preset
 from dtransformer.models.pretrained.load import architecture_of, from_pretrained
+from dtransformer.parallel.ops.training_noise import EmbeddingNoise
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.config import RunConfig
@@ -181,13 +182,17 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
         if options.adapters is not None:
             if options.from_ is None:
                 raise ValueError("there are no weights to adapt: give model.from")
-            add_lora(network, **{k: x for k, x in vars(options.adapters).items() if k != "kind"})
+            asked = options.adapters
+            alpha = asked.alpha * (asked.rank**0.5 if asked.rslora else 1)
+            add_lora(network, asked.rank, alpha, asked.targets, dropout=asked.dropout)
             if always is not None:
                 unfreeze(network, always)
         if options.freeze is not None:
             freeze(network, options.freeze)
     except (TypeError, ValueError) as error:
         raise InputError(f"model.adapters, model.freeze: {error}") from None
+    if alpha := getattr(config.training, "neftune_alpha", 0.0):
+        network.embedding_noise = EmbeddingNoise(alpha, f"{network.name}/embedding_noise")
     if job.is_chief() and (options.adapters is not None or options.freeze is not None):
         trained, all_ = (
             sum(map(_size, weights)) for weights in (network.trainable_variables, network.variables)
@@ -210,9 +215,10 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
     """
     if config.tokenizer.folder is not None:
         return pathlib.Path(config.tokenizer.folder)
-    if config.model.from_ is None:
+    source = getattr(config.model, "from_", None)
+    if source is None:
         return None
-    folder = pathlib.Path(config.model.from_)
+    folder = pathlib.Path(source)
     if not folder.is_dir():
         raise InputError(f"model.from: there is no folder {shown(str(folder))}")
     return folder / "tokenizer" if (folder / RUN).is_file() else folder

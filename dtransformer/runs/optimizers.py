@@ -5,8 +5,10 @@ import inspect
 import keras
 
 from dtransformer.errors import InputError
+from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.runs.config import RunConfig
 from dtransformer.trainers import lr_schedules
+from dtransformer.trainers.optimizer.apply import UpdateGroup
 
 # Schedules that end with the training, and the options that they take besides.
 _ENDING = {
@@ -33,6 +35,28 @@ def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:
             f"training.optimizer: Keras has no optimizer named {name!r}; try adamw, adam, sgd, lion, "
             "adafactor"
         ) from None
+
+
+def group_weights(network: keras.Model, config: RunConfig) -> None:
+    """Mark the weights of `training.groups`, for the optimizer step; all ranks call.
+
+    Raises:
+        InputError: a pattern matches no weight, or one that another group has.
+    """
+    variables = {path_in(network, variable): variable for variable in network.variables}
+    seen = {}
+    for number, group in enumerate(config.training.groups, 1):
+        try:
+            paths = matching_paths(network, group.pattern)
+        except ValueError as error:
+            raise InputError(f"training.groups: {error}") from None
+        for path in paths:
+            if path in seen:
+                raise InputError(f"training.groups: {path} is in groups {seen[path]} and {number}")
+            seen[path] = number
+            if path in variables:
+                update = UpdateGroup(group.learning_rate_factor, group.weight_decay)
+                variables[path].update_group = update
 
 
 def make_optimizer(config: RunConfig, total_steps: int) -> keras.optimizers.Optimizer:

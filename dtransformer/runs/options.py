@@ -16,8 +16,7 @@ from dtransformer.planner.models import checked
 
 USUAL_VOCABULARY = 8000  # pieces, where texts have so many
 
-# What values may be. The greatest ones are far beyond what is of use, and keep what is computed
-# from them finite; whether there is memory for a run, `needs` says.
+# What values may be; the greatest ones keep what is computed from them finite, `needs` tells of memory.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**20)]
@@ -48,6 +47,25 @@ def _made_of(kind: type) -> Callable:
     return make
 
 
+def _each_of(kind: type, name: str) -> BeforeValidator:
+    """Return what makes a tuple of dataclasses of mappings; a text stands for one with one field.
+
+    Args:
+        kind: the dataclass.
+        name: the field, which has to be given.
+    """
+    make = _made_of(kind)
+
+    def make_all(value: Any) -> Any:
+        items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        found = [make({name: one} if isinstance(one, str) else one) for one in items]
+        if value and not all(isinstance(x, kind) and getattr(x, name) for x in found):
+            raise ValueError(f"must be a {name}, or a list of such or of {{{name}: …}}")
+        return tuple(found) if value else ()
+
+    return BeforeValidator(make_all)
+
+
 @_options
 class Source:
     """A file of records, or a folder of token shards, and its weight in a mixture."""
@@ -60,19 +78,7 @@ class Source:
 Schedule = Literal["inverse_sqrt", "linear", "cosine", "constant", "wsd", "restarts"]
 
 
-def _sources(value: Any) -> Any:
-    """Return the sources that a path, a mapping, or a list of either stands for."""
-    make = _made_of(Source)
-    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    found = [make({"path": one} if isinstance(one, str) else one) for one in items]
-    if not value:
-        return ()
-    if not found or not all(isinstance(one, Source) and one.path for one in found):
-        raise ValueError("must be a path, or a list of paths or of {path: PATH, weight: NUMBER}")
-    return tuple(found)
-
-
-Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], BeforeValidator(_sources)]
+Sources = Annotated[tuple[pydantic.InstanceOf[Source], ...], _each_of(Source, "path")]
 
 
 @_options
@@ -196,6 +202,8 @@ class AdapterOptions:
     alpha: Positive = 16.0  # the product of the factors is multiplied with alpha / rank
     targets: Name | list[Name] = "*attention/(query|value)_kernel"  # patterns of kernels' paths
     kind: Literal["lora"] = "lora"  # how they add to a kernel
+    dropout: Rate = 0.0  # the share of inputs that the factors do not see in training
+    rslora: bool = False  # alpha / √rank in place of alpha / rank
 
 
 Adapters = Annotated[
@@ -247,6 +255,18 @@ class NetworkOptions:
 
 
 @_options
+class GroupOptions:
+    """Weights that are updated in another way than the others."""
+
+    pattern: Name | list[Name] = ""  # one or several of their paths
+    learning_rate_factor: NotNegative = 1.0  # of the schedule's rate
+    weight_decay: NotNegative | None = None  # in place of training.weight_decay
+
+
+Groups = Annotated[tuple[pydantic.InstanceOf[GroupOptions], ...], _each_of(GroupOptions, "pattern")]
+
+
+@_options
 class TrainingOptions:
     """How the model is trained."""
 
@@ -264,6 +284,8 @@ class TrainingOptions:
     beta_2: Rate = 0.98  # of Adam
     clip_norm: NotNegative | None = 1.0  # the greatest norm of all gradients
     label_smoothing: Rate = 0.1  # the share that other tokens have
+    z_loss: Rate = 0.0  # factor of logsumexp² of the logits in the loss, such as 1e-4
+    groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     jit_compile: Literal["auto", "true", "false"] = "auto"
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
@@ -280,6 +302,8 @@ class TrainingOptions:
 @_options
 class NetworkTraining(TrainingOptions):
     """How the model is trained."""
+
+    neftune_alpha: NotNegative = 0.0  # noise of embeddings while training, such as 5
 
     batch_size: Count = 32  # rows of a global batch
     epochs: Annotated[int, Field(ge=1, le=10**6)] = 1  # from the run's beginning
@@ -340,6 +364,7 @@ class ExportOptions:
 
     folder: Path | None = None  # a published folder, for generate and transformers
     family: Name | None = None  # its family, such as gpt2; by default that of `model.from`
+    saved_model: Path | None = None  # a SavedModel of TensorFlow, with a signature, to be served
     merge_adapters: bool = True  # adapters are added to the weights; else they are written apart
 
 

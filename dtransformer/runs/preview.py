@@ -18,7 +18,7 @@ from dtransformer.planner.report import fit_line
 from dtransformer.planner.search import cost, plan
 from dtransformer.runs.automatic import batch_of_run, shape_of_run
 from dtransformer.runs.config import RunConfig, key_of, load_config
-from dtransformer.runs.unread import UNREAD, check_read
+from dtransformer.runs.unread import check_read, is_read
 
 _SHOWN, _GREEN, _PLAIN = 3, "\033[32m", "\033[0m"
 _FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
@@ -96,7 +96,7 @@ def new_config(task: str) -> str:
         lines += ["", f"# {inspect.getdoc(type(section)).splitlines()[0]}", f"{name}:"]
         told = fields_told(type(section))
         for field in dataclasses.fields(section):
-            if f"{name}.{key_of(field.name)}" in UNREAD[task]:
+            if not is_read(task, f"{name}.{key_of(field.name)}"):
                 continue
             value = yaml.safe_dump(dataclasses.asdict(section)[field.name]).splitlines()[0]
             lines.append(

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 import keras
 
-import dtransformer
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError
 from dtransformer.models.lora import only_adapters_are_trained
@@ -27,7 +26,7 @@ from dtransformer.runs.callbacks import (
     StepLimit,
     TimeLimit,
 )
-from dtransformer.runs.config import RunConfig, load_config
+from dtransformer.runs.config import load_config
 from dtransformer.runs.exporting import check_export, export
 from dtransformer.runs.folder import RunFolder
 from dtransformer.runs.identity import (
@@ -41,8 +40,9 @@ from dtransformer.runs.identity import (
     WEIGHTS,
     RunIdentity,
 )
+from dtransformer.runs.loading import start_job
 from dtransformer.runs.logs import check_logs, log_callbacks
-from dtransformer.runs.optimizers import make_optimizer, optimizer_class
+from dtransformer.runs.optimizers import group_weights, make_optimizer, optimizer_class
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
@@ -63,6 +63,7 @@ _MAY_MOVE = (
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
+    *("training.z_loss", "training.neftune_alpha"),
 )
 
 
@@ -146,20 +147,6 @@ def train(
     return folder.path
 
 
-def start_job(config: RunConfig) -> None:
-    """Join the job's ranks, by the layout of a config.
-
-    Raises:
-        InputError: the layout does not fit them.
-    """
-    try:
-        dtransformer.init(
-            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
-        )
-    except ValueError as error:
-        raise InputError(f"parallel: {error}") from None
-
-
 def _has_ended(path, config):
     """Return whether a run has made all steps that `training.max_steps` asks for."""
     last, limit = saved_steps(path / CHECKPOINTS)[-1][0], config.training.max_steps
@@ -184,6 +171,7 @@ def make_trainer(task: Task, total_steps: int) -> Trainer:
         InputError: the options of `training` do not fit.
     """
     options, trainer = task.config.training, Trainer(task.network)
+    group_weights(task.network, task.config)
     optimizer = make_optimizer(task.config, total_steps)
     try:
         trainer.compile(
@@ -281,8 +269,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         if batches["dev"] is None:
             raise InputError("evaluation.every_steps: give held-out records, as data.dev, too")
         callbacks.append(Evaluations(batches["dev"], every_steps, sinks))
-    if profile is not None:
-        callbacks.append(Profile(*profile, path / PROFILE))
+    callbacks += [Profile(*profile, path / PROFILE)] if profile else []
     if options.early_stopping:
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")

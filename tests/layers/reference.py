@@ -119,11 +119,14 @@ def causal_mask(padding):
     return padding[:, :, None] * padding[:, None, :] * np.tri(size, dtype=padding.dtype)
 
 
-def cross_entropy(logits, labels, mask=None, label_smoothing=0.0, ignore_id=None, vocab_size=None):
+def cross_entropy(
+    logits, labels, mask=None, label_smoothing=0.0, ignore_id=None, vocab_size=None, z_loss=0.0
+):
     """The mean over the counted tokens of the smoothed negative log-likelihood.
 
     logits [..., W], labels [...]. Only the first V = `vocab_size` columns exist.
-    Smoothing (Szegedy et al., 2016): (1 - e) * nll + e * mean over V of -log p.
+    Smoothing (Szegedy et al., 2016): (1 - e) * nll + e * mean over V of -log p. The z-loss
+    (Chowdhery et al., 2022) adds its factor times the square of log sum exp.
     """
     classes = vocab_size or logits.shape[-1]
     counted = np.ones(labels.shape) if mask is None else np.asarray(mask, np.float64)
@@ -138,11 +141,14 @@ def cross_entropy(logits, labels, mask=None, label_smoothing=0.0, ignore_id=None
     # An ignored label may be no class at all (-100): its one-hot row is all 0.
     one_hot = (labels[..., None] == np.arange(classes)).astype(np.float64)
     target = (1.0 - label_smoothing) * one_hot + label_smoothing / classes
+    normalizer = (true - log_p)[..., :1]  # log Σ exp
     loss = -(share[..., None] * target * log_p).sum()
+    loss += z_loss * (share[..., None] * normalizer**2).sum()
 
     def backward(grad):
-        grad_logits = np.zeros_like(logits)
-        grad_logits[..., :classes] = grad * share[..., None] * (np.exp(log_p) - target)
+        grad_logits, p = np.zeros_like(logits), np.exp(log_p)
+        each = p - target + 2 * z_loss * normalizer * p
+        grad_logits[..., :classes] = grad * share[..., None] * each
         return (grad_logits,), {}
 
     return loss, backward

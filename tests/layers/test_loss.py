@@ -52,6 +52,14 @@ def test_matches_the_reference(dtype, label_smoothing, vocab_size, shape):
 
 @each_dtype
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab_size", [None, CLASSES])
+def test_the_z_loss(dtype, label_smoothing, vocab_size):
+    options = dict(label_smoothing=label_smoothing, vocab_size=vocab_size, z_loss=0.05)
+    compare(dtype, *data((3, 7)), **options)
+
+
+@each_dtype
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mask_type", ["float32", "int32", "bool", "bfloat16"])
 def test_the_mean_is_over_counted_tokens(dtype, label_smoothing, mask_type):
     logits, labels = data((4, 6))

@@ -94,7 +94,14 @@ CONFIGS = {
         "data": {"train": "text.txt", "dev": "text.txt", "length": 32},
         "tokenizer": {"folder": "llama"},
         "model": {**SIZES, "embedding_scale": 1.0},
-        "training": {**TRAINING, "max_steps": 6},
+        "training": {
+            **TRAINING,
+            "max_steps": 6,
+            "z_loss": 0.01,
+            "groups": [
+                {"pattern": "embedding/*", "learning_rate_factor": 0.5, "weight_decay": 0.1}
+            ],
+        },
         "export": {"folder": "models/gpt", "family": "gpt2"},
     },
     "chat": {
@@ -108,7 +115,10 @@ CONFIGS = {
             "length": 64,
             "packed": True,
         },
-        "model": {"from": "llama", "adapters": {"rank": 2, "targets": "*attention/*_kernel"}},
+        "model": {
+            "from": "llama",
+            "adapters": {"rank": 2, "targets": "*attention/*_kernel", "rslora": True},
+        },
         "training": {**TRAINING, "learning_rate": 0.3},
     },
     "preference": {

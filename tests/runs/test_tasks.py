@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtransformer.cli import main
 from dtransformer.cli.chat import chat
@@ -49,7 +50,14 @@ def chatted(place):
 
 
 def test_a_gpt_from_text_is_exported(place, capsys):
-    train("gpt", place, "--set", "evaluation.samples=[one]", "evaluation.max_new_tokens=2")
+    settings = ["evaluation.samples=[one]", "evaluation.max_new_tokens=2"]
+    train("gpt", place, "--set", *settings, "export.saved_model=models/served")
+    tokens = tf.constant(np.arange(3, 35)[None], "int32")
+    inputs = {"tokens": tokens, "segments": tf.ones_like(tokens)}
+    served = tf.saved_model.load("models/served")
+    np.testing.assert_allclose(
+        served.serve(inputs), load_run("runs/gpt").network(inputs), atol=1e-5
+    )
     printed = capsys.readouterr().out
     assert "Documents (train): 96 of" in printed and "epoch: 1, one … " in printed
     assert from_pretrained("models/gpt").num_parameters() > 0
@@ -178,6 +186,9 @@ def test_new_files_are_taken(task, tmp_path):
         ("chat", "model.adapters={targets: nothing}", "model.adapters"),
         ("gpt", "export.family=llama", "cannot be saved as one of that family"),
         ("gpt", "model.adapters={rank: 2}", "give model.from"),
+        ("gpt", "training.groups=nothing", "training.groups: the pattern 'nothing'"),
+        ("gpt", "training.groups=['*', '*bias']", "is in groups 1 and 2"),
+        ("gpt", "training.groups=[{learning_rate_factor: 2}]", "must be a pattern, or a list"),
         ("classification", "data.labels=[yes]", "there are 1: expected two"),
         ("classification", "data.labels=[yes, maybe]", "line 1: the label 'no' is none of"),
         ("regression", "data.train=labels.jsonl", "expected a number"),

@@ -9,6 +9,8 @@ import dataclasses
 import keras
 import tensorflow as tf
 
+from dtransformer.parallel.ops.training_noise import InputDropout
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowRank:
@@ -20,11 +22,13 @@ class LowRank:
         a: variable A [*inputs, r].
         b: variable B [r, *outputs].
         scale: α / r.
+        dropout: of x before A; None for none.
     """
 
     a: keras.Variable
     b: keras.Variable
     scale: float
+    dropout: InputDropout | None = None
 
 
 def low_rank_of(kernel: tf.Tensor | keras.Variable) -> LowRank | None:

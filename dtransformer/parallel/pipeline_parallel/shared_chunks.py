@@ -12,7 +12,7 @@ import keras
 from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_assignment import layers_of, placed_layers
-from dtransformer.parallel.tracing.dropout_seed import DrawsMasks
+from dtransformer.parallel.tracing.dropout_seed import mask_drawers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,7 @@ def signature_of(network: keras.Model, chunk: int, dataflow: Dataflow) -> Signat
         tuple((tuple(w.shape), w.dtype, w.trainable) for layer in layers for w in layer.variables),
         repr(crossing),
     )
-    dropouts = [layer for layer in inner if isinstance(layer, DrawsMasks)]
-    return Signature(key, roles, dropouts, stack.name, [layer.name for layer in layers])
+    return Signature(key, roles, mask_drawers(inner), stack.name, [layer.name for layer in layers])
 
 
 def _stack_of(network, layers):

@@ -65,7 +65,7 @@ def recomputed(
         values = [tf.convert_to_tensor(trained_value(weight)) for weight in others]
         values += unsharding.shards()
     seed, num_inputs, metric_names, states = current_dropout_seed(), len(inputs), [], []
-    numbers = trace.current().dropout_numbers
+    numbers, trains = trace.current().dropout_numbers, trace.current().trains
 
     def run(args, seed, sums, dy=None):
         """Compute for the first time; or again, once the gradient dy of the result is known.
@@ -78,7 +78,9 @@ def recomputed(
         with contextlib.ExitStack() as stack:
             stack.enter_context(dropout_seed(seed))
             stack.enter_context(dropout_numbers(numbers))
-            stack.enter_context(trace.scope(deferred=None))  # all of it is computed again at once
+            stack.enter_context(
+                trace.scope(deferred=None, trains=trains)
+            )  # all of it is computed again at once
             scope = StateScope(list(zip(others, own)), collect_losses=True)
             stack.enter_context(scope)
             stack.enter_context(unsharding.scope(shards, dy))

@@ -14,6 +14,7 @@ def token_nll(
     labels: tf.Tensor,
     label_smoothing: float = 0.0,
     vocab_size: int | None = None,
+    z_loss: float = 0.0,
 ) -> tf.Tensor:
     """Return the negative log-likelihood of each label.
 
@@ -28,13 +29,14 @@ def token_nll(
         labels: int32 tensor [...].
         label_smoothing: ε, in [0, 1).
         vocab_size: V ≤ V'; columns from V on never count.
+        z_loss: what is added of logsumexp² (Chowdhery et al., 2022, "PaLM", arXiv 2204.02311, §5).
 
     Returns:
         A float32 tensor [...] (float64 for float64 logits).
     """
     if not trace.is_on_mesh() and len(labels.shape) != 1:
         flat = tf.reshape(logits, [-1, logits.shape[-1]])
-        values = token_nll(flat, tf.reshape(labels, [-1]), label_smoothing, vocab_size)
+        values = token_nll(flat, tf.reshape(labels, [-1]), label_smoothing, vocab_size, z_loss)
         return tf.reshape(values, tf.shape(labels))
     width = logits.shape[-1]
     vocab_size = vocab_size or width
@@ -52,6 +54,7 @@ def token_nll(
         x = entries(logits, logits.dtype.min)
         highest = tf.reduce_max(x, axis=-1, keepdims=True)
         total = tf.reduce_sum(tf.exp(x - highest), axis=-1, keepdims=True)
+        z = tf.math.log(total) + highest
         own = tf.cast(label_values(logits, labels), compute_type)
         target = on * (own - tf.squeeze(highest, -1))
         if label_smoothing:
@@ -59,7 +62,8 @@ def token_nll(
 
         def gradient(upstream):
             upstream = upstream[..., None]
-            dx = tf.exp(entries(logits, logits.dtype.min) - highest) * (upstream / total)
+            scale = upstream * (1 + 2 * z_loss * z) if z_loss else upstream
+            dx = tf.exp(entries(logits, logits.dtype.min) - highest) * (scale / total)
             if label_smoothing:
                 smoothed = dx - off * upstream
                 dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
@@ -67,7 +71,8 @@ def token_nll(
             dx = tf.where(is_label, dx - on * upstream, dx)
             return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
-        return tf.squeeze(tf.math.log(total), -1) - target, gradient
+        value = tf.squeeze(tf.math.log(total), -1) - target
+        return value + z_loss * tf.square(tf.squeeze(z, -1)) if z_loss else value, gradient
 
     return nll(logits)
 

@@ -163,6 +163,7 @@ def _with_low_rank(y, x, kernel, axes, multiply):
     if addition is None:
         return y
     # Of the products this one is the smallest, and is sharded as the residual stream is.
+    x = x if addition.dropout is None else addition.dropout(x)
     inner = row_parallel(x, addition.a, axes)
     return y + multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
 

@@ -3,7 +3,7 @@
 import contextlib
 import types
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -22,6 +22,12 @@ class DrawsMasks:
     def number(self) -> int:
         """What tells the layer's masks from those of others: a number made of its path."""
         return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
+
+
+def mask_drawers(layers: Iterable) -> list[DrawsMasks]:
+    """Return what draws masks of some layers: they themselves, and what is in their `mask_drawers`."""
+    inner = [one for layer in layers for one in getattr(layer, "mask_drawers", ())]
+    return [*(layer for layer in layers if isinstance(layer, DrawsMasks)), *inner]
 
 
 @contextlib.contextmanager

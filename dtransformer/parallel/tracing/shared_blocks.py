@@ -18,11 +18,11 @@ from dtransformer import _compat
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting, is_collecting, report_all
 from dtransformer.parallel.tracing.dropout_seed import (
-    DrawsMasks,
     current_dropout_seed,
     dropout_numbers,
     dropout_seed,
     layer_number,
+    mask_drawers,
 )
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use, trained_value
 
@@ -65,7 +65,7 @@ class SharedBlocks:
         if key not in self._functions:
             is_called = self._num_blocks > _MOST_COPIES and not trace.is_on_mesh()
             scope = f"alike_{next(_numbers)}"
-            function = _function(block, compute, _dropouts(layers), is_called, scope)
+            function = _function(block, compute, mask_drawers(layers), is_called, scope)
             self._functions[key] = function, scope
         function, scope = self._functions[key]
         if trace.current().calls is not None:
@@ -116,7 +116,7 @@ def _function(block, compute, dropouts, is_called, name_scope):
 
 def _numbers_of(layers):
     """Return the numbers that the masks of dropout are drawn by, an int32 tensor."""
-    numbers = [layer_number(layer) for layer in _dropouts(layers)]
+    numbers = [layer_number(layer) for layer in mask_drawers(layers)]
     if any(map(tf.is_tensor, numbers)):
         return tf.stack(numbers)
     # TensorFlow would make, and optimize, a function for each constant that one is given.
@@ -165,12 +165,9 @@ def _key(layers, training):
         context.on_mesh,
         repr(sorted(context.rules.items())),
         context.has_gradients,
+        context.trains,
         context.auxiliary_metrics is not None,
         tuple(type(layer) for layer in layers),
         repr(configs),
         tuple((tuple(w.shape), w.dtype, w.trainable) for w in layers[0].variables),
     )
-
-
-def _dropouts(layers):
-    return [layer for layer in layers if isinstance(layer, DrawsMasks)]

@@ -30,6 +30,8 @@ class TraceContext:
             TensorFlow's global generator.
         dropout_numbers: dict of the id of a dropout layer and the number, a scalar, that its masks
             are drawn by in place of its own.
+        trains: whether a trainer's training step is traced, in which what layers do not know of
+            themselves draws its masks.
         deferred: dict of what kernels are multiplied with whose gradients are left for later; None
             where they are computed at once. See `deferred_gradients`.
         told: dict of what layers tell besides their results; None where nobody listens. See `told`.
@@ -57,6 +59,7 @@ class TraceContext:
     dropout_numbers: types.MappingProxyType = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
+    trains: bool = False
     deferred: dict | None = None
     auxiliary_metrics: dict | None = None
     calls: dict | None = None

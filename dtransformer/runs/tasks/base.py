@@ -2,16 +2,20 @@
 
 import abc
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import keras
 
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import TextGenerator
 from dtransformer.models.base import TokenModel
+from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
+from dtransformer.runs.networks import tokenizer_folder
 from dtransformer.runs.options import USUAL_VOCABULARY
 
 PARTS = "train", "dev"
@@ -87,7 +91,16 @@ class Task(abc.ABC):
 
     def callbacks(self, trainer: keras.Model) -> list:
         """Return callbacks that look at the network while it trains, on every rank."""
-        return []
+        options = self.config.evaluation
+        if not options.samples:
+            return []
+        generate = TextGenerator(self.core, self.tokenizer, options.max_new_tokens)
+        shown = lambda prompts: generate(self.prompts(prompts))
+        return [Samples(shown, options.samples, options.every_steps)]
+
+    def prompts(self, texts: list[str]) -> list[str]:
+        """Return what the network goes on with, of `evaluation.samples`."""
+        return texts
 
     def moved(self, folder: pathlib.Path) -> None:
         """Go on with what was written into `folder` in another folder, which it has become."""
@@ -110,15 +123,26 @@ class Task(abc.ABC):
         """The network of `dtransformer.models` inside of what is trained."""
         return self.network
 
-    def train_tokenizer(self, texts: Iterable[str]) -> None:
-        """Train the tokenizer on texts.
+    def cross_entropy(self, ignore_id: int | None = -100) -> CrossEntropyLoss:
+        """Return the loss of tokens, or of labels, as `training` asks for."""
+        options = self.config.training
+        return CrossEntropyLoss(options.label_smoothing, ignore_id, z_loss=options.z_loss)
+
+    def find_tokenizer(self, texts: Callable[[], Iterable[str]]) -> None:
+        """Take the run's tokenizer, the one that is given or the model's, or train one on texts.
 
         Raises:
-            InputError: they have not as many pieces as the config asks for.
+            InputError: it is not usable, or texts have not as many pieces as the config asks for.
         """
-        options = self.config.tokenizer
+        folder, options = tokenizer_folder(self.config), self.config.tokenizer
+        if self.old_run is not None:
+            return self.load_tokenizer(self.old_run)
+        if folder is not None:
+            self.tokenizer = load_tokenizer(folder)
+        if self.tokenizer is not None:
+            return None
         self.tokenizer = SubwordTokenizer.train(
-            texts,
+            texts(),
             options.vocab_size or USUAL_VOCABULARY,
             lower_case=options.lower_case,
             at_most=options.vocab_size is None,

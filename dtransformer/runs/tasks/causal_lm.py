@@ -1,8 +1,7 @@
 """Language modelling: each token of a document from those before it."""
 
 from dtransformer.datasets.language_model import LanguageModelBatches
-from dtransformer.models import CausalLM, TextGenerator
-from dtransformer.runs.callbacks import Samples
+from dtransformer.models import CausalLM
 from dtransformer.runs.networks import special_ids
 from dtransformer.runs.perplexity import perplexities
 from dtransformer.runs.tasks.documents import DocumentTask
@@ -15,13 +14,6 @@ class LanguageModel(DocumentTask):
 
     def arguments(self) -> dict:
         return special_ids(self.tokenizer)
-
-    def callbacks(self, trainer) -> list:
-        options = self.config.evaluation
-        if not options.samples:
-            return []
-        generate = TextGenerator(self.network, self.tokenizer, options.max_new_tokens)
-        return [Samples(generate, options.samples, options.every_steps)]
 
     def results(self, trainer, batches) -> dict[str, float]:
         results, shards = super().results(trainer, batches), self.shards["dev"]

@@ -8,9 +8,7 @@ from dtransformer.datasets.record_batches import next_tokens
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
-from dtransformer.layers import CrossEntropyLoss
-from dtransformer.models import CausalLM, TextGenerator
-from dtransformer.runs.callbacks import Samples
+from dtransformer.models import CausalLM
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.perplexity import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
@@ -80,7 +78,7 @@ class Chat(ChatRecords):
         return self.network
 
     def loss(self):
-        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=-100)
+        return self.cross_entropy()
 
     def results(self, trainer, batches) -> dict[str, float]:
         results, records = super().results(trainer, batches), self.records["dev"]
@@ -90,19 +88,11 @@ class Chat(ChatRecords):
             **perplexities(results["loss"], spans, sum(map(len, spans)), self.tokenizer),
         }
 
-    def callbacks(self, trainer) -> list:
-        options = self.config.evaluation
-        if not options.samples:
-            return []
-        generate = TextGenerator(self.network, self.tokenizer, options.max_new_tokens)
-
-        def answers(prompts):
-            if self._template is None:
-                return generate(prompts)
-            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            return generate([self._template.render(one, True) for one in turns])
-
-        return [Samples(answers, options.samples, options.every_steps)]
+    def prompts(self, texts):
+        if self._template is None:
+            return texts
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        return [self._template.render(one, True) for one in turns]
 
 
 def _strings(value):

@@ -5,7 +5,6 @@ import numpy as np
 
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
-from dtransformer.layers import CrossEntropyLoss
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel
@@ -141,7 +140,7 @@ class Classification(LabelTask):
         return self.row(records, numbers, length, pad_id), np.int32(label)
 
     def loss(self):
-        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=_IGNORED)
+        return self.cross_entropy(_IGNORED)
 
     def results(self, trainer, batches) -> dict[str, float]:
         labels, predicted = self.labels_and_predicted(trainer)

@@ -14,7 +14,6 @@ from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
-from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models.base import TokenModel
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -64,16 +63,13 @@ class DocumentTask(Task):
             self.tokenizer = own or theirs
             return shards
         if self.tokenizer is None:
-            self._make_tokenizer(paths)
+            self.find_tokenizer(lambda: evenly_spread(texts_of(self._documents(paths))))
         folder = self.folder / SHARDS / name
         done = self.old_run is not None and (folder / MANIFEST).is_file()
 
         def write():
             if not done:
-                is_there = (folder / MANIFEST).is_file()
-                write_token_shards(
-                    self._documents(paths), self.tokenizer, folder, overwrite=is_there
-                )
+                write_token_shards(self._documents(paths), self.tokenizer, folder, overwrite=True)
 
         from_chief(write, f"run/shards/{name}")
         return TokenShards(folder)
@@ -93,14 +89,6 @@ class DocumentTask(Task):
         return read_documents(
             paths, field=options.field, boundary=options.documents, sentences=options.sentences
         )
-
-    def _make_tokenizer(self, paths):
-        """Take the tokenizer that is given, or one that is trained on the documents."""
-        folder = tokenizer_folder(self.config)
-        if folder is not None:
-            self.tokenizer = load_tokenizer(folder)
-        else:
-            self.train_tokenizer(evenly_spread(texts_of(self._documents(paths))))
 
     def moved(self, folder) -> None:
         for shards in self.shards.values():
@@ -152,7 +140,7 @@ class DocumentTask(Task):
         return self.network
 
     def loss(self):
-        return CrossEntropyLoss(self.config.training.label_smoothing, ignore_id=-100)
+        return self.cross_entropy()
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         shards = self.shards.get("train") or self.shards["dev"]

@@ -2,7 +2,6 @@
 
 from dtransformer.datasets.next_sentences import NextSentenceBatches
 from dtransformer.errors import InputError
-from dtransformer.layers import CrossEntropyLoss
 from dtransformer.runs.tasks.masked_lm import MaskedLanguageModel
 
 
@@ -24,11 +23,7 @@ class NextSentence(MaskedLanguageModel):
         return network
 
     def loss(self):
-        smoothing = self.config.training.label_smoothing
-        return {
-            name: CrossEntropyLoss(smoothing, ignore_id=-100)
-            for name in ("masked_lm", "next_sentence")
-        }
+        return {name: self.cross_entropy() for name in ("masked_lm", "next_sentence")}
 
 
 TASK = NextSentence

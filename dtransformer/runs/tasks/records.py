@@ -11,12 +11,11 @@ import numpy as np
 from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, prepared_lengths
 from dtransformer.datasets.records import Record, read_records
 from dtransformer.datasets.sample import evenly_spread
-from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.models.base import TokenModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import digest_of_records
-from dtransformer.runs.networks import check_positions, make_network, special_ids, tokenizer_folder
+from dtransformer.runs.networks import check_positions, make_network, special_ids
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
@@ -46,7 +45,7 @@ class RecordTask(Task):
         }
         for name, sources in found.items():
             self.digests[name] = digest_of_records(x for source in sources for _, x in source)
-        self._find_tokenizer(found)
+        self.find_tokenizer(lambda: self._texts(found))
         self.settle(found)
         self.records, self._sizes = {}, {}
         for name, sources in found.items():
@@ -58,25 +57,12 @@ class RecordTask(Task):
             raise InputError(f"{source.path}: holds no record")
         return found
 
-    def _find_tokenizer(self, found):
-        if self.old_run is not None:
-            self.load_tokenizer(self.old_run)
-            return
-        folder = tokenizer_folder(self.config)
-        if folder is not None:
-            self.tokenizer = load_tokenizer(folder)
-        elif self.tokenizer is None:
-            if "train" not in found:
-                raise InputError(
-                    "tokenizer.folder is not given, and there are no data.train for one"
-                )
-            texts = (
-                text
-                for source in found["train"]
-                for place, record in source
-                for text in self.texts(record, place)
-            )
-            self.train_tokenizer(evenly_spread(texts))
+    def _texts(self, found):
+        """Return the texts of the records to train on."""
+        if "train" not in found:
+            raise InputError("tokenizer.folder is not given, and there are no data.train for one")
+        placed = [pair for source in found["train"] for pair in source]
+        return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:
         """Find out what all records say together, such as their labels.

@@ -4,7 +4,6 @@ import numpy as np
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.records import text_of
-from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.networks import adapt, special_ids
@@ -67,8 +66,7 @@ class Seq2Seq(RecordTask):
         return self.network
 
     def loss(self):
-        smoothing = self.config.training.label_smoothing
-        return CrossEntropyLoss(smoothing, ignore_id=self.network.arguments["pad_id"])
+        return self.cross_entropy(self.network.arguments["pad_id"])
 
 
 TASK = Seq2Seq

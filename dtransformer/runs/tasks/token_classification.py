@@ -51,7 +51,7 @@ class TokenClassification(Classification):
         )
 
     def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
-        labels, inputs = np.full(length, ignore_id, np.int32), {}
+        labels = np.full(length, ignore_id, np.int32)
         inputs = self.row(records, numbers, length, pad_id)
         inputs.pop("token_types", None)  # what is kept are labels
         for number in numbers:

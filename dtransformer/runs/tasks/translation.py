@@ -4,7 +4,6 @@ from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
-from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.translator import Translator
 from dtransformer.parallel.runtime import job
@@ -28,10 +27,7 @@ class Translation(Task):
         self.digests = {name: digest_of(pairs) for name, pairs in read.items()}
         pairs = self._clean(read["train"])
         self._pairs = {"train": pairs, "dev": read["dev"]}
-        if self.old_run is not None:
-            self.load_tokenizer(self.old_run)
-        else:
-            self.train_tokenizer([*pairs[0], *pairs[1]])
+        self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
 
     def load_tokenizer(self, run) -> None:
         self.tokenizer = SubwordTokenizer.load(run / TOKENIZER)
@@ -108,10 +104,8 @@ class Translation(Task):
         needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
         return batches
 
-    def loss(self) -> CrossEntropyLoss:
-        return CrossEntropyLoss(
-            self.config.training.label_smoothing, ignore_id=self.tokenizer.pad_id
-        )
+    def loss(self):
+        return self.cross_entropy(self.tokenizer.pad_id)
 
     def callbacks(self, trainer) -> list:
         pairs, number = self._pairs["dev"], self.config.training.bleu_sentences

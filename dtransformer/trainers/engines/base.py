@@ -90,7 +90,7 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        own_tape = trace.scope(tape_graph=tf.compat.v1.get_default_graph())
+        own_tape = trace.scope(tape_graph=tf.compat.v1.get_default_graph(), trains=True)
         seed, listens = dropout_seed(numbers.seed), collecting()
         with tape, own_tape, seed, unsharding("train"), listens as metrics:
             tape.watch(values)

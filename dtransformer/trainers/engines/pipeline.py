@@ -33,6 +33,7 @@ from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
 from dtransformer.parallel.schedules.simulator import ideal_of
 from dtransformer.parallel.schedules.timeline import most_alive, write
+from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.auxiliary_metrics import collecting
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.tracing.tensor_specs import open_specs, tensor_specs
@@ -183,7 +184,8 @@ class PipelineEngine:
         devices, step = self.devices, self._step
         job.compiles()
         defers = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        with dropout_seed(devices.numbers(seed, [2])), defers as deferred, collecting() as metrics:
+        drawn, trains = dropout_seed(devices.numbers(seed, [2])), trace.scope(trains=True)
+        with drawn, trains, defers as deferred, collecting() as metrics:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
         sums = named(metrics) | step.states.shares(found, step.share(inputs, counts))
         if chunk == self.placement.last_chunk:

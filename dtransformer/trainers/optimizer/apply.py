@@ -1,5 +1,7 @@
 """The optimizer's update of its units, as functions: what is alike is traced and compiled once."""
 
+import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -116,6 +118,35 @@ def _parts(call, sizes, most):
 _ELEMENTS_AT_ONCE = 2**22
 
 
+@dataclasses.dataclass(frozen=True)
+class UpdateGroup:
+    """How weights are updated that have it as their attribute `update_group`.
+
+    Args:
+        rate_factor: what the learning rate is multiplied with.
+        weight_decay: in place of the optimizer's; None for that one.
+    """
+
+    rate_factor: float = 1.0
+    weight_decay: float | None = None
+
+
+@contextlib.contextmanager
+def _as_group(optimizer, group):
+    """Inside the `with` block an optimizer updates as an `UpdateGroup` says."""
+    if group is None:
+        yield
+        return
+    decay = optimizer.weight_decay
+    try:
+        if group.weight_decay is not None:
+            optimizer.weight_decay = group.weight_decay
+        with _compat.learning_rate_times(optimizer, group.rate_factor):
+            yield
+    finally:
+        optimizer.weight_decay = decay
+
+
 class OptimizerUpdate:
     """How an optimizer updates its units.
 
@@ -125,6 +156,7 @@ class OptimizerUpdate:
         devices: for each unit the name of its device.
         compiler: the `StepCompiler`.
         jit_compile: whether the update is compiled with XLA, where that can be done.
+        groups: for each unit its `UpdateGroup`, or None.
 
     Call arguments:
         gradients: list of tensors, one for each unit.
@@ -134,17 +166,25 @@ class OptimizerUpdate:
         The new values of the `ParameterProxy`s, a list of tensors.
     """
 
-    def __init__(self, optimizer, units, devices, compiler, jit_compile):
+    def __init__(self, optimizer, units, devices, compiler, jit_compile, groups):
         self._optimizer, self._units, self._in_calls = optimizer, units, None
         self._at_once = compiler.part(self._apply_at_once)
         if type(optimizer).__module__.startswith("keras.") and not compiler.run_eagerly:
             # Of others nobody knows what they ask of a weight, and how they change their states.
             states = states_of_units(optimizer, len(units))
             if states is not None:
-                self._in_calls = _UpdateInCalls(optimizer, units, states, devices, jit_compile)
+                self._in_calls = _UpdateInCalls(
+                    optimizer, units, states, devices, jit_compile, groups
+                )
+        self._has_groups = any(group is not None for group in groups)
+        if self._has_groups and self._in_calls is None:
+            raise ValueError(
+                "groups of weights need one of Keras' optimizers that keeps states of weights alone, "
+                f"without use_ema, gradient accumulation or run_eagerly: {type(optimizer).__name__}"
+            )
 
     def __call__(self, gradients, values):
-        if self._in_calls is None or tf.config.functions_run_eagerly():
+        if self._in_calls is None or (tf.config.functions_run_eagerly() and not self._has_groups):
             return self._at_once(gradients, values)
         return self._in_calls(gradients, values)
 
@@ -206,12 +246,12 @@ class _UpdateInCalls:
     their variables.
     """
 
-    def __init__(self, optimizer, units, states, devices, jit_compile):
+    def __init__(self, optimizer, units, states, devices, jit_compile, groups):
         self._optimizer, self._jit_compile = optimizer, jit_compile
         self._settings = self._learning_rate = self._scalars = None
         self._units = [_held(unit) for unit in units]
         self._variables = [None if unit is held else unit for unit, held in zip(units, self._units)]
-        self._states = [[variable for _, variable in own] for own in states]
+        self._states, self._groups = [[variable for _, variable in own] for own in states], groups
         self._keys = [self._key(i, unit, states[i]) for i, unit in enumerate(units)]
         sizes = [math.prod(unit.shape) for unit in units]
         self._calls = grouped_calls_on(devices, self._keys, sizes, _ELEMENTS_AT_ONCE)
@@ -224,7 +264,7 @@ class _UpdateInCalls:
         decays = _compat.uses_weight_decay(self._optimizer, unit if is_held else unit.value)
         overwrites = self._units[number].overwrite_with_gradient
         alike = (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
-        return is_held, *alike
+        return is_held, self._groups[number], *alike
 
     def _forget_old_settings(self):
         """Trace anew what was traced for other settings, such as another schedule.
@@ -287,13 +327,15 @@ class _UpdateInCalls:
             The new values; and a scalar, which comes last.
         """
         units = [self._units[i] for i in numbers]
-        scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
-        for i, unit, value, own in zip(numbers, units, values, states):
-            unit.hold(value)
-            for state, variable in zip(self._states[i], own):
-                scope.add_update((state, variable))
-        with scope:
-            self._optimizer.apply(gradients, units)
+        for group in dict.fromkeys(self._groups[i] for i in numbers):
+            scope = keras.StatelessScope(list(zip(self._scalars, scalars)))
+            own = [x for x, i in enumerate(numbers) if self._groups[i] == group]
+            for x in own:
+                units[x].hold(values[x])
+                for state, variable in zip(self._states[numbers[x]], states[x]):
+                    scope.add_update((state, variable))
+            with scope, _as_group(self._optimizer, group):
+                self._optimizer.apply([gradients[x] for x in own], [units[x] for x in own])
         new = [unit.release() for unit in units]
         return [value for value in new if not isinstance(value, tf.Variable)], tf.zeros([])
 

@@ -97,7 +97,8 @@ class ShardedOptimizer:
         self._devices = [one.shard.value.device for one in self.shards]
         devices = [self._devices[unit.positions[0]] for unit in self.units]
         self._update = OptimizerUpdate(
-            self._optimizer, parameters, devices, compiler, compiler.jit_update(weights)
+            *(self._optimizer, parameters, devices, compiler, compiler.jit_update(weights)),
+            groups=[getattr(unit.weight, "update_group", None) for unit in self.units],
         )
         self._store = compiler.part(self._store_new_values)
         is_replicated = any(one.replicated is not None for one in self.shards)

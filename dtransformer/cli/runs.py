@@ -1,0 +1,41 @@
+"""`dtransformer train` and `dtransformer new`."""
+
+import argparse
+import importlib
+import sys
+
+from dtransformer.errors import InputError, shown
+from dtransformer.runs.preview import dry_run, new_config
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train what a config says, or show what would be trained.
+
+    Raises:
+        InputError: something in the config or the data is wrong.
+    """
+    if arguments.dry_run:
+        return dry_run(arguments.config, arguments.set, sys.stdout.isatty())
+    profile = _steps(arguments.profile)
+    run = importlib.import_module("dtransformer.runs.run")
+    places = arguments.run, arguments.overwrite, arguments.resume
+    run.train(arguments.config, arguments.set, *places, profile)
+
+
+def new(arguments: argparse.Namespace) -> None:
+    """Print a config to begin with.
+
+    Raises:
+        InputError: there is no such task.
+    """
+    print(new_config(arguments.task), end="")
+
+
+def _steps(text):
+    """Return the first and the last step of a text such as "3-5"; None of None."""
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise InputError(f"--profile {shown(text)}: expected two numbers of steps, such as 3-5")
+    return int(first), int(last)

@@ -1,0 +1,150 @@
+"""EleutherAI's lm-evaluation-harness on a run, or on a published folder: its three methods.
+
+    import lm_eval
+    from dtransformer.runs.lm_eval import harness_model
+
+    lm_eval.simple_evaluate(model=harness_model("runs/mine"), tasks=["lambada_openai"])
+
+Reference: Gao et al., 2024, "The language model evaluation harness", Zenodo 12608602. The package
+`lm_eval` is imported when a model is made for it.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from dtransformer.errors import InputError
+from dtransformer.layers.preference import SequenceLogProbability
+from dtransformer.models import TextGenerator
+from dtransformer.models.text_batches import as_lists
+from dtransformer.parallel.runtime import job
+from dtransformer.runs.loading import opened
+
+_MULTIPLE = 64  # of tokens, that rows are filled up to: each length is compiled once
+_DRAWS = ("temperature", "top_p", "top_k")  # what requests may say of generation
+
+
+class _Scores:
+    """The three methods, of a network and its tokenizer on one device; see `harness_model`."""
+
+    def __init__(self, network, tokenizer, batch_size, max_length):
+        super().__init__()
+        self._network, self._tokenizer = network, tokenizer
+        self._batch_size, self._max_length = batch_size, max_length
+        self._sums = SequenceLogProbability(network.vocab_size)
+        self._compiled = tf.function(self._scores)
+
+    def loglikelihood(self, requests: Sequence) -> list[tuple[float, bool]]:
+        """Return log p of each continuation, and whether it is the likeliest, token by token."""
+        return self._score([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence) -> list[float]:
+        """Return log p of each text, in windows of the longest length, each token once."""
+        rows, owners = [], []
+        for owner, request in enumerate(requests):
+            (text,), most = request.args, self._max_length
+            (ids,) = as_lists(self._tokenizer.encode([text]))
+            whole = [self._first(), *ids]
+            for start in range(0, len(ids), most):
+                end = min(start + most, len(ids))
+                rows.append((whole[max(0, end - most) : end + 1], end - start))
+                owners.append(owner)
+        totals = np.zeros(len(requests))
+        np.add.at(totals, owners, [total for total, _ in self._score(rows)])
+        return totals.tolist()
+
+    def generate_until(self, requests: Sequence) -> list[str]:
+        """Return what comes after each context, up to the first of its ends."""
+        texts = []
+        for context, options in (request.args for request in requests):
+            number = options.get("max_gen_toks", options.get("max_new_tokens", 256))
+            draws = {key: options[key] for key in _DRAWS if key in options}
+            if not options.get("do_sample", bool(draws.get("temperature"))):
+                draws = {}
+            (text,) = TextGenerator(self._network, self._tokenizer, number, **draws)([context])
+            ends = options.get("until") or []
+            ends = [ends] if isinstance(ends, str) else ends
+            texts.append(re.split("|".join(map(re.escape, ends)), text)[0] if ends else text)
+        return texts
+
+    def _first(self):
+        start = self._network.start_id
+        return self._network.end_id if start is None else start
+
+    def _pair(self, context, continuation):
+        """Return the ids of a context and its continuation, and how many are the latter's."""
+        spaces = context[len(context.rstrip()) :]  # which belong to the word that follows
+        context, continuation = context.rstrip(), spaces + continuation
+        whole, before = self._prompts([context + continuation, context])
+        if not context:
+            (whole,), before = as_lists(self._tokenizer.encode([continuation])), [self._first()]
+            whole = [*before, *whole]
+        number = min(len(whole) - len(before), self._max_length)
+        return whole[-(self._max_length + 1) :], number
+
+    def _prompts(self, texts):
+        """Return the ids of texts, with those before them that the network was trained with."""
+        if hasattr(self._tokenizer, "encode_prompts"):
+            return as_lists(self._tokenizer.encode_prompts(texts))
+        return [[self._first(), *row] for row in as_lists(self._tokenizer.encode(texts))]
+
+    def _score(self, rows):
+        """Return log p of the last ids of rows, and whether they are the likeliest."""
+        order = sorted(range(len(rows)), key=lambda x: -len(rows[x][0]))
+        found = [None] * len(rows)
+        for start in range(0, len(rows), self._batch_size):
+            numbers = order[start : start + self._batch_size]
+            length = len(rows[numbers[0]][0]) - 1
+            shape = self._batch_size, min(length + -length % _MULTIPLE, self._max_length)
+            tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            labels = np.full(shape, -100, np.int32)
+            for place, number in enumerate(numbers):
+                ids, count = rows[number]
+                size = len(ids) - 1
+                tokens[place, :size], segments[place, :size] = ids[:-1], 1
+                labels[place, size - count : size] = ids[len(ids) - count :]
+            totals, are_likeliest = self._compiled(tokens, segments, labels)
+            for number, total, is_likeliest in zip(numbers, totals.numpy(), are_likeliest.numpy()):
+                found[number] = float(total), bool(is_likeliest)
+        return found
+
+    def _scores(self, tokens, segments, labels):
+        logits = self._network({"tokens": tokens, "segments": segments}, training=False)
+        likeliest = tf.argmax(logits[..., : self._network.vocab_size], -1, "int32")
+        return self._sums(logits, labels), tf.reduce_all((likeliest == labels) | (labels < 0), 1)
+
+
+def harness_model(
+    folder: str | os.PathLike,
+    precision: str = "float32",
+    batch_size: int = 8,
+    max_length: int | None = None,
+):
+    """Return a model for `lm_eval.simple_evaluate`, an `lm_eval.api.model.LM`.
+
+    Texts begin with the special tokens that the tokenizer adds, and those without a context, and
+    windows of texts, with the network's start token, or its end token where it has none.
+
+    Args:
+        folder: a run's, or a published one.
+        precision: the type to compute in.
+        batch_size: number of rows that are scored at once.
+        max_length: most tokens of a row; those of learned positions, or 2,048 by default.
+
+    Raises:
+        InputError: lm_eval is not installed, there are several ranks, or the folder is not usable.
+    """
+    if not importlib.util.find_spec("lm_eval"):
+        raise InputError("lm_eval is not installed: pip install lm-eval")
+    if job.size() > 1 or job.mesh() is not None:
+        raise InputError("the harness scores on one device: start one process, without a layout")
+    base = importlib.import_module("lm_eval.api.model").LM
+    tokenizer, network = opened(folder, precision)
+    longest = network.arguments.get("max_length") or 2048
+    kind = type("HarnessModel", (_Scores, base), {})
+    return kind(network, tokenizer, batch_size, min(max_length or longest, longest))

@@ -1,0 +1,71 @@
+"""Promise: noise of training is that of the papers, in training steps alone."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dtransformer.layers import CrossEntropyLoss
+from dtransformer.models import CausalLM, add_lora
+from dtransformer.parallel.ops.training_noise import EmbeddingNoise, InputDropout
+from dtransformer.parallel.tracing import trace
+from dtransformer.parallel.tracing.dropout_seed import dropout_seed
+from dtransformer.trainers import Trainer
+
+SEED = tf.constant([3, 5])
+
+
+def drawn(function, x, **context):
+    with dropout_seed(SEED), trace.scope(**context):
+        return function(x).numpy()
+
+
+def test_noise_of_embeddings():
+    """Jain et al., 2023: U(−a, a), a = α / √(s·h)."""
+    noise, x = EmbeddingNoise(5.0, "noise"), tf.zeros((64, 4, 8))
+    found = drawn(noise, x, trains=True)
+    most = 5 / np.sqrt(4 * 8)
+    assert np.abs(found).max() <= most and abs(found.mean()) < 0.05 * most
+    assert found.std() == pytest.approx(most / np.sqrt(3), rel=0.03)
+    assert not drawn(noise, x).any()
+
+
+def test_dropout_of_adapters():
+    x = tf.ones((64, 32))
+    kept = drawn(InputDropout(0.25, "a/kernel"), x, trains=True)
+    assert set(np.unique(kept)) == {0.0, np.float32(1 / 0.75)}
+    assert (kept == 0).mean() == pytest.approx(0.25, abs=0.03)
+    other = drawn(InputDropout(0.25, "b/kernel"), x, trains=True)
+    assert 0.3 < (kept != other).mean() < 0.45
+    np.testing.assert_array_equal(drawn(InputDropout(0.25, "a/kernel"), x), x)
+
+
+def losses(steps=3, recomputes=False, dropout=0.5, alpha=0.0):
+    """Return a network's losses of training steps, and one of evaluation before them."""
+    keras.utils.set_random_seed(0)
+    network = CausalLM(30, hidden_size=16, num_heads=2, num_layers=2, dropout_rate=0.0)
+    network.build()
+    add_lora(network, rank=4, targets="*_kernel", dropout=dropout)
+    rng = np.random.default_rng(0)
+    for weight in network.trainable_variables:
+        weight.assign(rng.normal(size=weight.shape) * 0.3)
+    for block in network.blocks.blocks if recomputes else ():
+        block.recompute()
+    network.embedding_noise = EmbeddingNoise(alpha, "noise") if alpha else None
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.SGD(0.5), CrossEntropyLoss())
+    ids = rng.integers(0, 30, (4, 7))
+    batch = ids[:, :-1], ids[:, 1:]
+    before = trainer.evaluate(*batch, verbose=0, return_dict=True)["loss"]
+    each = [trainer.train_on_batch(*batch, return_dict=True)["step_loss"] for _ in range(steps)]
+    return before, each
+
+
+def test_training_draws_and_evaluation_does_not():
+    plain = losses(dropout=0.0)
+    dropped, noisy = losses(), losses(dropout=0.0, alpha=20.0)
+    again = losses(recomputes=True)  # draws the same masks when it computes again
+    assert plain[0] == dropped[0] == noisy[0] == pytest.approx(again[0], rel=1e-6)
+    assert plain[1][0] == pytest.approx(plain[0], rel=1e-5)
+    assert abs(dropped[1][0] - plain[0]) > 1e-3 and abs(noisy[1][0] - plain[0]) > 1e-3
+    np.testing.assert_allclose(again[1], dropped[1], rtol=1e-5)

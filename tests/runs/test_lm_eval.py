@@ -1,0 +1,103 @@
+"""Promise: the evaluation harness gets what `transformers` computes of the same weights."""
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from dtransformer.errors import InputError
+from dtransformer.runs.lm_eval import harness_model
+from tests.runs.small_records import write
+
+MOST = 16
+
+
+def request(*args):
+    return types.SimpleNamespace(args=args)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("harness")
+    write(place)
+    return place / "llama"
+
+
+@pytest.fixture
+def harness(folder, monkeypatch):
+    """The model of the harness; where the package is not installed its base class is a plain one."""
+    if importlib.util.find_spec("lm_eval") is None:
+        for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            monkeypatch.setitem(sys.modules, name, module)
+        sys.modules["lm_eval.api.model"].LM = type("LM", (), {})
+    return harness_model(folder, batch_size=2, max_length=MOST)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """A function of ids and the number of the last ones: their log p by `transformers`, greedy ones."""
+    torch = pytest.importorskip("torch", reason="the reference environment has PyTorch")
+    transformers = pytest.importorskip("transformers", reason="as PyTorch")
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+
+    def scores(ids, number):
+        with torch.no_grad():
+            table = model(torch.tensor(ids[None, :-1])).logits[0].double().log_softmax(-1).numpy()
+        own = table[np.arange(len(ids) - 1), ids[1:]][-number:]
+        return own.sum(), bool((table.argmax(-1)[-number:] == ids[1:][-number:]).all())
+
+    return scores
+
+
+def ids_of(harness, text):
+    return harness._tokenizer.encode([text]).to_list()[0]
+
+
+def test_continuations(harness, reference):
+    pairs = [
+        ("one and two?", " three"),
+        ("", "seven"),
+        ("zero ", "one"),
+        ("four " * 9, "five and six"),
+    ]
+    found = harness.loglikelihood([request(*pair) for pair in pairs])
+    for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
+        whole, before = ids_of(harness, context + text), ids_of(harness, context.rstrip())
+        if not context:  # this tokenizer adds nothing itself
+            whole, before = [1, *whole], [1]
+        ids = np.array(whole[-(MOST + 1) :])
+        expected = reference(ids, min(len(whole) - len(before), MOST))
+        assert total == pytest.approx(expected[0], rel=1e-5) and is_greedy == expected[1]
+
+
+def test_texts_in_windows(harness, reference):
+    texts = ["one and two and three and four and five and six and seven?" * 2, "one"]
+    found = harness.loglikelihood_rolling([request(text) for text in texts])
+    for text, total in zip(texts, found, strict=True):
+        ids, expected = ids_of(harness, text), 0.0
+        whole = np.array([1, *ids])
+        for end in range(1, len(ids) + 1):  # each token after what its window has before it
+            last = min(-(-end // MOST) * MOST, len(ids))
+            first = max(0, last - MOST)
+            expected += reference(whole[first : end + 1], 1)[0]
+        assert total == pytest.approx(expected, rel=1e-5)
+    assert len(ids_of(harness, texts[0])) > 2 * MOST
+
+
+def test_texts_end_where_they_are_to(harness):
+    options = {"max_gen_toks": 4, "do_sample": False, "temperature": 0.0}
+    (whole,) = harness.generate_until([request("one and two?", {**options, "until": []})])
+    assert whole
+    (cut,) = harness.generate_until([request("one and two?", {**options, "until": whole[1:3]})])
+    assert cut == whole[:1]
+
+
+def test_without_the_package_the_name_of_it_is_told(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install lm-eval"):
+        harness_model(folder)
