@@ -1,6 +1,7 @@
 """Time of a step by kind, for many layouts at once."""
 
 import dataclasses
+import typing
 
 import numpy as np
 
@@ -14,14 +15,8 @@ from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.stages import stage_kinds
 from dtransformer.planner.work import block_passes, head_seconds, update_seconds
 
-KINDS = (
-    "products", "recompute", "bubble", "model_parallel", "context_parallel", "expert_parallel",
-    "sends", "unsharding", "reduction", "update",
-)  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepTime(typing.NamedTuple):
     """Seconds of a step by what they are spent on; every field is an array [N].
 
     Args:
@@ -50,7 +45,7 @@ class StepTime:
     @property
     def total(self):
         """All of it."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        return sum(self)
 
 
 def groups_of(layouts: Layouts) -> dict[str, Group]:
@@ -83,7 +78,7 @@ def time_of(
         memory: the `Memory` of the layouts, of which the optimizer's update takes some.
         is_16_bit: whether products are of 16 bits.
     """
-    columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
+    columns = {kind: np.zeros(len(layouts)) for kind in StepTime._fields}
     own = _Blocks.of(model, cluster, layouts, system, is_16_bit)
     for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst, inner = np.full(len(chosen), -1.0), {}
