@@ -120,30 +120,7 @@ class MoE(BaseFeedForward):
         return sends_counts(self.config)
 
     def build(self, input_shape: tuple) -> None:
-        experts, h, f = self.config.expert_num, self.hidden_size, self.ffn_hidden_size
-        initializer = StackedInitializer(self.kernel_initializer)
-        for name in ("mapping", "gate") if self.gated else ("mapping",):
-            kernel = self.add_weight(
-                (experts, h, f),
-                initializer,
-                axes=("expert", "embed", "mlp"),
-                name=f"{name}_kernel",
-            )
-            setattr(self, f"{name}_kernel", kernel)
-            if self.use_bias:
-                axes = ("expert", "mlp")
-                bias = self.add_weight((experts, f), "zeros", axes=axes, name=f"{name}_bias")
-                setattr(self, f"{name}_bias", bias)
-        self.projection_kernel = self.add_weight(
-            (experts, f, h),
-            initializer,
-            axes=("expert", "mlp", "embed"),
-            name="projection_kernel",
-        )
-        if self.use_bias:
-            self.projection_bias = self.add_weight(
-                (experts, h), "zeros", axes=("expert", "embed"), name="projection_bias"
-            )
+        self.add_dense(StackedInitializer(self.kernel_initializer), self.config.expert_num)
         for layer in (self.router, self.dropout, self.shared_experts):
             if layer is not None:
                 layer.build(input_shape)

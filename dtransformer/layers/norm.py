@@ -43,13 +43,6 @@ class _Norm(Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "epsilon": self.epsilon,
-            "compute_type": self.compute_type,
-        }
-
 
 @register
 class LayerNorm(_Norm):
@@ -103,9 +96,6 @@ class LayerNorm(_Norm):
         beta = [self.weight(self.beta)] if self.use_beta else []
         return layer_norm(x, self.weight(self.gamma), *beta)
 
-    def get_config(self) -> dict:
-        return {**super().get_config(), "use_beta": self.use_beta}
-
 
 @register
 class RMSNorm(_Norm):
@@ -157,9 +147,6 @@ class RMSNorm(_Norm):
     def weight(self, variable: keras.Variable) -> tf.Tensor:
         gain = super().weight(variable)
         return gain + 1 if self.unit_offset else gain
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "unit_offset": self.unit_offset}
 
 
 @register

@@ -106,15 +106,6 @@ class PositionEmbedding(Layer):
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "max_length": self.max_length,
-            "kind": self.kind,
-            "initializer": self.initializer,
-            "offset": self.offset,
-        }
-
 
 def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
     """Return where the segment of each position begins: [b, s] -> int32 [b, s].

@@ -64,10 +64,3 @@ class TokenTypeEmbedding(Layer):
 
     def compute_output_shape(self, input_shape: tuple, *args) -> tuple:
         return input_shape
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "num_types": self.num_types,
-            "initializer": self.initializer,
-        }
