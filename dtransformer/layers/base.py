@@ -214,10 +214,7 @@ def check_rate(name: str, rate: float) -> float:
 
 def check_size(name: str, size: int, least: int = 1) -> int:
     """Check a size: an int of at least `least`."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
-    if size < least:
-        raise ValueError(f"{name} must be at least {least}, got {size}")
+    validators.count(name, size, least)
     return size
 
 

@@ -7,13 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product, get_activation
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import (
-    Layer,
-    check_divisible,
-    check_rate,
-    check_size,
-    register,
-)
+from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed

@@ -63,11 +63,7 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self,
-        epsilon: float = 1e-5,
-        compute_type: str = "float32",
-        use_beta: bool = True,
-        **kwargs,
+        self, epsilon: float = 1e-5, compute_type: str = "float32", use_beta: bool = True, **kwargs
     ):
         super().__init__(epsilon, compute_type, **kwargs)
         self.use_beta = use_beta

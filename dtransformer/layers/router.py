@@ -64,10 +64,7 @@ class Router(Layer):
     """
 
     def __init__(
-        self,
-        moe_config: MoEConfig | dict,
-        kernel_initializer: str = "glorot_uniform",
-        **kwargs,
+        self, moe_config: MoEConfig | dict, kernel_initializer: str = "glorot_uniform", **kwargs
     ):
         super().__init__(**kwargs)
         self.config = as_moe_config(moe_config)

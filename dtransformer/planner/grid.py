@@ -9,6 +9,7 @@ import numpy as np
 
 from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
@@ -17,18 +18,6 @@ from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, La
 from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order.
-
-    Example:
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
 
 
 def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:

@@ -16,7 +16,7 @@ from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.initial_broadcast import initial_broadcast
-from dtransformer.parallel.pipeline_parallel.local_stage import copied_weights
+from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.variable_factory import named_alike
