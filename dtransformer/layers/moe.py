@@ -12,7 +12,7 @@ from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
-from dtransformer.layers.settings import as_moe_config, moe_as_dict
+from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
 from dtransformer.parallel.expert_parallel.capacity_slots import capacity, places
@@ -82,7 +82,7 @@ class MoE(BaseFeedForward):
         use_bias: bool = True,
         **kwargs,
     ):
-        self.config = as_moe_config(moe_config)
+        self.config = self.moe_config = as_moe_config(moe_config)
         ffn_hidden_size = self.config.ffn_hidden_size or ffn_hidden_size
         super().__init__(
             hidden_size,
@@ -215,6 +215,3 @@ class MoE(BaseFeedForward):
             xs = [self.activation(x) for x in xs]
         ys = products.row_parallel(xs, self.projection_kernel)
         return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "moe_config": moe_as_dict(self.config)}
