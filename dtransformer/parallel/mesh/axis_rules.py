@@ -245,7 +245,7 @@ def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
 
 
 def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
-    """As `constrain`, for a tensor and for its gradient; see `layouts.laid_out`."""
+    """As `constrain`, for a tensor and for its gradient; see `laid_out`."""
     return _constrained(x, axes, laid_out)
 
 
