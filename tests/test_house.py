@@ -82,7 +82,7 @@ PURE = (
     "parallel/zero/partition.py",
     "parallel/watchdog/activity.py",
     "parallel/watchdog/stop_barrier.py",
-    "parallel/watchdog/message_authentication.py",
+    "parallel/watchdog/links.py",
     "parallel/watchdog/watch.py",
     "parallel/schedules/placement.py",
     "parallel/schedules/schedules.py",
@@ -116,7 +116,7 @@ OTHERS = ("benchmarks", "examples", "harness")  # of which tests import the last
 MAX_LINES, MAX_MEDIAN_LINES = 400, 150
 # Of code in the package: without docstrings, comments and blank lines. What is new pays for itself by
 # what goes; 32,000 is what it is to come down to.
-BUDGET = 33_700
+BUDGET = 33_450
 
 
 # What is imported.

@@ -17,9 +17,9 @@ from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.collectives.transport import all_reduce_together
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.initialize import init, shutdown
+from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import relayout
 from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type

@@ -42,7 +42,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     elif not arguments.json and found.fits:
         print(f"\n{report.yaml_of(found)}", end="")
     if arguments.plot:
-        from dtransformer.planner.picture import draw
+        from dtransformer.planner.report import draw
 
         draw(found, arguments.plot)
 

@@ -17,9 +17,7 @@ from dtransformer.runs.loading import load_run
 
 
 def make_translator(
-    run_folder: str | os.PathLike,
-    beam_size: int | None = None,
-    length_penalty: float | None = None,
+    run_folder: str | os.PathLike, beam_size: int | None = None, length_penalty: float | None = None
 ) -> Callable[[list[str]], list[str]]:
     """Return a function that translates with the model of a run; it warns of long sentences.
 

@@ -11,7 +11,7 @@ from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, check_whole, ite
 
 Document = str | Sequence[str]
 BOUNDARIES = "blank_line", "line", "file"
-_JSON_LINES = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
+JSON_LINES = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
 _SGM = (".sgm", ".sgm.gz")
 
 
@@ -68,7 +68,7 @@ def read_documents(
 
 def _documents_of(path, fields, boundary):
     name = str(path).lower()
-    if name.endswith(_JSON_LINES):
+    if name.endswith(JSON_LINES):
         return _json_lines(path, fields)
     if name.endswith((*PARQUET, *ARROW)):
         return _rows(path, fields)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.left_out import warn_left_out
-from dtransformer.datasets.permutation import permuted
+from dtransformer.datasets.mixture import permuted
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 from dtransformer.inputs.autotuning import without_autotuning

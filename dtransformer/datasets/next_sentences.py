@@ -3,7 +3,7 @@
 import numpy as np
 
 from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
-from dtransformer.datasets.masking import Masking, row_generator
+from dtransformer.datasets.masked_language_model import Masking, row_generator
 from dtransformer.datasets.packed_documents import check_length, first_id
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError

@@ -8,7 +8,7 @@ ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtransformer.datasets.documents import json_values, read_documents
+from dtransformer.datasets.documents import JSON_LINES, json_values, read_documents
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
@@ -17,7 +17,6 @@ from dtransformer.inputs.text import check_whole
 
 Record = dict[str, Any]
 Turns = list[dict[str, Any]]
-_JSON = tuple(f".{name}{gz}" for name in ("jsonl", "ndjson", "json") for gz in ("", ".gz"))
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _SHAREGPT |= {"chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -53,7 +52,7 @@ def read_records(
             (f"{path}, line {number}", {"prompt": source, "completion": text})
             for number, (source, text) in enumerate(pairs, start=1)
         )
-    elif name.endswith(_JSON):
+    elif name.endswith(JSON_LINES):
         found = json_values(path)
     elif name.endswith((*PARQUET, *ARROW)):
         found = ((f"{path}, row {number}", row) for number, row in iterate_rows(path))

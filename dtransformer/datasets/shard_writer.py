@@ -12,15 +12,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets import shard_manifest
 from dtransformer.datasets.documents import Document
-from dtransformer.datasets.shard_manifest import (
-    KINDS,
-    MANIFEST,
-    TOKENIZER,
-    read_manifest,
-    shard_file,
-    write_manifest,
-)
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
 from dtransformer.files import new_folder
@@ -63,7 +56,7 @@ def write_token_shards(
     may_replace = _only_shards if overwrite else None
     with new_folder(folder, may_replace) as fresh:
         dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-        digest = _save_tokenizer(tokenizer, fresh / TOKENIZER)
+        digest = _save_tokenizer(tokenizer, fresh / shard_manifest.TOKENIZER)
         with contextlib.closing(ShardFiles(fresh, dtype, shard_tokens)) as files:
             for block in _tokenized(documents, tokenizer):
                 files.add(*block)
@@ -78,14 +71,14 @@ def write_token_shards(
             "left_out": files.num_left_out,
             "shards": files.shards,
         }
-        write_manifest(fresh, manifest)
+        shard_manifest.write_manifest(fresh, manifest)
     return TokenShards(folder)
 
 
 def _only_shards(folder):
     """Return whether a folder holds token shards, and nothing else."""
-    known = {pathlib.Path(name).parts[0] for name in read_manifest(folder)["files"]}
-    others = {path.name for path in folder.iterdir()} - known - {MANIFEST}
+    known = {pathlib.Path(name).parts[0] for name in shard_manifest.read_manifest(folder)["files"]}
+    others = {path.name for path in folder.iterdir()} - known - {shard_manifest.MANIFEST}
     if others:
         raise InputError(
             f"{folder}: also holds {min(others)}, which is no part of the shards: move it"
@@ -210,7 +203,7 @@ class ShardFiles:
         for array in self._arrays.values():
             array.close()
         says = {kind: array.length - (kind != "tokens") for kind, array in self._arrays.items()}
-        self.shards.append({kind: says.get(kind) for kind in KINDS})
+        self.shards.append({kind: says.get(kind) for kind in shard_manifest.KINDS})
         self._arrays = {}
 
     def _length(self, kind):
@@ -219,7 +212,7 @@ class ShardFiles:
     def _append(self, kind, numbers):
         """Append ids, or ends of what begins behind the ids that are there."""
         if kind not in self._arrays:
-            path = self._folder / shard_file(len(self.shards), kind)
+            path = self._folder / shard_manifest.shard_file(len(self.shards), kind)
             self._arrays[kind] = _GrowingArray(path, self._dtype if kind == "tokens" else "int64")
             if kind != "tokens":
                 self._arrays[kind].append(np.zeros(1, np.int64))

@@ -15,15 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dtransformer.datasets.shard_manifest import (
-    MANIFEST,
-    TOKENIZER,
-    Shard,
-    file_digest,
-    fingerprint,
-    open_shard,
-    read_manifest,
-)
+from dtransformer.datasets import shard_manifest
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import FilePath, check_path, inside
 
@@ -63,14 +55,15 @@ class TokenShards:
 
     def __init__(self, folder: FilePath):
         self.folder = check_path(folder)
-        self._manifest = read_manifest(folder)
+        self._manifest = shard_manifest.read_manifest(folder)
         for name, says in self._manifest["files"].items():
             path = inside(folder, name)
             size = path.stat().st_size if path.is_file() else None
             if size != says["bytes"]:
                 found = "is missing" if size is None else f"has {size:,} bytes"
                 raise InputError(
-                    f"{path} {found}, {MANIFEST} says {says['bytes']:,}: copy the folder again"
+                    f"{path} {found}, {shard_manifest.MANIFEST} says {says['bytes']:,}: copy the "
+                    "folder again"
                 )
         shards = self._manifest["shards"]
         self._first_documents = np.cumsum([0, *(shard["documents"] for shard in shards)])
@@ -81,13 +74,13 @@ class TokenShards:
         self.num_left_out = self._manifest["left_out"]
         self.vocab_size = self._manifest["vocab_size"]
         self.special_ids = dict(self._manifest["special_ids"])
-        self.fingerprint = fingerprint(self._manifest)
+        self.fingerprint = shard_manifest.fingerprint(self._manifest)
         self.shard = functools.lru_cache(_OPEN)(self._shard)
 
     @property
     def tokenizer_folder(self) -> pathlib.Path:
         """The folder with a copy of the tokenizer, where it can be saved."""
-        return self.folder / TOKENIZER
+        return self.folder / shard_manifest.TOKENIZER
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -157,7 +150,7 @@ class TokenShards:
         """
         for name, says in self._manifest["files"].items():
             path = inside(self.folder, name)
-            if file_digest(path) != says["sha256"]:
+            if shard_manifest.file_digest(path) != says["sha256"]:
                 raise InputError(f"{path} is damaged: its checksum is another: copy it again")
 
     def _place(self, number):
@@ -169,5 +162,5 @@ class TokenShards:
         shard, number = self.shard(index), number - self._first_documents[index]
         return shard, int(shard.documents[number]), int(shard.documents[number + 1])
 
-    def _shard(self, number: int) -> Shard:
-        return open_shard(self.folder, self._manifest, number)
+    def _shard(self, number: int) -> shard_manifest.Shard:
+        return shard_manifest.open_shard(self.folder, self._manifest, number)

@@ -17,9 +17,8 @@ from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm
-from dtransformer.layers.position import PositionEmbedding
+from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
 from dtransformer.layers.router import Router
-from dtransformer.layers.token_type import TokenTypeEmbedding
 from dtransformer.layers.transformer import Transformer
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 

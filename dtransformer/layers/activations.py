@@ -52,11 +52,7 @@ def _gelu(x, approximate=False):
 
 
 _gelu_tanh = functools.partial(_gelu, approximate=True)
-_PLAIN = (
-    (gelu, _gelu),
-    (gelu_tanh, _gelu_tanh),
-    (keras.activations.silu, keras.activations.silu),
-)
+_PLAIN = ((gelu, _gelu), (gelu_tanh, _gelu_tanh), (keras.activations.silu, keras.activations.silu))
 
 
 def _computed_again(compute, *args):

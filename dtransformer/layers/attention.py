@@ -32,15 +32,6 @@ from dtransformer.parallel.tensor_parallel.heads import project_to_heads
 from dtransformer.parallel.tensor_parallel.linear import row_parallel
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
-# The arguments that are kept by the same names.
-_CONFIG = (
-    *("hidden_size", "num_heads", "hidden_dropout_rate", "attention_dropout_rate"),
-    *("softmax_compute_type", "kernel_initializer", "num_kv_heads", "head_dim", "use_bias"),
-    *("qkv_bias", "rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
-    *("relative_max_distance", "query_scale", "soft_cap", "qk_norm", "qk_norm_epsilon"),
-    "implementation",
-)
-
 
 @register
 class MultiHeadAttention(Layer):
@@ -379,9 +370,3 @@ class MultiHeadAttention(Layer):
 
     def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
         return query_shape
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            **{name: getattr(self, name) for name in _CONFIG},
-        }

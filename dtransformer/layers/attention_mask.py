@@ -165,6 +165,3 @@ class AttentionMask(Layer):
 
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return (*input_shape, input_shape[-1])
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "window": self.window}

@@ -1,5 +1,6 @@
 """The base of every layer: weights with logical axes and reproducible values."""
 
+import functools
 import inspect
 import types
 
@@ -10,7 +11,7 @@ from dtransformer import _compat
 from dtransformer.layers.arguments import checked
 from dtransformer.layers.initializers import seeded
 from dtransformer.layers.low_rank import TakesLowRank, built_with_factors
-from dtransformer.layers.settings import KeepsSettings, settings_of
+from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
@@ -168,13 +169,28 @@ class Layer(KeepsSettings, TakesLowRank):
         return weight
 
     def get_config(self) -> dict:
-        return {**super().get_config(), **settings_of(self)}
+        """Return the arguments of the constructor, and what was set on the layer.
+
+        Arguments are attributes of the same names, or in `arguments`, a dict of them.
+        """
+        own = {
+            name: getattr(self, name) for name in _arguments_of(type(self)) if hasattr(self, name)
+        }
+        own |= getattr(self, "arguments", {})
+        return {**super().get_config(), **as_config(own), **settings_of(self)}
 
     def save_own_variables(self, store: dict) -> None:
         for number, variable in enumerate(
             [*self._trainable_variables, *self._non_trainable_variables]
         ):
             store[str(number)] = variable.numpy()
+
+
+@functools.cache
+def _arguments_of(kind):
+    """Return the names of a layer's own arguments: those of its `__init__` that are not Keras'."""
+    names = inspect.signature(kind.__init__).parameters
+    return [name for name in names if name not in ("self", "args", "kwargs", "name", "dtype")]
 
 
 @register
@@ -198,10 +214,7 @@ def check_rate(name: str, rate: float) -> float:
 
 def check_size(name: str, size: int, least: int = 1) -> int:
     """Check a size: an int of at least `least`."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
-    if size < least:
-        raise ValueError(f"{name} must be at least {least}, got {size}")
+    validators.count(name, size, least)
     return size
 
 

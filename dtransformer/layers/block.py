@@ -20,7 +20,6 @@ from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
-from dtransformer.layers.settings import as_config
 from dtransformer.parallel import parallelize
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
@@ -209,9 +208,6 @@ class BlockStack(Layer):
 
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), **as_config(self.arguments)}
 
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):

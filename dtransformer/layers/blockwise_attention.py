@@ -15,12 +15,7 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
 from dtransformer.layers.attention_scores import scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import (
-    OnlineSoftmax,
-    block_context,
-    block_gradients,
-    within,
-)
+from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients, within
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient

@@ -50,10 +50,7 @@ def with_new_positions(
     if window is not None:
         prefix_mask &= is_near(length + new, tf.range(length), causal=True, window=window)
     shape = [num_sources, 1, num_new * num_hypotheses]
-    parts = [
-        tf.broadcast_to(prefix_mask, [*shape, length]),
-        tf.broadcast_to(seen, [*shape, size]),
-    ]
+    parts = [tf.broadcast_to(prefix_mask, [*shape, length]), tf.broadcast_to(seen, [*shape, size])]
     return extended, tf.concat(parts, axis=-1)
 
 

@@ -10,21 +10,10 @@ import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import (
-    Segments,
-    allowed,
-    expand_mask,
-    is_near,
-    same_segment,
-)
+from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, same_segment
 from dtransformer.layers.attention_scores import scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import (
-    OnlineSoftmax,
-    block_context,
-    block_gradients,
-    within,
-)
+from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients, within
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range

@@ -57,9 +57,6 @@ class Dropout(DrawsMasks, Layer):
     def compute_output_shape(self, input_shape: tuple) -> tuple:
         return input_shape
 
-    def get_config(self) -> dict:
-        return {**super().get_config(), "rate": self.rate}
-
 
 @dataclasses.dataclass(frozen=True)
 class DropoutMasks:

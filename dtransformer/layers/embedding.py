@@ -13,10 +13,7 @@ from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
-from dtransformer.parallel.tensor_parallel.vocabulary import (
-    mask_padding,
-    padded_vocab_size,
-)
+from dtransformer.parallel.tensor_parallel.vocabulary import mask_padding, padded_vocab_size
 
 
 class _VocabLayer(Layer):
@@ -153,14 +150,6 @@ class VocabEmbedding(_VocabLayer):
         rows, table = super().compute_output_spec(ids)
         return rows, keras.KerasTensor(table.shape, self.variable_dtype)
 
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "vocab_size": self.vocab_size,
-            "embedding_size": self.embedding_size,
-            "initializer": self.initializer,
-        }
-
 
 @register
 class VocabHead(_VocabLayer):
@@ -255,15 +244,3 @@ class VocabHead(_VocabLayer):
     def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
         size = padded_vocab_size(self.vocab_size) if self.keeps_padding else self.vocab_size
         return (*inputs_shape[:-1], size)
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "vocab_size": self.vocab_size,
-            "use_bias": self.use_bias,
-            "tied": self.tied,
-            "kernel_initializer": self.kernel_initializer,
-            "keeps_padding": self.keeps_padding,
-            "scale": self.scale,
-            "soft_cap": self.soft_cap,
-        }

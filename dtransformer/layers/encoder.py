@@ -17,29 +17,18 @@ from dtransformer.layers.elementwise import add, scale
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
-from dtransformer.layers.settings import as_config, as_moe_config
+from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import dispatch
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
 # What blocks hand on to attention: to all of it, and to that of a sequence to itself.
 _OF_ATTENTION = (
-    "num_kv_heads",
-    "head_dim",
-    "qkv_bias",
-    "query_scale",
-    "soft_cap",
-    "qk_norm",
-    "qk_norm_epsilon",
-    "implementation",
+    *("num_kv_heads", "head_dim", "qkv_bias", "query_scale", "soft_cap", "qk_norm"),
+    *("qk_norm_epsilon", "implementation"),
 )
 _OF_OWN_ATTENTION = (
-    "rotary_base",
-    "rotary_fraction",
-    "rotary_scaling",
-    "causal",
-    "window",
-    "alibi",
+    *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
     "relative_max_distance",
 )
 
@@ -291,9 +280,6 @@ class TransformerEncoderLayer(TransformerBlock):
 
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), **as_config(self.arguments)}
 
 
 @register

@@ -7,15 +7,8 @@ import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product, get_activation
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import (
-    Layer,
-    check_divisible,
-    check_rate,
-    check_size,
-    register,
-)
+from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.settings import as_config
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
@@ -47,20 +40,31 @@ class BaseFeedForward(Layer):
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
 
+    def add_dense(self, initializer: keras.initializers.Initializer | str, *experts: int) -> None:
+        """Add the kernels and biases, with a leading dimension of the experts if they are given."""
+        h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
+        dense = {"mapping": (h, f, "embed", "mlp")}
+        if self.gated:
+            dense["gate"] = dense["mapping"]
+        dense["projection"] = (f, h, "mlp", "embed")
+        for name, (size, new_size, axis, new_axis) in dense.items():
+            kernel = self.add_weight(
+                (*experts, size, new_size),
+                initializer,
+                axes=(*of_experts, axis, new_axis),
+                name=f"{name}_kernel",
+                num_inputs=None if experts else 1,
+            )
+            setattr(self, f"{name}_kernel", kernel)
+            if self.use_bias:
+                axes = (*of_experts, new_axis)
+                bias = self.add_weight(
+                    (*experts, new_size), "zeros", axes=axes, name=f"{name}_bias"
+                )
+                setattr(self, f"{name}_bias", bias)
+
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "dropout_rate": self.dropout_rate,
-            **as_config({"hidden_act": self.hidden_act}),
-            "kernel_initializer": self.kernel_initializer,
-            "gated": self.gated,
-            "use_bias": self.use_bias,
-        }
 
 
 @register
@@ -126,22 +130,7 @@ class FeedForward(BaseFeedForward):
         self.expert_num = expert_num
 
     def build(self, input_shape: tuple) -> None:
-        h, f, initializer = self.hidden_size, self.ffn_hidden_size, self.kernel_initializer
-        for name in ("mapping", "gate") if self.gated else ("mapping",):
-            kernel = self.add_weight(
-                (h, f), initializer, axes=("embed", "mlp"), name=f"{name}_kernel", num_inputs=1
-            )
-            setattr(self, f"{name}_kernel", kernel)
-            if self.use_bias:
-                bias = self.add_weight((f,), "zeros", axes=("mlp",), name=f"{name}_bias")
-                setattr(self, f"{name}_bias", bias)
-        self.projection_kernel = self.add_weight(
-            (f, h), initializer, axes=("mlp", "embed"), name="projection_kernel", num_inputs=1
-        )
-        if self.use_bias:
-            self.projection_bias = self.add_weight(
-                (h,), "zeros", axes=("embed",), name="projection_bias"
-            )
+        self.add_dense(self.kernel_initializer)
         self.dropout.build(input_shape)
         self.built = True
 
@@ -165,6 +154,3 @@ class FeedForward(BaseFeedForward):
         if self.use_bias:
             x = add_bias(x, self.projection_bias)
         return self.dropout(x, training=training)
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "expert_num": self.expert_num}

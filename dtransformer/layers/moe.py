@@ -12,7 +12,7 @@ from dtransformer.layers.elementwise import add
 from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
-from dtransformer.layers.settings import as_moe_config, moe_as_dict
+from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel import balance
 from dtransformer.parallel.expert_parallel.capacity_slots import capacity, places
@@ -82,7 +82,7 @@ class MoE(BaseFeedForward):
         use_bias: bool = True,
         **kwargs,
     ):
-        self.config = as_moe_config(moe_config)
+        self.config = self.moe_config = as_moe_config(moe_config)
         ffn_hidden_size = self.config.ffn_hidden_size or ffn_hidden_size
         super().__init__(
             hidden_size,
@@ -120,30 +120,7 @@ class MoE(BaseFeedForward):
         return sends_counts(self.config)
 
     def build(self, input_shape: tuple) -> None:
-        experts, h, f = self.config.expert_num, self.hidden_size, self.ffn_hidden_size
-        initializer = StackedInitializer(self.kernel_initializer)
-        for name in ("mapping", "gate") if self.gated else ("mapping",):
-            kernel = self.add_weight(
-                (experts, h, f),
-                initializer,
-                axes=("expert", "embed", "mlp"),
-                name=f"{name}_kernel",
-            )
-            setattr(self, f"{name}_kernel", kernel)
-            if self.use_bias:
-                axes = ("expert", "mlp")
-                bias = self.add_weight((experts, f), "zeros", axes=axes, name=f"{name}_bias")
-                setattr(self, f"{name}_bias", bias)
-        self.projection_kernel = self.add_weight(
-            (experts, f, h),
-            initializer,
-            axes=("expert", "mlp", "embed"),
-            name="projection_kernel",
-        )
-        if self.use_bias:
-            self.projection_bias = self.add_weight(
-                (experts, h), "zeros", axes=("expert", "embed"), name="projection_bias"
-            )
+        self.add_dense(StackedInitializer(self.kernel_initializer), self.config.expert_num)
         for layer in (self.router, self.dropout, self.shared_experts):
             if layer is not None:
                 layer.build(input_shape)
@@ -238,6 +215,3 @@ class MoE(BaseFeedForward):
             xs = [self.activation(x) for x in xs]
         ys = products.row_parallel(xs, self.projection_kernel)
         return products.add_bias(ys, self.projection_bias) if self.use_bias else ys
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "moe_config": moe_as_dict(self.config)}

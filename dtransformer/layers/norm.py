@@ -43,13 +43,6 @@ class _Norm(Layer):
     def compute_output_shape(self, input_shape):
         return input_shape
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "epsilon": self.epsilon,
-            "compute_type": self.compute_type,
-        }
-
 
 @register
 class LayerNorm(_Norm):
@@ -70,11 +63,7 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self,
-        epsilon: float = 1e-5,
-        compute_type: str = "float32",
-        use_beta: bool = True,
-        **kwargs,
+        self, epsilon: float = 1e-5, compute_type: str = "float32", use_beta: bool = True, **kwargs
     ):
         super().__init__(epsilon, compute_type, **kwargs)
         self.use_beta = use_beta
@@ -102,9 +91,6 @@ class LayerNorm(_Norm):
 
         beta = [self.weight(self.beta)] if self.use_beta else []
         return layer_norm(x, self.weight(self.gamma), *beta)
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "use_beta": self.use_beta}
 
 
 @register
@@ -157,9 +143,6 @@ class RMSNorm(_Norm):
     def weight(self, variable: keras.Variable) -> tf.Tensor:
         gain = super().weight(variable)
         return gain + 1 if self.unit_offset else gain
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "unit_offset": self.unit_offset}
 
 
 @register

@@ -150,7 +150,3 @@ class RelativePositionTable(Layer):
 
     def compute_output_spec(self, inputs: tf.Tensor) -> keras.KerasTensor:
         return keras.KerasTensor((self.num_ranges, self.num_heads), self.variable_dtype)
-
-    def get_config(self) -> dict:
-        own = {"num_heads": self.num_heads, "num_ranges": self.num_ranges}
-        return {**super().get_config(), **own}

@@ -46,9 +46,6 @@ class SequenceLogProbability(Layer):
     def compute_output_shape(self, logits_shape: tuple, labels_shape: tuple) -> tuple:
         return logits_shape[:1]
 
-    def get_config(self) -> dict:
-        return {**super().get_config(), "vocab_size": self.vocab_size, "mean": self.mean}
-
 
 def margins(reference: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Return by how much more the chosen answers gained over the reference than others, [b].

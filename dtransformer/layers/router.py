@@ -6,7 +6,7 @@ import zlib
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
-from dtransformer.layers.settings import as_moe_config, moe_as_dict
+from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
@@ -64,13 +64,10 @@ class Router(Layer):
     """
 
     def __init__(
-        self,
-        moe_config: MoEConfig | dict,
-        kernel_initializer: str = "glorot_uniform",
-        **kwargs,
+        self, moe_config: MoEConfig | dict, kernel_initializer: str = "glorot_uniform", **kwargs
     ):
         super().__init__(**kwargs)
-        self.config = as_moe_config(moe_config)
+        self.config = self.moe_config = as_moe_config(moe_config)
         check_moe_config(self.config)
         check_size("expert_num", self.config.expert_num)
         self.kernel_initializer = kernel_initializer
@@ -138,10 +135,3 @@ class Router(Layer):
         """Return random numbers of 1 ± `router_jitter`."""
         numbers = random_floats(shape, current_dropout_seed(), layer_number(self))
         return 1 + self.config.router_jitter * (2 * numbers - 1)
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "moe_config": moe_as_dict(self.config),
-            "kernel_initializer": self.kernel_initializer,
-        }

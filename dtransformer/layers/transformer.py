@@ -9,7 +9,6 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.block import check_stages
 from dtransformer.layers.decoder import TransformerDecoder
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.settings import as_config
 from dtransformer.parallel.config.config import get_parallel_config
 
 
@@ -65,31 +64,24 @@ class Transformer(Layer):
         **layer_arguments,
     ):
         super().__init__(name=name, dtype=dtype, trainable=trainable)
-        self.arguments = {
-            "encoder_layers": check_size("encoder_layers", encoder_layers, least=0),
-            "decoder_layers": check_size("decoder_layers", decoder_layers, least=0),
+        check_size("encoder_layers", encoder_layers, least=0)
+        check_size("decoder_layers", decoder_layers, least=0)
+        check_size("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
+        of_both = {
             "hidden_size": hidden_size,
             "num_heads": num_heads,
             "ffn_hidden_size": ffn_hidden_size,
-            "causal": causal,
             **layer_arguments,
             **({} if lambda_func is None else {"lambda_func": lambda_func}),
         }
-        check_size("encoder_layers + decoder_layers", encoder_layers + decoder_layers)
-        common = {
-            "hidden_size": hidden_size,
-            "num_heads": num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
-            "lambda_func": lambda_func,
-            "network_layers": encoder_layers + decoder_layers,
-            "dtype": self.dtype_policy,
-            **layer_arguments,
-        }
-        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **common)
+        own = {"encoder_layers": encoder_layers, "decoder_layers": decoder_layers, "causal": causal}
+        self.arguments = {**own, **of_both}
+        of_both |= {"network_layers": encoder_layers + decoder_layers, "dtype": self.dtype_policy}
+        self.encoder = TransformerEncoder(encoder_layers, name="encoder", **of_both)
         self.decoder = None
         if decoder_layers:
             self.decoder = TransformerDecoder(
-                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **common
+                decoder_layers, name="decoder", offset=encoder_layers, causal=causal, **of_both
             )
         blocks = [*self.encoder.blocks, *(self.decoder.blocks if decoder_layers else [])]
         check_stages(blocks, get_parallel_config().placement.num_chunks)
@@ -127,6 +119,3 @@ class Transformer(Layer):
         if self.decoder is None or decoder_inputs_shape is None:
             return encoder_inputs_shape
         return decoder_inputs_shape
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), **as_config(self.arguments)}

@@ -19,37 +19,16 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Of the blocks' arguments those that networks take by the same names.
 _BLOCK_ARGUMENTS = (
-    "norm",
-    "norm_epsilon",
-    "gated",
-    "use_bias",
-    "num_kv_heads",
-    "head_dim",
-    "qkv_bias",
-    "rotary_base",
-    "rotary_fraction",
-    "rotary_scaling",
-    "query_scale",
-    "soft_cap",
-    "qk_norm",
-    "qk_norm_epsilon",
-    "window",
-    "implementation",
-    "moe_config",
-    "moe_every",
-    "norm_placement",
-    "residual_scale",
-    "block_pattern",
+    *("norm", "norm_epsilon", "gated", "use_bias", "num_kv_heads", "head_dim", "qkv_bias"),
+    *("rotary_base", "rotary_fraction", "rotary_scaling", "query_scale", "soft_cap", "qk_norm"),
+    *("qk_norm_epsilon", "window", "implementation", "moe_config", "moe_every", "norm_placement"),
+    *("residual_scale", "block_pattern"),
 )
 
 # Arguments of networks that are sizes of at least 1, and those that are rates of dropout.
 _SIZES = (
-    "vocab_size",
-    "source_vocab_size",
-    "target_vocab_size",
-    "hidden_size",
-    "num_layers",
-    "decoder_layers",
+    *("vocab_size", "source_vocab_size", "target_vocab_size"),
+    *("hidden_size", "num_layers", "decoder_layers"),
 )
 _RATES = "dropout_rate", "attention_dropout_rate", "embedding_dropout_rate"
 

@@ -367,7 +367,4 @@ class EncoderDecoderModel(TokenModel):
             A dict of the stack's name and (b, s, h).
         """
         h, input_shapes = self.arguments["hidden_size"], self.named_inputs(input_shapes)
-        return {
-            "encoder": (*input_shapes["source"], h),
-            "decoder": (*input_shapes["target"], h),
-        }
+        return {"encoder": (*input_shapes["source"], h), "decoder": (*input_shapes["target"], h)}

@@ -58,10 +58,7 @@ def moe_shapes(arguments: dict, feed_forward: Shapes) -> Shapes:
 
 
 # Which dimensions of a mapping's, and of the projection's, kernel or bias are features inside.
-_SIZES_OF = {
-    "kernel": ((False, True), (True, False)),
-    "bias": ((True,), (False,)),
-}
+_SIZES_OF = {"kernel": ((False, True), (True, False)), "bias": ((True,), (False,))}
 
 
 def feed_forward_products(arguments: dict, stack: str) -> float:

@@ -11,8 +11,7 @@ from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
 from dtransformer.layers.norm import make_norm
-from dtransformer.layers.position import PositionEmbedding
-from dtransformer.layers.token_type import TokenTypeEmbedding
+from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of

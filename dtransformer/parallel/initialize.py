@@ -72,7 +72,7 @@ def init(
     if not isinstance(config, TransformerOpParallelConfig):
         raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
     if seed is not None:
-        validators.seed("seed", seed)
+        validators.count_or_zero("seed", seed)
     validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     before = job.current()

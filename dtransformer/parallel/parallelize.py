@@ -22,15 +22,8 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import built_on_its_s
 from dtransformer.parallel.recompute.recompute import recomputed, sum_gradients_first
 from dtransformer.parallel.zero.gather import unsharding_ahead
 
-
-def build_method(build: Callable) -> Callable:
-    """Return a layer's method `build`, under a pipeline."""
-    return built_on_its_stage(build)
-
-
-def call_method(call: Callable) -> Callable:
-    """Return a layer's method `call`, under a pipeline: after Keras has built, cast and masked."""
-    return dispatched(call)
+# What a layer's methods become: its `build`, and its `call` after Keras has built, cast and masked.
+build_method, call_method = built_on_its_stage, dispatched
 
 
 def run_block(

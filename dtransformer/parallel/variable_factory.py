@@ -14,16 +14,12 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.mesh.axis_rules import Specs, mesh_axis, weight_specs
-from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import Specs, axis_size, mesh_axis, weight_specs
 from dtransformer.parallel.mesh.variable import MeshVariable
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import Bounds, StoredValue, Weight
-from dtransformer.parallel.zero.variables import (
-    FullyShardedVariable,
-    MasterShardedVariable,
-)
+from dtransformer.parallel.zero.variables import FullyShardedVariable, MasterShardedVariable
 
 # A weight's path, bounds and type -> that rectangle of its value, padding included.
 ReadStored = Callable[[str, Bounds, str], np.ndarray]

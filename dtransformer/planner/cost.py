@@ -5,8 +5,6 @@ import dataclasses
 import numpy as np
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
-from dtransformer.planner import memory as memories
-from dtransformer.planner import time as times
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
 from dtransformer.planner.layouts import Layouts
@@ -26,9 +24,9 @@ class Cost:
         step_seconds: of a step.
         tokens_per_second: of all devices; of targets, where there are sources.
         flops_share: share of the devices' peak that products without recompute make use of.
-        seconds_by_kind: dict of what a step is spent on, as `time.KINDS`.
+        seconds_by_kind: dict of what a step is spent on, as `StepTime` has it.
         memory_bytes: of the rank that needs most.
-        bytes_by_kind: dict of what that is for, as `memory.KINDS`.
+        bytes_by_kind: dict of what that is for, as `Memory` has it.
         available_bytes: what training may take of a device.
         change: where it does not fit: the cheapest change that would make it fit.
     """
@@ -75,8 +73,8 @@ def cost_of(
     number: int,
 ) -> Cost:
     """Return the `Cost` of one of the layouts that were evaluated."""
-    seconds = {kind: float(getattr(time, kind)[number]) for kind in times.KINDS}
-    needed = {kind: round(float(getattr(memory, kind)[number])) for kind in memories.KINDS}
+    seconds = {kind: float(value[number]) for kind, value in time._asdict().items()}
+    needed = {kind: round(float(value[number])) for kind, value in memory._asdict().items()}
     step = sum(seconds.values())
     device = cluster.device
     peak = (device.tflops_16_bit if job.is_mixed else device.tflops_32_bit) * 1e12

@@ -9,33 +9,15 @@ import numpy as np
 
 from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.config.validators import check_supported
 from dtransformer.parallel.schedules.schedules import SCHEDULES
 from dtransformer.planner.clusters import Cluster
 from dtransformer.planner.job import Job
-from dtransformer.planner.layouts import RECOMPUTES, SCHEDULE_NAMES, Layouts, recompute_of
+from dtransformer.planner.layouts import COLUMNS, RECOMPUTES, SCHEDULE_NAMES, Layouts, number_of
 from dtransformer.planner.shape import ModelShape
 
 _MAX_CHUNKS = 8
-# Fields of the config that a layout decides; of the others, what is fixed goes into the config.
-_COLUMNS = {
-    "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
-    "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
-    "pipeline_chunks": "chunks", "pipeline_schedule": "schedule", "recompute": "recompute",
-    "optimizer_shard": "level", "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
-}  # fmt: skip
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, in order.
-
-    Example:
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
 
 
 def grid_of(model: ModelShape, cluster: Cluster, job: Job) -> Layouts:
@@ -137,16 +119,10 @@ def _fixed_columns(job):
     columns, others = {}, {}
     for name in job.fixed:
         value = getattr(config, name)
-        if name not in _COLUMNS:
+        if name not in COLUMNS:
             others[name] = value
-        elif name == "pipeline_schedule":
-            columns["schedule"] = SCHEDULE_NAMES.index(value)
-        elif name == "vocab_emb_dp":
-            columns["rows"] = int(not value)
-        elif name == "recompute":
-            columns["recompute"] = RECOMPUTES.index(recompute_of(value))
         elif value is not None:
-            columns[_COLUMNS[name]] = int(value)
+            columns[COLUMNS[name]] = number_of(name, value)
     return columns, others
 
 
@@ -182,7 +158,7 @@ def supported_error(config: TransformerOpParallelConfig) -> str | None:
 
 def _why_none(model, cluster, job, fixed):
     """Return one line: which demand leaves no layout."""
-    names = {column: name for name, column in _COLUMNS.items()}
+    names = {column: name for name, column in COLUMNS.items()}
     word = lambda column: f"{names[column]}={job.fixed[names[column]]}"
     devices, batch = cluster.num_devices, job.global_batch
     degrees = [column for column in ("data", "model", "stage", "context") if column in fixed]

@@ -14,6 +14,13 @@ from dtransformer.parallel.schedules.schedules import SCHEDULES
 
 RECOMPUTES = ("none", "attention", "full")
 SCHEDULE_NAMES = tuple(SCHEDULES)
+# Fields of the config that a layout decides, and the columns of these.
+COLUMNS = {
+    "data_parallel": "data", "model_parallel": "model", "pipeline_stage": "stage",
+    "context_parallel": "context", "expert_parallel": "expert", "micro_batch_num": "micro_batches",
+    "pipeline_chunks": "chunks", "pipeline_schedule": "schedule", "recompute": "recompute",
+    "optimizer_shard": "level", "sequence_parallel": "sequence", "vocab_emb_dp": "rows",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +116,10 @@ class Layouts:
             fixed: dict of other fields of the config.
         """
         own = {name: int(getattr(self, name)[number]) for name in self.__dataclass_fields__}
-        choices = {
-            "none": False,
-            "attention": TransformerRecomputeConfig(select=("attention",)),
-            "full": True,
-        }
-        fields = {
-            "data_parallel": own["data"],
-            "model_parallel": own["model"],
-            "pipeline_stage": own["stage"],
+        recomputes = False, TransformerRecomputeConfig(select=("attention",)), True
+        fields = {name: own[column] for name, column in COLUMNS.items()} | {
             "pipeline_schedule": SCHEDULE_NAMES[own["schedule"]],
-            "pipeline_chunks": own["chunks"],
-            "context_parallel": own["context"],
-            "expert_parallel": own["expert"],
-            "micro_batch_num": own["micro_batches"],
-            "optimizer_shard": own["level"],
-            "recompute": choices[RECOMPUTES[own["recompute"]]],
+            "recompute": recomputes[own["recompute"]],
             "sequence_parallel": bool(own["sequence"]),
             "vocab_emb_dp": not (own["rows"] and own["model"] > 1),
         }
@@ -173,21 +168,17 @@ def layout_of(config: TransformerOpParallelConfig, global_batch: int, devices: i
             f"global_batch={global_batch} is not divisible by data_parallel={config.data_parallel} "
             f"· micro_batch_num={config.micro_batch_num}: give a multiple of {parts}"
         )
-    return Layouts.of(
-        model=config.model_parallel,
-        stage=config.pipeline_stage,
-        context=config.context_parallel,
-        expert=config.expert_parallel,
-        data=config.data_parallel,
-        micro_batch=global_batch // parts,
-        micro_batches=config.micro_batch_num,
-        chunks=config.pipeline_chunks,
-        schedule=SCHEDULE_NAMES.index(config.pipeline_schedule),
-        recompute=RECOMPUTES.index(recompute_of(config.recompute)),
-        level=int(config.optimizer_shard),
-        sequence=int(config.sequence_parallel),
-        rows=int(not config.vocab_emb_dp),
-    )
+    columns = {column: number_of(name, getattr(config, name)) for name, column in COLUMNS.items()}
+    return Layouts.of(micro_batch=global_batch // parts, **columns)
+
+
+def number_of(name: str, value) -> int:
+    """Return the number that the column of a config's field has for a value of it."""
+    if name == "pipeline_schedule":
+        return SCHEDULE_NAMES.index(value)
+    if name == "recompute":
+        return RECOMPUTES.index(recompute_of(value))
+    return int(not value) if name == "vocab_emb_dp" else int(value)
 
 
 def recompute_of(value: bool | TransformerRecomputeConfig) -> str:

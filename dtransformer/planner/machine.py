@@ -19,11 +19,7 @@ _GPUS = "/proc/driver/nvidia/gpus/*/information"
 # Horovod, whose cycle is 5 ms.
 _CORE_TFLOPS = 0.075
 _CORE_GB_PER_SECOND = 5.0
-_LINKS = {
-    "data": Link(0.7, 0, 5000.0),
-    "model": Link(0.4, 0, 2500.0),
-    "stage": Link(1.5, 0, 500.0),
-}
+_LINKS = {"data": Link(0.7, 0, 5000.0), "model": Link(0.4, 0, 2500.0), "stage": Link(1.5, 0, 500.0)}
 CPU = Constants(
     product_share=0.9,
     half_rows=8,

@@ -1,6 +1,6 @@
 """Memory of a rank by kind, for many layouts at once."""
 
-import dataclasses
+import typing
 
 import numpy as np
 
@@ -12,11 +12,9 @@ from dtransformer.planner.stages import StageKind, stage_kinds
 
 # Of s·t scores a head, from which on this library computes by blocks.
 BLOCKWISE_SCORES = 2048 * 1024
-KINDS = ("weights", "gradients", "states", "activations", "logits", "buffers")
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
+class Memory(typing.NamedTuple):
     """Bytes of the rank that needs most, by what they are for; every field is an array [N].
 
     Args:
@@ -36,7 +34,7 @@ class Memory:
     @property
     def total(self):
         """All of it."""
-        return sum(getattr(self, kind) for kind in KINDS)
+        return sum(self)
 
 
 def activations_of_block(
@@ -88,7 +86,7 @@ def memory_of(
         item_bytes: bytes of an activation.
         by_blocks: whether attention is computed by blocks where scores are many.
     """
-    columns = {kind: np.zeros(len(layouts)) for kind in KINDS}
+    columns = {kind: np.zeros(len(layouts)) for kind in Memory._fields}
     kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
     for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst = np.full(len(chosen), -1.0)
@@ -112,7 +110,7 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
     weights, gradients, states = system.bytes_a_parameter(layouts.level, t > 1)
     trained = parameters_of_stage(model, layouts, stage, is_trained=True)
     masters = states - system.state_bytes  # of frozen weights, too
-    found = dict.fromkeys(KINDS[:3], 0.0)
+    found = dict.fromkeys(("weights", "gradients", "states"), 0.0)
     for is_trained, sizes in (
         (False, (weights, 0, masters)),
         (True, (0, gradients, system.state_bytes)),
@@ -121,7 +119,7 @@ def _of_stage(model, layouts, system, stage: StageKind, kept, alive, item_bytes)
         of_experts = experts_of_stage(model, layouts, stage, is_trained)
         dense = state_bytes(of_all - of_experts, shared, layouts.level, *sizes)
         experts = state_bytes(of_experts, shared / layouts.expert, layouts.level, *sizes)
-        for kind, x, y in zip(KINDS, dense, experts):  # who have the same experts are fewer
+        for kind, x, y in zip(found, dense, experts):  # who have the same experts are fewer
             found[kind] = found[kind] + x + y
     found["activations"] = alive * sum(n * bytes_ for n, bytes_ in zip(stage.blocks, kept))
     logits = stage.has_head * b * s * model.vocab_size / t * (item_bytes + 2 * 4)

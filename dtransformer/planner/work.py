@@ -4,7 +4,7 @@ Products take their operations over the speed that their sizes reach; what is no
 bytes that it reads and writes over the memory's bandwidth.
 """
 
-import dataclasses
+import typing
 
 import numpy as np
 
@@ -24,8 +24,7 @@ LOGIT_ITEMS = 10  # of each logit, forward and backward, in float32 in part
 STATE_PASSES = 2.5  # each number of weights, gradients and states is read, and most are written
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
+class Passes(typing.NamedTuple):
     """Seconds of a block for a micro-batch; every field is an array [N].
 
     Args:
@@ -40,7 +39,7 @@ class Passes:
     @property
     def total(self):
         """All of it."""
-        return self.forward + self.backward + self.repeated
+        return sum(self)
 
 
 def product_seconds(device: Device, rows, inputs, outputs, times=1.0, is_16_bit=True):

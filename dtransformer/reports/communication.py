@@ -11,18 +11,13 @@ from dtransformer.layers.block import BlockStack
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.moe import MoE
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.mesh.axis_rules import mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.ops.low_rank import low_rank_of
-from dtransformer.parallel.pipeline_parallel.local_stage import is_here
+from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.formulas import sums_over_model
 from dtransformer.reports import audit
-from dtransformer.reports.expert_traffic import (
-    all_to_all_bytes,
-    buffer_elements,
-    summed_elements,
-)
+from dtransformer.reports.expert_traffic import all_to_all_bytes, buffer_elements, summed_elements
 from dtransformer.tables import columns
 
 

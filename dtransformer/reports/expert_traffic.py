@@ -10,8 +10,7 @@ import tensorflow as tf
 from dtransformer.layers.moe import MoE
 from dtransformer.parallel.expert_parallel.capacity_slots import capacity
 from dtransformer.parallel.expert_parallel.token_groups import axis_of_groups
-from dtransformer.parallel.mesh.axis_rules import mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.runtime import job
 
 

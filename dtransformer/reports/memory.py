@@ -16,9 +16,8 @@ from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
 from dtransformer.layers.moe import MoE
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.mesh.axis_rules import mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size
-from dtransformer.parallel.pipeline_parallel.local_stage import is_here
+from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
+from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.tracing import trace

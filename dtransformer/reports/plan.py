@@ -5,7 +5,7 @@ import math
 
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import axis_size
 from dtransformer.parallel.mesh.variable import sharding_specs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.zero.variables import FullyShardedVariable

@@ -18,10 +18,7 @@ from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
 # Options that are mappings of fields themselves.
-_MAPPINGS = {
-    "parallel.recompute": TransformerRecomputeConfig,
-    "model.moe_config": MoEConfig,
-}
+_MAPPINGS = {"parallel.recompute": TransformerRecomputeConfig, "model.moe_config": MoEConfig}
 # Keys of older files -> where they are now.
 _MOVED = {"training.tensorboard": "logs.tensorboard"}
 _MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches

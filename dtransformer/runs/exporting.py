@@ -43,10 +43,7 @@ def check_export(task: Task, overwrite: bool) -> None:
 
 
 def export(
-    task: Task,
-    trainer: keras.Model,
-    run: str | os.PathLike,
-    overwrite: bool = False,
+    task: Task, trainer: keras.Model, run: str | os.PathLike, overwrite: bool = False
 ) -> pathlib.Path | None:
     """Write what `export` of a run's config asks for, of the run's best weights; all ranks call.
 

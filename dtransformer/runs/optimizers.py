@@ -11,12 +11,7 @@ from dtransformer.trainers import lr_schedules
 from dtransformer.trainers.optimizer.apply import UpdateGroup
 
 # Schedules that end with the training, and the options that they take besides.
-_ENDING = {
-    "linear": (),
-    "cosine": (),
-    "wsd": ("decay_steps",),
-    "restarts": ("restarts",),
-}
+_ENDING = {"linear": (), "cosine": (), "wsd": ("decay_steps",), "restarts": ("restarts",)}
 
 
 def optimizer_class(name: str) -> type[keras.optimizers.Optimizer]:

@@ -23,11 +23,7 @@ from dtransformer.parallel.pipeline_parallel.stage_weights import (
 )
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable, unsharded_on_chief
-from dtransformer.trainers.checkpoint.export import (
-    is_safetensors,
-    load_safetensors,
-    write_keras,
-)
+from dtransformer.trainers.checkpoint.export import is_safetensors, load_safetensors, write_keras
 from dtransformer.trainers.checkpoint.reader import Restored, restore
 from dtransformer.trainers.checkpoint.training_state import TrainingState
 from dtransformer.trainers.checkpoint.writer import CheckpointWriter

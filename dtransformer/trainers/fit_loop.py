@@ -207,13 +207,7 @@ class FitLoop(StepFunctions):
             )
 
     def train_on_batch(
-        self,
-        x,
-        y=None,
-        sample_weight=None,
-        class_weight=None,
-        return_dict=False,
-        shard=None,
+        self, x, y=None, sample_weight=None, class_weight=None, return_dict=False, shard=None
     ):
         """Train on one batch; as `keras.Model.train_on_batch`, `shard` as in `fit`.
 

@@ -16,24 +16,14 @@ from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.initial_broadcast import initial_broadcast
-from dtransformer.parallel.pipeline_parallel.local_stage import copied_weights
+from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
-from dtransformer.trainers import checkpointing
+from dtransformer.trainers import checkpointing, compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
 from dtransformer.trainers.checkpointing import Checkpointing
-from dtransformer.trainers.compile_checks import (
-    check_compile_options,
-    check_launch,
-    check_network,
-    check_unchanged,
-    check_weights_unchanged,
-    of_rows,
-    tell_loops,
-    weights_now,
-)
 from dtransformer.trainers.data import element_specs
 from dtransformer.trainers.engines import make_engine
 from dtransformer.trainers.engines.base import ForwardStep
@@ -75,12 +65,12 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def __init__(self, network: keras.Model, **kwargs):
         super().__init__(**kwargs)
-        check_launch()
+        compile_checks.check_launch()
         self._parallel_config = copy.copy(get_parallel_config())
         validators.check_supported(self._parallel_config)
         validators.check_joined(self._parallel_config, job.topology(), job.placement())
-        check_network(network)
-        tell_loops(network)
+        compile_checks.check_network(network)
+        compile_checks.tell_loops(network)
         self.network = network
         self._share_saving()
         self.objective = None
@@ -164,8 +154,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self.objective = Objective(loss, loss_weights, self.output_names)
         super().compile(
             optimizer=optimizer,
-            metrics=of_rows(metrics),
-            weighted_metrics=of_rows(weighted_metrics),
+            metrics=compile_checks.of_rows(metrics),
+            weighted_metrics=compile_checks.of_rows(weighted_metrics),
             run_eagerly=run_eagerly,
             steps_per_execution=steps_per_execution,
             jit_compile=False,  # not the whole step: Horovod's operations cannot be
@@ -180,7 +170,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             log_every = 10 if device_type() == "GPU" else 1
         self._log_every = check_int("log_every", log_every)
         self._throughput = Throughput()
-        check_compile_options(self.objective, self.optimizer, run_eagerly, jit_compile)
+        compile_checks.check_compile_options(
+            self.objective, self.optimizer, run_eagerly, jit_compile
+        )
         self._engine = self.optimizer_step = self._step = self._weights = None
 
     # Keras calls these with each batch: in a tf.function of its own, but where the engine
@@ -245,7 +237,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._step is not None:
             return
         self.built = True
-        check_network(self.network)  # with the layers that came when it was built
+        compile_checks.check_network(self.network)  # with the layers that came when it was built
         check_trained_alike(self)
         initial_broadcast(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights
@@ -262,7 +254,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
 
     def _start_engine(self, first=None):
         """Make the engine, once, and build the network with it; return the `ForwardStep`."""
-        check_unchanged(self._parallel_config)
+        compile_checks.check_unchanged(self._parallel_config)
         if first is not None and hasattr(self.network, "named_inputs"):  # one of ours
             self.network.named_inputs(keras.utils.unpack_x_y_sample_weight(first)[0])
         sees_outputs = self.compiled and self._compile_metrics is not None
@@ -274,8 +266,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             self._engine = make_engine(step, self._compiler.jit_forward)
         with named_alike():
             self._engine.build(first)
-        self._weights = self._weights or weights_now(self.network)
-        check_weights_unchanged(self.network, self._weights)
+        self._weights = self._weights or compile_checks.weights_now(self.network)
+        compile_checks.check_weights_unchanged(self.network, self._weights)
         if job.mesh() is not None:
             check_rules(self.network)
         return step

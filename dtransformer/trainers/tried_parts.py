@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
-from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere
-from dtransformer.parallel.pipeline_parallel.stage_assignment import placed_layers
+from dtransformer.parallel.pipeline_parallel.stage_assignment import is_elsewhere, placed_layers
 from dtransformer.parallel.recompute.recompute import StateScope
 from dtransformer.parallel.runtime import job
 

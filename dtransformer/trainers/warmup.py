@@ -27,10 +27,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
 
     def get_config(self) -> dict:
-        return {
-            "peak_learning_rate": self.peak_learning_rate,
-            "warmup_steps": self.warmup_steps,
-        }
+        return {"peak_learning_rate": self.peak_learning_rate, "warmup_steps": self.warmup_steps}
 
 
 class WarmupDecay(WarmupSchedule):

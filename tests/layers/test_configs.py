@@ -13,6 +13,7 @@ from dtransformer.layers import (
     Transformer,
     TransformerEncoder,
 )
+from dtransformer.layers.base import Layer
 from dtransformer.models import TranslationTransformer
 from tests.layers.test_weights import by_path
 
@@ -234,3 +235,23 @@ def test_a_zero_stays_a_zero():
     assert model.get_config()["embedding_dropout_rate"] == 0.0
     assert model.source_dropout.rate == 0.0
     assert model.transformer.encoder.blocks[0].attention.attention_dropout.rate == 0.0
+
+
+def test_a_layer_of_ones_own_needs_no_config_of_its_own():
+    """Its arguments are attributes of the same names."""
+
+    class Scaled(Layer):
+        def __init__(self, factor, power=1, **kwargs):
+            super().__init__(**kwargs)
+            self.factor, self.power = factor, power
+
+        def call(self, inputs):
+            return inputs**self.power * self.factor
+
+    again = Scaled.from_config(Scaled(3, power=2, name="squared", dtype="float16").get_config())
+    assert (again.name, again.factor, again.power, again.compute_dtype) == (
+        "squared",
+        3,
+        2,
+        "float16",
+    )

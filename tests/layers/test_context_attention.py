@@ -8,10 +8,9 @@ from dtransformer.layers import context_attention
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import alibi, relative_bias
-from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.mesh.axis_rules import constrain, replicate
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import replicate
 from tests.on_mesh import on_mesh, raises, start, stop
 
 B, N, S, D = 2, 4, 16, 4

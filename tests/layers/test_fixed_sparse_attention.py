@@ -9,7 +9,7 @@ from dtransformer.layers import CrossEntropyLoss, FixedSparseAttention, VocabEmb
 from dtransformer.layers import fixed_sparse_attention as layer_module
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.sparse_pattern import FixedSparsePattern
+from dtransformer.layers.fixed_sparse_attention import FixedSparsePattern
 from dtransformer.trainers import Trainer
 from harness.tolerances import PARITY_LOSS
 from tests.on_mesh import on_mesh, start

@@ -11,12 +11,7 @@ from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.config_fields import ReadFields, check_others
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
-from dtransformer.models.pretrained.folder import (
-    CONFIG,
-    GENERATION,
-    PretrainedFolder,
-    read_object,
-)
+from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder, read_object
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.parallel.collectives.objects import together
 from dtransformer.parallel.variable_factory import values_from

@@ -49,11 +49,12 @@ from dtransformer.parallel.collectives.differentiable import (
     all_to_all,
     broadcast,
     gather,
+    recv,
     reduce_scatter_sum,
     reduce_sum,
     scatter,
+    send,
 )
-from dtransformer.parallel.collectives.point_to_point import recv, send
 from dtransformer.parallel.runtime.job import new_group
 from dtransformer.parallel.runtime.process_groups import Group
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.impure import never_constant, tied
+from dtransformer.parallel.collectives.transport import never_constant, tied
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.process_groups import Group
 from dtransformer.parallel.tracing import trace

@@ -76,11 +76,7 @@ def reduce_scatter(
 
 
 def all_gather(
-    shards: list,
-    shapes: list,
-    group: Group,
-    name: str,
-    divisions: Sequence[Division] | None = None,
+    shards: list, shapes: list, group: Group, name: str, divisions: Sequence[Division] | None = None
 ) -> list:
     """Return the tensors that the ranks hold shards of, by one collective.
 

@@ -10,8 +10,7 @@ from dtransformer import _compat
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.json_exchange import exchange_json
-from dtransformer.parallel.runtime.process_groups import Group
+from dtransformer.parallel.runtime.process_groups import Group, exchange_json
 
 
 def all_gather_json(value, name: str) -> list:

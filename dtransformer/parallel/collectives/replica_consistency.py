@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.json_exchange import exchange_json
-from dtransformer.parallel.runtime.process_groups import Group
+from dtransformer.parallel.runtime.process_groups import Group, exchange_json
 
 EVERY = 100  # steps: the ranks exchange checksums on the host
 

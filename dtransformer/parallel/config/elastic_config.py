@@ -5,6 +5,7 @@ import itertools
 import math
 
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
+from dtransformer.parallel.config.topology import divisors
 
 
 def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerOpParallelConfig:
@@ -30,10 +31,10 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     given = config.model_parallel, config.context_parallel, config.pipeline_stage
     fitting = [
         degrees
-        for degrees in itertools.product(*map(_divisors, given))
-        if num_devices % _product(degrees) == 0
+        for degrees in itertools.product(*map(divisors, given))
+        if num_devices % math.prod(degrees) == 0
     ]
-    model, context, stages = max(fitting, key=lambda degrees: (_product(degrees), degrees))
+    model, context, stages = max(fitting, key=lambda degrees: (math.prod(degrees), degrees))
     data = num_devices // (model * context * stages)
     changes = {"model_parallel": model, "context_parallel": context}
     if config.data_parallel is not None:
@@ -46,12 +47,3 @@ def refit(config: TransformerOpParallelConfig, num_devices: int) -> TransformerO
     if model == 1:
         changes["sequence_parallel"] = False
     return dataclasses.replace(config, **changes, pipeline_stage=stages)
-
-
-def _divisors(number):
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _product(numbers):
-    model, context, stages = numbers
-    return model * context * stages

@@ -193,3 +193,15 @@ def _check_axes(axes):
     for axis in axes:
         if axis not in AXES:
             raise ValueError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in order.
+
+    Example:
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})

@@ -39,11 +39,6 @@ def count_or_zero(name: str, value) -> None:
     count(name, value, least=0)
 
 
-def seed(name: str, value) -> None:
-    """Check a seed: an int of at least 0."""
-    count_or_zero(name, value)
-
-
 def flag(name: str, value) -> None:
     """Check a bool."""
     if not isinstance(value, bool):

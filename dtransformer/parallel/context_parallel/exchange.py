@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import ContextPlan, Range, make_plan
-from dtransformer.parallel.mesh.axis_rules import constrain, mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size
+from dtransformer.parallel.mesh.axis_rules import axis_size, constrain, mesh_axis
 from dtransformer.parallel.tracing import trace
 
 _SHARDS = "length_shards", "batch", "heads"

@@ -12,12 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.axis_rules import override_rules, rules_of_decoding
+from dtransformer.parallel.mesh.axis_rules import override_rules, relayout, rules_of_decoding
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import relayout
 from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last
-from dtransformer.parallel.pipeline_parallel.local_stage import has_outputs
+from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import ShardedVariable

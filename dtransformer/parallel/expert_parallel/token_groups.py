@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.collectives.impure import never_constant
+from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import needs_the_batch
-from dtransformer.parallel.mesh.axis_rules import activation_specs, mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, mesh_axis, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace

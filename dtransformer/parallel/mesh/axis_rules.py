@@ -9,18 +9,58 @@ is an ordinary Keras layer.
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
-from dtransformer.parallel.config.config import (
-    TransformerOpParallelConfig,
-    get_parallel_config,
-)
-from dtransformer.parallel.mesh.layouts import axis_size, laid_out, relayout
+from dtransformer.parallel.config.config import TransformerOpParallelConfig, get_parallel_config
+from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
+
+# Layouts of tensors on the mesh.
+
+
+def axis_size(axis: str | None) -> int:
+    """Return the number of shards along a mesh axis; 1 for None."""
+    return 1 if axis is None else job.mesh().dim_size(axis)
+
+
+def make_layout(specs: Sequence[str | None]) -> dtensor.Layout:
+    """Return the DTensor layout with a mesh axis, or None, for every dimension."""
+    return dtensor.Layout([spec or dtensor.UNSHARDED for spec in specs], job.mesh())
+
+
+def relayout(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
+    """Change a tensor's layout on the mesh to a mesh axis, or None, for every dimension.
+
+    Where an axis moves from one dimension to another, one of them has to be the first one if there
+    are four or more: DTensor's all-to-all gives wrong numbers between the others.
+    """
+    return dtensor.relayout(x, make_layout(specs))
+
+
+def laid_out(x: tf.Tensor, specs: Sequence[str | None]) -> tf.Tensor:
+    """As `relayout`, of a tensor that as a rule is laid out so already: its gradient is, too.
+
+    `relayout` lays the gradient out like the tensor, which functions keep for it.
+    """
+
+    @custom_gradient
+    def put(x):
+        return relayout(x, specs), lambda dy: relayout(dy, specs)
+
+    return put(x)
+
+
+def replicate(tensors):
+    """Let every device have all of nested tensors; None stays None."""
+    return tf.nest.map_structure(
+        lambda x: None if x is None else relayout(x, (None,) * len(x.shape)), tensors
+    )
+
 
 # A mesh axis, or None where it is replicated, for every dimension of a tensor.
 Specs = tuple[str | None, ...]
@@ -205,7 +245,7 @@ def constrain(x: tf.Tensor, axes: tuple) -> tf.Tensor:
 
 
 def constrain_both(x: tf.Tensor, axes: tuple) -> tf.Tensor:
-    """As `constrain`, for a tensor and for its gradient; see `layouts.laid_out`."""
+    """As `constrain`, for a tensor and for its gradient; see `laid_out`."""
     return _constrained(x, axes, laid_out)
 
 

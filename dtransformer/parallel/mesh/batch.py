@@ -4,8 +4,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from dtransformer.parallel.mesh.axis_rules import mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size, make_layout
+from dtransformer.parallel.mesh.axis_rules import axis_size, make_layout, mesh_axis
 from dtransformer.parallel.mesh.variable import bounds_of
 from dtransformer.parallel.runtime import job
 

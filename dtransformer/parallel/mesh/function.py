@@ -8,8 +8,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
+from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import put_replicated
-from dtransformer.parallel.mesh.layouts import relayout
 from dtransformer.parallel.mesh.variable import packed, sharding_specs, unpacked
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
@@ -34,10 +34,7 @@ class MeshFunction:
     """
 
     def __init__(
-        self,
-        function: Callable,
-        network_variables: list[keras.Variable],
-        gradients: bool = False,
+        self, function: Callable, network_variables: list[keras.Variable], gradients: bool = False
     ):
         self._function, self._gradients = function, gradients
         self._variables = network_variables

@@ -15,7 +15,7 @@ from tensorflow.experimental import dtensor
 
 from dtransformer import _compat
 from dtransformer.parallel.collectives import transport
-from dtransformer.parallel.mesh.layouts import axis_size, make_layout, relayout
+from dtransformer.parallel.mesh.axis_rules import axis_size, make_layout, relayout
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import ShardBounds, ShardedVariable, StoredValue
 
@@ -64,10 +64,7 @@ class MeshVariable(ShardedVariable):
             with tf.device(device):
                 self.shards.append(
                     keras.Variable(
-                        part(bounds),
-                        dtype=self._dtype,
-                        trainable=self.trainable,
-                        name=self.name,
+                        part(bounds), dtype=self._dtype, trainable=self.trainable, name=self.name
                     )
                 )
         self._value = None

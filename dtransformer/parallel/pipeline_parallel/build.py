@@ -14,9 +14,9 @@ from dtransformer import _compat
 from dtransformer.parallel.pipeline_parallel.automatic_placement import by_use, spread
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.dependency_recorder import DependencyRecorder
-from dtransformer.parallel.pipeline_parallel.local_stage import is_elsewhere
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     chunk_of,
+    is_elsewhere,
     is_placed,
     placed_layers,
 )

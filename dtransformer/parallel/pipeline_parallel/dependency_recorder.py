@@ -5,8 +5,13 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.pipeline_parallel.placeholders import left_masks, zeros_of
-from dtransformer.parallel.pipeline_parallel.stage_dispatch import CallNames, mask_name, view
+from dtransformer.parallel.pipeline_parallel.stage_dispatch import (
+    CallNames,
+    left_masks,
+    mask_name,
+    view,
+    zeros_of,
+)
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 
 

@@ -5,8 +5,8 @@ import tensorflow as tf
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.local_stage import has_outputs, own_chunks
 from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs, own_chunks
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs

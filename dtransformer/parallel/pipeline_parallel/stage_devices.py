@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.mesh.axis_rules import activation_specs
+from dtransformer.parallel.mesh.axis_rules import activation_specs, laid_out, replicate
 from dtransformer.parallel.mesh.batch import (
     local_value,
     put_batch,
@@ -21,7 +21,6 @@ from dtransformer.parallel.mesh.batch import (
     put_sharded,
 )
 from dtransformer.parallel.mesh.function import MeshFunction, wait
-from dtransformer.parallel.mesh.layouts import laid_out, replicate
 from dtransformer.parallel.mesh.variable import LocalShards, packed, sharding_specs, unpacked
 from dtransformer.parallel.pipeline_parallel.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.runtime import job
@@ -114,16 +113,7 @@ class LocalExecutor:
         _wait_for_gpus()
 
 
-class _Named:
-    """A function that computes the layers that it was traced for."""
-
-    @staticmethod
-    def layer_name(name: str) -> str:
-        """Return a name in the compiled function as it is told."""
-        return name
-
-
-class _Function(_Named):
+class _Function:
     """A compiled function that reads its weights by itself.
 
     Attributes:
@@ -209,7 +199,7 @@ class MeshExecutor(LocalExecutor):
         return activation_specs(axes, tensor.shape)
 
 
-class _FunctionOnMesh(_Named, MeshFunction):
+class _FunctionOnMesh(MeshFunction):
     """A function on the mesh whose gradients are taken outside of it; called as `_Function`."""
 
     is_new = False
@@ -217,6 +207,11 @@ class _FunctionOnMesh(_Named, MeshFunction):
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
         self.trained, self._others = trained, others
+
+    @staticmethod
+    def layer_name(name: str) -> str:
+        """Return a name in the compiled function as it is told."""
+        return name
 
     def weights(self, trained=None):
         """Return the trained weights as DTensors, or others that are like them."""

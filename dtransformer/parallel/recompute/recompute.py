@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
-from dtransformer.parallel.mesh.axis_rules import activation_specs, mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, mesh_axis, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.dependences import after, seed_after
 from dtransformer.parallel.tracing import trace

@@ -33,10 +33,7 @@ def free_address(local: bool) -> str:
 
 
 def start_mesh(
-    topology: Topology,
-    rank: int,
-    addresses: list[str | None],
-    device_type: str,
+    topology: Topology, rank: int, addresses: list[str | None], device_type: str
 ) -> dtensor.Mesh | None:
     """Start DTensor for the ranks of this one's mesh; tensors made before are lost.
 

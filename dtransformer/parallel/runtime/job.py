@@ -204,7 +204,7 @@ def set_seed(value: int) -> None:
         value: an int of at least 0, the same on every rank.
     """
     global _job
-    validators.seed("seed", value)
+    validators.count_or_zero("seed", value)
     _job = dataclasses.replace(_job, seed=value)
 
 

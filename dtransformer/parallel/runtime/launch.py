@@ -16,7 +16,7 @@ from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime.cluster import free_address
 from dtransformer.parallel.runtime.devices import cards_of_its_own, device_type, logical_gpus
-from dtransformer.parallel.runtime.json_exchange import exchange_json
+from dtransformer.parallel.runtime.process_groups import exchange_json
 from dtransformer.parallel.watchdog.address import own_host
 from dtransformer.parallel.watchdog.thread import Watchdog
 

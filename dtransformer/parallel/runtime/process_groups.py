@@ -6,12 +6,32 @@ and shards.
 """
 
 import dataclasses
+import json
 import operator
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from dtransformer.parallel.runtime.json_exchange import exchange_json
+import numpy as np
+import tensorflow as tf
+
+# Small values of ranks as JSON texts, which an all-gather carries: nothing is pickled.
+
+
+_END = b"\0"  # of a text: JSON has none
+
+
+def exchange_json(value, all_gather: Callable[[tf.Tensor], tf.Tensor]) -> list:
+    """Return the values of all ranks of a group, in the order of their numbers.
+
+    Args:
+        value: what JSON can say; tuples come back as lists.
+        all_gather: a function of a uint8 tensor [n] that returns those of all ranks, one
+            after the other.
+    """
+    own = tf.constant(np.frombuffer(json.dumps(value).encode() + _END, "uint8"))
+    texts = all_gather(own).numpy().tobytes().split(_END)
+    return [json.loads(text) for text in texts[:-1]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +92,7 @@ class ProcessGroups:
             pass  # what came is refused below, once every rank is there
         if self._horovod is not None:
             everyone = exchange_json(
-                repr(ranks),
-                lambda own: self._horovod.allgather(own, name="dtransformer.new_group"),
+                repr(ranks), lambda own: self._horovod.allgather(own, name="dtransformer.new_group")
             )
             for rank, theirs in enumerate(everyone):
                 if theirs != everyone[0]:

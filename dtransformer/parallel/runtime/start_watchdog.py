@@ -5,11 +5,10 @@ import socket
 
 from dtransformer.errors import InputError, shown
 from dtransformer.parallel.config import validators
-from dtransformer.parallel.runtime.json_exchange import exchange_json
+from dtransformer.parallel.runtime.process_groups import exchange_json
 from dtransformer.parallel.watchdog.activity_tracker import ActivityTracker
 from dtransformer.parallel.watchdog.address import own_address, own_host
-from dtransformer.parallel.watchdog.links import Hub, Member
-from dtransformer.parallel.watchdog.message_authentication import new_token
+from dtransformer.parallel.watchdog.links import Hub, Member, new_token
 from dtransformer.parallel.watchdog.stop_barrier import StopBarrier
 from dtransformer.parallel.watchdog.thread import Watchdog
 

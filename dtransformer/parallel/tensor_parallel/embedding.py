@@ -7,8 +7,13 @@ al., 2019, arXiv 1909.08053, §3). The gradient stays on the device that holds t
 import keras
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.axis_rules import activation_specs, constrain, mesh_axis
-from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.mesh.axis_rules import (
+    activation_specs,
+    axis_size,
+    constrain,
+    mesh_axis,
+    relayout,
+)
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tensor_parallel.sequence import (

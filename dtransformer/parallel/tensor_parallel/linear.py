@@ -19,11 +19,12 @@ import tensorflow as tf
 
 from dtransformer.parallel.mesh.axis_rules import (
     activation_specs,
+    axis_size,
     check_axes,
     constrain,
     mesh_axis,
+    relayout,
 )
-from dtransformer.parallel.mesh.layouts import axis_size, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.low_rank import low_rank_of
 from dtransformer.parallel.ops.split_backward import is_split, product

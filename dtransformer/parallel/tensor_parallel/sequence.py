@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-from dtransformer.parallel.mesh.axis_rules import activation_specs, constrain
-from dtransformer.parallel.mesh.layouts import axis_size, relayout
+from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain, relayout
 
 
 def length_axis_of(shape: Iterable[int | None]) -> str | None:

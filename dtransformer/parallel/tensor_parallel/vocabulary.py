@@ -3,8 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.mesh.axis_rules import Specs
-from dtransformer.parallel.mesh.layouts import relayout
+from dtransformer.parallel.mesh.axis_rules import Specs, relayout
 
 
 def padded_vocab_size(vocab_size: int) -> int:

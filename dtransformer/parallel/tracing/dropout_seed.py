@@ -70,11 +70,7 @@ def layer_number(layer: DrawsMasks) -> int | tf.Tensor:
 
 
 def kept_elements(
-    shape: Sequence,
-    rate: float,
-    seed: tf.Tensor,
-    number: int | tf.Tensor = 0,
-    part: int = 0,
+    shape: Sequence, rate: float, seed: tf.Tensor, number: int | tf.Tensor = 0, part: int = 0
 ) -> tf.Tensor:
     """Return which elements are kept: a bool tensor, False with the probability `rate`.
 

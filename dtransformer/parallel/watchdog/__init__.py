@@ -8,7 +8,7 @@ and cause. A rank that does not hear of rank 0 ends by itself.
 A rank that goes on and holds up the others is named, once.
 
 What is decided is pure: `activity` (how long a rank may do what), `watch` (the verdict, and who
-is slow), `gates` (after which step all ranks stop together, when one is asked to). What carries
-it out: `sealed` and `links` (the connections), `recorder` (what this rank does), `thread`, `ending`
-(how a rank leaves), `start` and `address`.
+is slow), `stop_barrier` (after which step all ranks stop together, when one is asked to). What
+carries it out: `links` (the connections), `activity_tracker` (what this rank does), `thread`,
+`ending` (how a rank leaves) and `address`.
 """

@@ -1,13 +1,64 @@
 """Connections between rank 0 and the other ranks, none of which ever blocks."""
 
 import contextlib
+import hashlib
+import hmac
 import json
 import re
+import secrets
 import selectors
 import socket
 import time
 
-from dtransformer.parallel.watchdog.message_authentication import MAX_LINE, Seals, key_of, new_token
+# The lines that ranks send each other: JSON, each with a seal that only the job can make.
+
+
+MAX_LINE = 16384  # bytes
+
+
+def new_token() -> str:
+    """Return a random token, or another random number."""
+    return secrets.token_hex(32)
+
+
+def key_of(token: str, hub_nonce: str, own_nonce: str, rank: int) -> bytes:
+    """Return the key of a connection."""
+    parts = json.dumps(["dtransformer", hub_nonce, own_nonce, rank]).encode()
+    return hmac.digest(token.encode(), parts, hashlib.sha256)
+
+
+class Seals:
+    """The seals of one direction of a connection.
+
+    Args:
+        key: of `key_of`.
+        direction: "hub" for what rank 0 sends, "rank" for what it is sent.
+    """
+
+    def __init__(self, key: bytes, direction: str):
+        self._key, self._direction, self._number = key, direction, 0
+
+    def _seal(self, text):
+        self._number += 1
+        head = f"{self._direction} {self._number} ".encode()
+        return hmac.new(self._key, head + text, hashlib.sha256).hexdigest().encode()
+
+    def seal(self, value) -> bytes:
+        """Return what JSON can say as a line."""
+        text = json.dumps(value).encode()
+        return self._seal(text) + b" " + text + b"\n"
+
+    def open(self, line: bytes):
+        """Return what a line says.
+
+        Raises:
+            ValueError: its seal is not right.
+        """
+        seal, _, text = line.partition(b" ")
+        if not hmac.compare_digest(seal, self._seal(text)):
+            raise ValueError("a line without the job's seal")
+        return json.loads(text)
+
 
 _MAX_UNSENT = 2**20  # bytes, to a rank that takes none
 _SECONDS_TO_SAY_HELLO = 10

@@ -144,12 +144,7 @@ class RecordTask(Task):
     def make_core(self, precision: str | None = None) -> TokenModel:
         """Return the network inside of what is trained, without adapters, built."""
         network = make_network(
-            self.config,
-            self.kind,
-            self.tokenizer.vocab_size,
-            precision,
-            self.accepts,
-            **self.ids(),
+            self.config, self.kind, self.tokenizer.vocab_size, precision, self.accepts, **self.ids()
         )
         check_positions(network, self.config.data.length)
         return network

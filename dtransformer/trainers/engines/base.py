@@ -12,7 +12,7 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.collectives.impure import never_constant
+from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace

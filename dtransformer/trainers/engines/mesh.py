@@ -12,7 +12,7 @@ from dtransformer.parallel.collectives.replica_consistency import ReplicaConsist
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.config.validators import settings_without_chunks
 from dtransformer.parallel.mesh import variable as mesh_variable
-from dtransformer.parallel.mesh.axis_rules import mesh_axis
+from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis, relayout, replicate
 from dtransformer.parallel.mesh.batch import (
     local_value,
     num_rows,
@@ -22,7 +22,6 @@ from dtransformer.parallel.mesh.batch import (
     rows_added,
 )
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import axis_size, relayout, replicate
 from dtransformer.parallel.pipeline_parallel.shared_chunks import number_of_blocks
 from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit

@@ -16,18 +16,18 @@ from dtransformer.parallel.pipeline_parallel.build import build_stage
 from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last, zeros_like
-from dtransformer.parallel.pipeline_parallel.local_stage import own_chunks
 from dtransformer.parallel.pipeline_parallel.measured_timeline import gather_timeline
 from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
-from dtransformer.parallel.pipeline_parallel.shared_gradients import SharedGradients
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     has_state,
     layers_of,
     losses_of,
+    own_chunks,
     weights_of,
 )
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import current_chunk
+from dtransformer.parallel.pipeline_parallel.stage_weights import SharedGradients
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward

@@ -6,7 +6,7 @@ import time
 import tensorflow as tf
 
 from dtransformer.parallel.mesh.function import new_functions
-from dtransformer.parallel.pipeline_parallel.local_stage import own_chunks
+from dtransformer.parallel.pipeline_parallel.stage_assignment import own_chunks
 from dtransformer.parallel.schedules.instruction import COMPUTATIONS, FORWARD, Instruction
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import own_shards

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
+from dtransformer.parallel.zero.variables import ParameterProxy
 
 # Call grouping: work items of equal signatures share calls of few functions, traced once.
 

@@ -14,8 +14,7 @@ from dtransformer import _compat
 from dtransformer.layers.block import TransformerBlock
 from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.division import Division
-from dtransformer.parallel.collectives.impure import never_constant
-from dtransformer.parallel.collectives.transport import by_dtype
+from dtransformer.parallel.collectives.transport import by_dtype, never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 

@@ -17,11 +17,11 @@ from dtransformer.parallel.weights.sharded_variable import (
     own_shards,
     shard_bounds_of,
 )
-from dtransformer.parallel.zero.parameter_proxy import ParameterProxy
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.parallel.zero.variables import (
     FlatShardedVariable,
     MasterShardedVariable,
+    ParameterProxy,
 )
 
 

@@ -8,9 +8,9 @@ import tensorflow as tf
 from dtransformer import MoEConfig
 from dtransformer.layers import CrossEntropyLoss, MoE
 from dtransformer.models import CausalLM
+from dtransformer.parallel.mesh.axis_rules import replicate
 from dtransformer.parallel.mesh.batch import local_value, put_sharded
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import replicate
 from dtransformer.parallel.runtime import job
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, raises, start, stop

@@ -5,8 +5,8 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 from dtransformer import layers
+from dtransformer.parallel.mesh.axis_rules import make_layout
 from dtransformer.parallel.mesh.batch import put_sharded
-from dtransformer.parallel.mesh.layouts import make_layout
 from dtransformer.parallel.mesh.variable import packed
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.weights.sharded_variable import own_shards

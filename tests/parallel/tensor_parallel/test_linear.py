@@ -4,9 +4,9 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import layers
+from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import relayout
 from dtransformer.parallel.runtime import job
 from tests.on_mesh import (
     on_mesh,

@@ -4,9 +4,9 @@ import numpy as np
 
 import dtransformer
 from dtransformer import layers
+from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import local_value, put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.mesh.layouts import relayout
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 from harness.networks import translation_model
 from harness.tolerances import PARITY_LOSS

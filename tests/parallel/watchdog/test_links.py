@@ -13,8 +13,7 @@ import time
 import pytest
 
 from dtransformer.parallel.watchdog.activity import Activity
-from dtransformer.parallel.watchdog.links import Hub, Member
-from dtransformer.parallel.watchdog.message_authentication import Seals, key_of, new_token
+from dtransformer.parallel.watchdog.links import Hub, Member, Seals, key_of, new_token
 from dtransformer.parallel.watchdog.stop_barrier import Agreement, StopBarriers
 from dtransformer.parallel.watchdog.thread import Watchdog
 

@@ -156,9 +156,7 @@ _ATTENTIONS = {
 
 
 def _tensors(arguments):
-    found = [
-        table("shared.weight", "source_embedding/table"),
-    ]
+    found = [table("shared.weight", "source_embedding/table")]
     if arguments["head_bias"]:
         found.append(StoredTensor(_BIAS, ("head/bias",), num_inputs=0, is_row=True))
     for side, attentions in _ATTENTIONS.items():

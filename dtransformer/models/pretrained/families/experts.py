@@ -72,11 +72,7 @@ class Experts:
         if self.aux_loss is None:
             return found
         factor = moe.aux_loss_factor
-        return {
-            **found,
-            "output_router_logits": factor > 0,
-            _COEFFICIENT: factor or self.aux_loss,
-        }
+        return {**found, "output_router_logits": factor > 0, _COEFFICIENT: factor or self.aux_loss}
 
 
 def _mlp_only(config, number):

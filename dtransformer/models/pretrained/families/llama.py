@@ -18,11 +18,7 @@ from dtransformer.models.pretrained.families.parts import (
     kv_heads,
     reciprocal,
 )
-from dtransformer.models.pretrained.families.stack import (
-    FUSED_ATTENTION,
-    FUSED_GATED,
-    Stack,
-)
+from dtransformer.models.pretrained.families.stack import FUSED_ATTENTION, FUSED_GATED, Stack
 
 USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _PLAIN = {"attention_bias": False, "mlp_bias": False}
@@ -85,10 +81,7 @@ STARCODER2 = Stack(
         Field("tied_head", "tie_word_embeddings", True),
     ),
     fixed={"norm": "layer_norm", "gated": False},
-    dense={
-        "mlp.c_fc": ("feed_forward/mapping",),
-        "mlp.c_proj": ("feed_forward/projection",),
-    },
+    dense={"mlp.c_fc": ("feed_forward/mapping",), "mlp.c_proj": ("feed_forward/projection",)},
     ids={"bos_token_id": 50256, "eos_token_id": 50256},
 ).family()
 STABLELM = Stack(
