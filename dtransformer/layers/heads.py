@@ -6,10 +6,12 @@ from dtransformer.layers.activations import get_activation
 from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.linear import Linear
+from dtransformer.layers.norm import make_norm
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 POOLINGS = ("first", "mean", "last")
+_OPTIONS = "hidden_act", "use_bias", "dropout_rate", "hidden_bias", "norm", "norm_epsilon"
 
 
 def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
@@ -46,9 +48,85 @@ def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor
     return tf.cast(tf.einsum("bsh,bs->bh", tf.cast(x, "float32"), weights), x.dtype)
 
 
+class LabelHead(Layer):
+    """Give logits of labels: a dense layer and a norm where asked for, dropout, logits.
+
+    Args:
+        num_labels: number of logits; 1 for a number, such as a reward.
+        hidden_act: activation of a dense layer of the inputs' size before the logits; None for no
+            such layer.
+        use_bias: whether the logits have a bias.
+        dropout_rate: dropout of what the logits are made of, in [0, 1).
+        hidden_bias: whether the dense layer has a bias.
+        norm: the norm after the dense layer's activation, a name as of `make_norm`; None for none.
+        norm_epsilon: what it adds to the variance.
+    """
+
+    pipeline_stage = -1
+
+    def __init__(
+        self,
+        num_labels: int,
+        hidden_act: str | None = None,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        hidden_bias: bool = True,
+        norm: str | None = None,
+        norm_epsilon: float = 1e-5,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.num_labels, self.use_bias = check_size("num_labels", num_labels), use_bias
+        self.hidden_act, self.hidden_bias, self.dropout_rate = hidden_act, hidden_bias, dropout_rate
+        self.norm, self.norm_epsilon = norm, norm_epsilon
+        own = {"parallel": None, "dtype": self.dtype_policy}
+        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
+        self.classifier = Linear(num_labels, use_bias, name="classifier", **own)
+        self.pooler = self.pooler_norm = None
+        if norm is not None:
+            self.pooler_norm = make_norm(norm, norm_epsilon, dtype=own["dtype"], name="norm")
+
+    def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
+        h = inputs_shape[-1]
+        self.takes(h)
+        if self.hidden_act is not None:
+            own = {"parallel": None, "dtype": self.dtype_policy, "name": "pooler"}
+            self.pooler = Linear(h, self.hidden_bias, **own)
+            self.pooler.build((None, h))
+        if self.pooler_norm is not None:
+            self.pooler_norm.build((None, h))
+        self.classifier.build((None, h))
+        self.built = True
+
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights by their paths below the head, built or not."""
+        h, n = hidden_size, self.num_labels
+        shapes = {
+            "pooler/kernel": self.hidden_act is not None and (h, h),
+            "pooler/bias": self.hidden_act is not None and self.hidden_bias and (h,),
+            "norm/gamma": self.norm is not None and (h,),
+            "norm/beta": self.norm == "layer_norm" and (h,),
+            "classifier/kernel": (h, n),
+            "classifier/bias": self.use_bias and (n,),
+        }
+        return {path: shape for path, shape in shapes.items() if shape}
+
+    def logits(self, x: tf.Tensor, training: bool) -> tf.Tensor:
+        """Return the logits [..., num_labels] of vectors [..., h]."""
+        if self.pooler is not None:
+            x = get_activation(self.hidden_act)(self.pooler(x))
+        if self.pooler_norm is not None:
+            x = self.pooler_norm(x)
+        return self.classifier(self.dropout(x, training=training))
+
+    def get_config(self) -> dict:
+        return {**super().get_config(), **{name: getattr(self, name) for name in _OPTIONS}}
+
+
 @register
-class SequenceHead(Layer):
-    """Give each sequence the logits of its labels: pooling, a dense layer where asked for, logits.
+class SequenceHead(LabelHead):
+    """Give each sequence the logits of its labels: pooling, then as of `LabelHead`.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §4, which is `pooling="first",
     hidden_act="tanh"`; decoders take `pooling="last", use_bias=False`.
@@ -56,10 +134,7 @@ class SequenceHead(Layer):
     Args:
         num_labels: number of logits; 1 for a number, such as a reward.
         pooling: `"first"`, `"mean"` or `"last"` of the positions that a mask has.
-        hidden_act: activation of a dense layer of the inputs' size before the logits; None for no
-            such layer.
-        use_bias: whether the logits have a bias.
-        dropout_rate: dropout of what the logits are made of, in [0, 1).
+        **kwargs: other arguments of `LabelHead`.
 
     Call arguments:
         inputs: tensor [b, s, h].
@@ -78,47 +153,17 @@ class SequenceHead(Layer):
     TensorShape([2, 3])
     """
 
-    pipeline_stage = -1
-
-    def __init__(
-        self,
-        num_labels: int,
-        pooling: str = "first",
-        hidden_act: str | None = None,
-        use_bias: bool = True,
-        dropout_rate: float = 0.0,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.supports_masking = True
+    def __init__(self, num_labels: int, pooling: str = "first", **kwargs):
+        super().__init__(num_labels, **kwargs)
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        self.num_labels, self.pooling = check_size("num_labels", num_labels), pooling
-        self.hidden_act, self.use_bias = hidden_act, use_bias
-        policy = self.dtype_policy
-        self.dropout = Dropout(dropout_rate, dtype=policy, name="dropout")
-        self.classifier = Linear(
-            num_labels, use_bias, parallel=None, dtype=policy, name="classifier"
-        )
-        self.pooler = None
-
-    def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
-        h = inputs_shape[-1]
-        self.takes(h)
-        if self.hidden_act is not None:
-            self.pooler = Linear(h, parallel=None, dtype=self.dtype_policy, name="pooler")
-            self.pooler.build((None, h))
-        self.classifier.build((None, h))
-        self.built = True
+        self.pooling = pooling
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
         # [b, s, h] -> [b, h]
-        x = pooled(inputs, mask, self.pooling)
-        if self.pooler is not None:
-            x = get_activation(self.hidden_act)(self.pooler(x))
-        return self.classifier(self.dropout(x, training=training))
+        return self.logits(pooled(inputs, mask, self.pooling), training)
 
     def compute_mask(self, *args) -> None:
         return None  # of a label there is none
@@ -126,27 +171,16 @@ class SequenceHead(Layer):
     def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
         return inputs_shape[0], self.num_labels
 
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "num_labels": self.num_labels,
-            "pooling": self.pooling,
-            "hidden_act": self.hidden_act,
-            "use_bias": self.use_bias,
-            "dropout_rate": self.dropout.rate,
-        }
-
 
 @register
-class TokenHead(Layer):
-    """Give each token the logits of its labels.
+class TokenHead(LabelHead):
+    """Give each token the logits of its labels, as of `LabelHead`.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §5.3.
 
     Args:
         num_labels: number of logits.
-        use_bias: whether the logits have a bias.
-        dropout_rate: dropout of the inputs, in [0, 1).
+        **kwargs: other arguments of `LabelHead`.
 
     Call arguments:
         inputs: tensor [b, s, h].
@@ -162,39 +196,13 @@ class TokenHead(Layer):
     TensorShape([2, 5, 3])
     """
 
-    pipeline_stage = -1
-
-    def __init__(self, num_labels: int, use_bias: bool = True, dropout_rate: float = 0.0, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.num_labels, self.use_bias = check_size("num_labels", num_labels), use_bias
-        policy = self.dtype_policy
-        self.dropout = Dropout(dropout_rate, dtype=policy, name="dropout")
-        self.classifier = Linear(
-            num_labels, use_bias, parallel=None, dtype=policy, name="classifier"
-        )
-
-    def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
-        self.takes(inputs_shape[-1])
-        self.classifier.build(inputs_shape)
-        self.built = True
-
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
-        # [b, s, h] -> [b, s, num_labels]
-        return self.classifier(self.dropout(inputs, training=training))
+        return self.logits(inputs, training)
 
     def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
         return (*inputs_shape[:-1], self.num_labels)
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "num_labels": self.num_labels,
-            "use_bias": self.use_bias,
-            "dropout_rate": self.dropout.rate,
-        }
 
 
 @register
@@ -235,11 +243,12 @@ class PoolingHead(Layer):
         x = tf.cast(pooled(inputs, mask, self.pooling), "float32")
         return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)
 
+    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """See `SequenceHead.weight_shapes`."""
+        return {}
+
     def compute_mask(self, *args) -> None:
         return None  # of a vector there is none
 
     def compute_output_shape(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> tuple:
         return inputs_shape[0], inputs_shape[-1]
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), "pooling": self.pooling}

@@ -36,8 +36,8 @@ class OneStackModel(TokenModel):
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        own = {x.path.partition("/")[2]: tuple(x.shape) for x in self.head.weights}
-        return {**shapes, **own}
+        own = self.head.weight_shapes(self.arguments["hidden_size"])
+        return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
 
     def _vocabulary_shapes(self, arguments):
         """Return the shapes of all weights with the head of the vocabulary."""

@@ -14,7 +14,7 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
     BERT's, and the network one that was trained to tell sentences, that is taken.
 
     Args:
-        network: a `CausalLM` or a `MaskedLM`, built.
+        network: a `CausalLM` or a `MaskedLM`.
         head: a `SequenceHead` or a `TokenHead`, not built.
 
     Returns:
@@ -37,9 +37,10 @@ def with_task_head(network: OneStackModel, head: SequenceHead | TokenHead) -> On
         )
     sentences = getattr(network, "sentence_head", None)
     head.name = "head"
-    with keras.name_scope(network.name, caller=network):
-        head.build((None, None, network.arguments["hidden_size"]))
-    if sentences is not None and getattr(head, "pooler", None) is not None:
+    if network.built:
+        with keras.name_scope(network.name, caller=network):
+            head.build((None, None, network.arguments["hidden_size"]))
+    if network.built and sentences is not None and getattr(head, "pooler", None) is not None:
         for own, theirs in zip(head.pooler.weights, sentences.pooler.weights, strict=True):
             own.assign(theirs)
     _compat.replace_layer(network, "head", head)

@@ -30,10 +30,10 @@ def check_export(task: Task, overwrite: bool) -> None:
     if not options.folder:
         return
     check_target(options.folder, overwrite)
-    if getattr(task.core, "has_task_head", False):
+    if getattr(task.core, "has_task_head", False) and not options.merge_adapters:
         raise InputError(
-            f"export.folder: published folders have no form for the head of task {task.config.task} "
-            "here: leave it out; the run's folder has the weights"
+            f"export.merge_adapters: adapters alone would lack the head of task {task.config.task}: "
+            "leave it out, so that they are added to the weights"
         )
     if options.merge_adapters or not adapters_of(task.core):
         try:

@@ -67,7 +67,8 @@ def test_vectors_have_length_one(pooling):
 
 
 def test_configs_make_them_again():
-    for head in (SequenceHead(3, "last", "tanh", False, 0.1), TokenHead(3, False, 0.1)):
+    sequence = SequenceHead(3, "last", hidden_act="tanh", dropout_rate=0.1)
+    for head in (sequence, TokenHead(3, norm="layer_norm")):
         again = type(head).from_config(head.get_config())
         assert again.get_config() == head.get_config()
 

@@ -146,6 +146,19 @@ def test_other_tasks(name, place, capsys):
     assert expected.get(name, "loss") in found
 
 
+def test_a_classifier_is_exported_and_goes_on(place):
+    train("token_classification", place, "--overwrite", "--set", "export.folder=models/labels")
+    config = json.loads((place / "models/labels/config.json").read_text())
+    assert config["architectures"] == ["LlamaForTokenClassification"]
+    labels = [config["id2label"][key] for key in sorted(config["id2label"])]
+    assert labels == load_run("runs/token_classification").config.data.labels
+    trained = from_pretrained("models/labels").head.classifier.get_weights()[0]
+    settings = ["model.from=models/labels", "training.learning_rate=1e-9"]
+    train("token_classification", place, "--overwrite", "--set", *settings)
+    again = load_run("runs/token_classification").core.head.classifier.get_weights()[0]
+    np.testing.assert_allclose(again, trained, atol=1e-6)
+
+
 def test_a_dry_run_shows_what_is_learnt_and_leaves_nothing(place, capsys):
     path = write_config("chat", place)
     before = sorted(place.rglob("*"))

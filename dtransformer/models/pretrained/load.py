@@ -11,6 +11,7 @@ from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
 from dtransformer.models.pretrained.config_fields import ReadFields, check_others
 from dtransformer.models.pretrained.families import FAMILIES, Family
 from dtransformer.models.pretrained.families.family import DECODER_IDS
+from dtransformer.models.pretrained.families.task_heads import with_head_of
 from dtransformer.models.pretrained.folder import CONFIG, GENERATION, PretrainedFolder, read_object
 from dtransformer.models.pretrained.stored_weights import StoredWeights
 from dtransformer.parallel.collectives.objects import together
@@ -51,6 +52,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
     content, family, found, rules = together(opened, "pretrained/folder")
     network = _made(family, {**found, **arguments}, content.path / CONFIG)
+    network = together(lambda: with_head_of(network, family, content.config), "pretrained/head")
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")

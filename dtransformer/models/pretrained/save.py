@@ -15,6 +15,7 @@ from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.models.pretrained.families.task_heads import head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel.collectives.objects import (
@@ -81,7 +82,7 @@ def save_pretrained(
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
         arrays = {  # without a vocabulary's padding
             kind.file_name(x.name): x.join([full(path) for path in x.weights])
-            for x in kind.tensors(network.arguments)
+            for x in tensors_of(kind, config["model_type"], network)
         }
         dtype = next(iter(arrays.values())).dtype
         arrays |= {x: y.astype(dtype) for x, y in kind.computed(network.arguments).items()}
@@ -163,4 +164,5 @@ def _config_of(network, name):
         **family.config(arguments),
         **{theirs: arguments[ours] for ours, theirs in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
+        **head_fields(family, name, network),
     }

@@ -10,6 +10,7 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.conversion import convert
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import Family
+from dtransformer.models.pretrained.families.task_heads import tensors_of
 from dtransformer.models.pretrained.folder import PretrainedFolder
 from dtransformer.parallel.weights.sharded_variable import Bounds
 
@@ -36,7 +37,7 @@ class StoredWeights:
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
         names = {family.own_name(name): name for name in content.shapes}
-        tensors = family.tensors(network.arguments)
+        tensors = tensors_of(family, content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
         unused -= _left_out(unused, family.left_out(network.arguments), content.path)

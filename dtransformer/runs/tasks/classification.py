@@ -8,6 +8,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head
 from dtransformer.models.task_heads import with_task_head
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
@@ -19,7 +20,7 @@ _IGNORED = -100
 class LabelTask(RecordTask):
     """What tasks of labelled texts share: an encoder or a decoder, texts with its special tokens."""
 
-    kind, accepts = MaskedLM, OneStackModel
+    kind, accepts, ending = MaskedLM, OneStackModel, SEQUENCE
 
     def texts(self, record, place) -> list[str]:
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
@@ -53,8 +54,21 @@ class LabelTask(RecordTask):
         start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 
+    @property
+    def label_names(self) -> list[str]:
+        """The names of the labels, where they have names."""
+        return self.config.data.labels
+
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
-        """Return the head: as BERT's on an encoder, by the last token on a decoder."""
+        """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
+        names = self.label_names or [f"LABEL_{number}" for number in range(num_labels)]
+        own = new_head(core, self.ending, names)
+        if own is not None and not self.config.data.pooling:
+            return own
+        return self.plain_head(num_labels, core)
+
+    def plain_head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
+        """Return the head of a network of no published family, or with a pooling of one's own."""
         is_decoder = isinstance(core, CausalLM)
         pooling = self.config.data.pooling or ("last" if is_decoder else "first")
         return SequenceHead(
@@ -68,7 +82,10 @@ class LabelTask(RecordTask):
 
     def make_network(self, precision: str | None = None):
         core = self.make_core(precision)
-        self.network = with_task_head(core, self.head(self.num_labels, core))
+        old, head = core.head, self.head(self.num_labels, core)
+        names = [getattr(one, "label_names", None) for one in (old, head)]
+        goes_on = core.has_task_head and type(old) is type(head) and names[0] == names[1]
+        self.network = core if goes_on else with_task_head(core, head)
         adapt(self.network, self.config, always="head/*")
         return self.network
 

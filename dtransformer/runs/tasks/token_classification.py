@@ -4,6 +4,7 @@ import numpy as np
 
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import TokenHead
+from dtransformer.models.pretrained.families.task_heads import TOKENS
 from dtransformer.runs.tasks.classification import Classification
 
 _IGNORED = -100
@@ -11,6 +12,8 @@ _IGNORED = -100
 
 class TokenClassification(Classification):
     """Words of texts are of one of several classes (Devlin et al., 2019, §5.3)."""
+
+    ending = TOKENS
 
     def texts(self, record, place) -> list[str]:
         return [" ".join(self._words(record, place))]
@@ -45,7 +48,7 @@ class TokenClassification(Classification):
             rows.append([([*before, *ids, *after], labels)])
         return rows, None
 
-    def head(self, num_labels, core):
+    def plain_head(self, num_labels, core):
         return TokenHead(
             num_labels, dropout_rate=core.arguments["dropout_rate"], dtype=core.dtype_policy
         )

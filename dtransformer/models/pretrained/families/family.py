@@ -59,7 +59,7 @@ class Family:
     usual_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     own_padding: bool = True
     prefix: str = ""
-    heads: tuple[str, ...] = ("lm_head",)
+    heads: tuple[str, ...] = ("lm_head", "score")
     copies: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)

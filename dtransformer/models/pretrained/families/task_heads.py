@@ -1,0 +1,231 @@
+"""Classes of `transformers` that label sequences or tokens: their heads here, and their tensors."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import keras
+
+from dtransformer.errors import InputError
+from dtransformer.layers.heads import LabelHead, SequenceHead, TokenHead
+from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.pretrained.families.family import bias, linear
+from dtransformer.models.pretrained.families.parts import Field
+from dtransformer.models.pretrained.stored_tensor import StoredTensor
+from dtransformer.models.task_heads import with_task_head
+
+if TYPE_CHECKING:
+    from dtransformer.models.one_stack import OneStackModel
+    from dtransformer.models.pretrained.families import Family
+
+SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_LEFT_OUT = "head/", "sentence_head/"  # the heads whose place is taken
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskHead:
+    """The head of one class of a family.
+
+    Args:
+        layer: the class of the layer.
+        dense: dict of their layers and ours.
+        arguments: those of the layer, besides the number of labels and dropout.
+        fields: the fields of a config that say other arguments of the layer.
+        dropouts: fields of the rate of dropout, of which the first that is given counts.
+    """
+
+    layer: Callable
+    dense: Mapping[str, str]
+    arguments: Mapping = dataclasses.field(default_factory=dict)
+    fields: tuple[Field, ...] = ()
+    dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
+
+    def head(
+        self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
+    ) -> LabelHead:
+        """Return the head of a network for some labels, not built.
+
+        Args:
+            labels: their names.
+            network: of which it has the type.
+            rate: of dropout.
+            config: fields of a published config, perhaps none.
+        """
+        own = {name: x for field in self.fields for name, x in field.read(config).items()}
+        own |= {**self.arguments, "dropout_rate": rate, "dtype": network.dtype_policy}
+        head = self.layer(len(labels), **own)
+        head.label_names = tuple(labels)
+        return head
+
+    def tensors(self, head: LabelHead) -> list[StoredTensor]:
+        """Return the tensors of a file that are a head's."""
+        shapes = head.weight_shapes(1)
+        names = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
+        names |= {"bias": ("bias", bias), "beta": ("bias", bias)}
+        return [
+            make(f"{theirs}.{name}", f"head/{ours}/{kind}")
+            for theirs, ours in self.dense.items()
+            for kind, (name, make) in names.items()
+            if f"{ours}/{kind}" in shapes
+        ]
+
+
+def _heads(sequence, tokens="classifier", **options):
+    """Return the heads of encoders: of the first token, behind a dense layer, and of each token."""
+    return {
+        SEQUENCE: TaskHead(SequenceHead, **sequence, **options),
+        TOKENS: TaskHead(TokenHead, {tokens: "classifier"}, **options),
+    }
+
+
+def _first(pooler, classifier, activation="tanh"):
+    return {
+        "dense": {pooler: "pooler", classifier: "classifier"},
+        "arguments": {"pooling": "first", "hidden_act": activation},
+    }
+
+
+_ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
+# Of decoders: the last token that is no padding; `score` of tokens has a bias.
+_DECODER = _heads(
+    {"dense": {"score": "classifier"}, "arguments": {"pooling": "last", "use_bias": False}},
+    "score",
+    dropouts=("classifier_dropout", "hidden_dropout"),
+)
+_POOLINGS = {"cls": "first", "mean": "mean"}
+_MODERNBERT = {
+    "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
+    "arguments": {
+        "hidden_act": "gelu",
+        "hidden_bias": False,
+        "norm": "layer_norm_without_beta",
+    },
+    "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
+    "dropouts": ("classifier_dropout",),
+}
+_POOLING = Field(
+    "pooling",
+    "classifier_pooling",
+    "cls",
+    ours=_POOLINGS.__getitem__,
+    theirs={ours: theirs for theirs, ours in _POOLINGS.items()}.get,
+)
+_OF_KIND = {
+    "gpt2": {SEQUENCE: _DECODER[SEQUENCE]},  # that of tokens has another form
+    "bert": _heads(_first("bert.pooler.dense", "classifier")),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "distilbert": _heads(
+        _first("pre_classifier", "classifier", "relu"), dropouts=("seq_classif_dropout", "dropout")
+    ),
+    "modernbert": {
+        SEQUENCE: TaskHead(
+            SequenceHead, **{**_MODERNBERT, "fields": (*_MODERNBERT["fields"], _POOLING)}
+        ),
+        TOKENS: TaskHead(TokenHead, **_MODERNBERT),
+    },
+}
+
+
+def task_heads(kind: str, family: "Family") -> Mapping[str, TaskHead]:
+    """Return the heads of a family by what the names of their classes end with; none where unknown.
+
+    Args:
+        kind: its `model_type`.
+        family: the family.
+    """
+    return _OF_KIND.get(kind, _DECODER if issubclass(family.network, CausalLM) else {})
+
+
+def with_head_of(network: "OneStackModel", family: "Family", config: Mapping) -> "OneStackModel":
+    """Give a network that is not built the head of a config's class, where that labels something.
+
+    Raises:
+        InputError: the family has no such class here.
+    """
+    name = next(iter(config.get("architectures") or ()), "")
+    ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
+    if ending is None:
+        return network
+    form = task_heads(config["model_type"], family).get(ending)
+    if form is None:
+        raise InputError(f"{name}: its head is not built here")
+    rates = (config.get(field) for field in form.dropouts)
+    rate = next((rate for rate in rates if rate is not None), 0.0)
+    return with_task_head(network, form.head(labels_of(config), network, rate, config))
+
+
+def new_head(network: "OneStackModel", ending: str, labels: Sequence[str]) -> LabelHead | None:
+    """Return a head as the family of a network has it; None where that is not known.
+
+    Args:
+        network: a network as `from_pretrained` returns it, or any other one.
+        ending: `SEQUENCE` or `TOKENS`.
+        labels: names of the labels.
+    """
+    kind = network.origin and network.origin[0]
+    families = importlib.import_module("dtransformer.models.pretrained.families")
+    family = families.FAMILIES.get(kind)
+    form = family and task_heads(kind, family).get(ending)
+    return form and form.head(labels, network, network.arguments["dropout_rate"], {})
+
+
+def labels_of(config: Mapping) -> list[str]:
+    """Return the names of a config's labels in their order; two where it says nothing."""
+    names = config.get("id2label")
+    if names:
+        return [str(names[key]) for key in sorted(names, key=int)]
+    return [f"LABEL_{number}" for number in range(config.get("num_labels", 2))]
+
+
+def tensors_of(family: "Family", kind: str, network: keras.Model) -> list[StoredTensor]:
+    """Return the tensors of a file of a network, which may have a task's head.
+
+    Raises:
+        InputError: the family has no class with such a head.
+    """
+    tensors = family.tensors(network.arguments)
+    if not getattr(network, "has_task_head", False):
+        return tensors
+    kept = [x for x in tensors if not x.weights[0].startswith(_LEFT_OUT)]
+    return [*kept, *_form_of(family, kind, network.head)[1].tensors(network.head)]
+
+
+def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
+    """Return the fields of a published config that say a network's head: of a task, or none.
+
+    Raises:
+        InputError: the family has no class with such a head.
+    """
+    if not getattr(network, "has_task_head", False):
+        return {}
+    head = network.head
+    ending, form = _form_of(family, kind, head)
+    base = family.architecture.removesuffix("LMHeadModel").partition("For")[0]
+    numbers = range(head.num_labels)
+    names = getattr(head, "label_names", None) or [f"LABEL_{number}" for number in numbers]
+    return {
+        "architectures": [base + ending],
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+        form.dropouts[0]: head.dropout_rate,
+        **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
+    }
+
+
+def _form_of(family, kind, head):
+    """Return the end of the class' name, and the form, of a head."""
+    ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
+    form = task_heads(kind, family).get(ending)
+    own = head.get_config()
+    wanted = {} if form is None else {"use_bias": True, **form.arguments}
+    differs = {x: own.get(x) for x, value in wanted.items() if own.get(x) != value}
+    if form is None or not isinstance(head, form.layer) or differs:
+        told = f", which has {differs}" if differs else ""
+        raise InputError(
+            f"published models of the family {kind!r} have no head of the kind "
+            f"{type(head).__name__}{told}: it cannot be saved as one of them"
+        )
+    return ending, form

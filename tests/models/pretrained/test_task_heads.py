@@ -1,0 +1,116 @@
+"""Promise: published models that label sequences or tokens compute, load and save as `transformers`."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dtransformer.errors import InputError
+from dtransformer.layers.heads import SequenceHead
+from dtransformer.models import from_pretrained, save_pretrained
+from dtransformer.models.task_heads import with_task_head
+from harness.tolerances import PARITY_LOGITS
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+ENCODER = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 24,
+}
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
+DECODER = {**ENCODER, "num_key_value_heads": 1, "pad_token_id": 0}
+DISTILBERT = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+LABELS = {0: "bad", 1: "fair", 2: "good"}
+FORMS = {
+    "Bert": ("BertConfig", ENCODER, (SEQUENCE, TOKENS)),
+    "Roberta": ("RobertaConfig", ENCODER, (SEQUENCE, TOKENS)),
+    "XLMRoberta": ("XLMRobertaConfig", ENCODER, (SEQUENCE,)),
+    "Camembert": ("CamembertConfig", ENCODER, (TOKENS,)),
+    "DistilBert": ("DistilBertConfig", DISTILBERT, (SEQUENCE, TOKENS)),
+    "ModernBert": (
+        "ModernBertConfig",
+        {**ENCODER, "num_hidden_layers": 3, "pad_token_id": 0, "classifier_pooling": "mean"},
+        (SEQUENCE, TOKENS),
+    ),
+    "Llama": ("LlamaConfig", DECODER, (SEQUENCE, TOKENS)),
+    "Qwen3": ("Qwen3Config", {**DECODER, "head_dim": 8}, (SEQUENCE,)),
+    "GPT2": (
+        "GPT2Config",
+        {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0, **IDS},
+        (SEQUENCE,),
+    ),
+}
+NAMES = [base + ending for base, (_, _, endings) in FORMS.items() for ending in endings]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """A function of a class' name that returns the folder of one with random weights."""
+
+    def made(name):
+        base = name.partition("For")[0]
+        kind, sizes, _ = FORMS[base]
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**sizes, id2label=LABELS)
+        folder = tmp_path_factory.mktemp(name)
+        getattr(transformers, name)(config).eval().save_pretrained(folder)
+        return folder
+
+    return made
+
+
+def texts(pad_id):
+    """Ids [3, 7] of texts of three lengths, and where there are tokens."""
+    ids = np.random.default_rng(0).integers(3, 40, (3, 7))
+    mask = np.arange(7) < np.array([[7], [4], [5]])
+    return np.where(mask, ids, pad_id), mask.astype("int32")
+
+
+def expected(folder, name, ids, mask):
+    model = getattr(transformers, name).from_pretrained(folder).eval()
+    with torch.no_grad():
+        given = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+        return model(**given).logits.numpy(), model.config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_files_and_labels(name, folder_of, tmp_path):
+    folder = folder_of(name)
+    network = from_pretrained(folder)
+    ids, mask = texts(network.pad_id)
+    logits, _ = expected(folder, name, ids, mask)
+    found = network({"tokens": ids, "attention_mask": mask}).numpy()
+    is_seen = mask[..., None] if name.endswith(TOKENS) else np.ones((3, 1))
+    np.testing.assert_allclose(found * is_seen, logits * is_seen, rtol=0, atol=PARITY_LOGITS)
+
+    save_pretrained(network, tmp_path / "saved")
+    again, config = expected(tmp_path / "saved", name, ids, mask)
+    np.testing.assert_array_equal(again, logits)
+    assert config.architectures == [name] and config.id2label == LABELS
+    before, after = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        np.testing.assert_array_equal(after[key], value, err_msg=key)
+
+
+def test_a_head_of_another_form_is_refused(folder_of, tmp_path):
+    network = from_pretrained(folder_of("BertForTokenClassification"))
+    with_task_head(network, SequenceHead(3, pooling="mean"))
+    with pytest.raises(InputError, match="no head of the kind SequenceHead, which has"):
+        save_pretrained(network, tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_a_class_without_a_form_is_refused(folder_of):
+    folder = folder_of("GPT2ForSequenceClassification")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["GPT2ForTokenClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="GPT2ForTokenClassification: its head is not built here"):
+        from_pretrained(folder)
