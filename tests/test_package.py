@@ -13,9 +13,8 @@ import zipfile
 import pytest
 
 from harness import dist, public_names
-from tests.test_doc_blocks import EXAMPLE, blocks, replaced
+from tests.doc_pages import EXAMPLE, ROOT, blocks, replaced
 
-ROOT = pathlib.Path(__file__).parents[1]
 # Public names by the rooms that have a list of them.
 ROOMS = {
     name.rpartition(".")[2]: name

@@ -205,3 +205,15 @@ def test_a_run_of_another_task_is_told(place, chatted, capsys):
     command = ["train", "--config", str(path), "--run", "runs/chat", "--resume"]
     assert main(command) == 2
     assert "the run is of task chat" in capsys.readouterr().err
+
+
+def test_own_tasks_need_a_name_and_a_class_of_their_own():
+    from dtransformer.runs.tasks import register_task
+    from dtransformer.runs.tasks.causal_lm import LanguageModel
+
+    with pytest.raises(InputError, match="the library's own"):
+        register_task("chat", LanguageModel, like="causal_lm")
+    with pytest.raises(InputError, match="derives from Task, got 3"):
+        register_task("mine", 3, like="causal_lm")
+    with pytest.raises(InputError, match="did you mean causal_lm"):
+        register_task("mine", LanguageModel, like="causallm")
