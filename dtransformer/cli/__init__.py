@@ -48,9 +48,9 @@ def _run(arguments):
 
         return launch(arguments)
     if arguments.command == "new":
-        from dtransformer.runs.preview import new_config
+        from dtransformer.cli.plan import new
 
-        print(new_config(arguments.task), end="")
+        print(new(arguments.task, arguments.depth, arguments.device, arguments.devices), end="")
         return 0
     import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
 

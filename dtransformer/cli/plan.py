@@ -1,4 +1,4 @@
-"""`dtransformer plan`: does it fit, how long does a step take, which layout is best."""
+"""`dtransformer plan`: does it fit, how long does a step take, which layout is best; and `new`."""
 
 import argparse
 import dataclasses
@@ -146,3 +146,27 @@ def device_of(name: str):
     if isinstance(fields.get("constants"), dict):
         fields["constants"] = checked(Constants, fields["constants"])
     return checked(Device, fields)
+
+
+def new(task: str, depth: int | None, device: str | None, devices: int | None) -> str:
+    """Return the file of `dtransformer new`, with the planner's table where a depth is given.
+
+    Args:
+        task: what is trained.
+        depth: number of blocks, from which sizes follow; None for none.
+        device, devices: what the table is for; one device of this host by default.
+
+    Raises:
+        InputError: there is no such task or device, or what is asked does not go together.
+    """
+    from dtransformer.planner import Cluster
+    from dtransformer.planner.machine import this_device
+    from dtransformer.runs.depth import config_of_depth
+    from dtransformer.runs.preview import new_config
+
+    if depth is None and (device or devices):
+        raise InputError("--device and --devices are of the table of --depth: give it, too")
+    if depth is None:
+        return new_config(task)
+    kind = device_of(device) if device else this_device(devices or 1)
+    return config_of_depth(task, depth, Cluster(kind, devices or 1))
