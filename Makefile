@@ -30,7 +30,8 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup train check test test-all lint format docs bench bench-compiled clean
+.PHONY: help setup train check test test-all lint format docs dist release bench bench-compiled \
+  clean
 
 help:  ## list the targets
 	@echo "dtransformer: make TARGET"
@@ -86,9 +87,10 @@ test: setup .venv/reference  ## run all but the long tests, in two processes (JO
 test-all: setup .venv/reference  ## run the long tests, too: hours
 	$(PYTEST) --tier all -m ''
 
-lint: .venv/lint  ## check style, with ruff
+lint: .venv/lint  ## check style, with ruff, and the types of public names, with mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 format: .venv/lint  ## put the code into the style, as far as ruff can
 	$(BIN)/ruff check --fix
@@ -96,6 +98,14 @@ format: .venv/lint  ## put the code into the style, as far as ruff can
 
 docs: .venv/docs  ## build the docs site, in site/
 	$(BIN)/mkdocs build --strict --quiet
+
+dist: .venv/ready  ## build sdist and wheel, in dist/
+	$(BIN)/python -m harness.dist
+
+release: .venv/ready  ## build what is to be published, after style, docs and tests; uploads nothing
+	$(BIN)/python -m harness.dist --release --out build/release
+	$(MAKE) lint docs test
+	$(BIN)/python -m harness.dist --release
 
 bench: .venv/ready  ## measure one process beside PyTorch, KerasHub and transformers; prints JSON
 	$(BIN)/python benchmarks/against_peers.py
@@ -111,4 +121,4 @@ bench-compiled: .venv/ready .venv-jax/ready  ## compile steps for an H100, besid
 	$(BIN)/python benchmarks/gpu_compiled.py --recompute
 
 clean:  ## remove what was made: the environment, data, runs
-	rm -rf .venv .venv-jax data runs build site *.egg-info
+	rm -rf .venv .venv-jax data runs build dist site *.egg-info

@@ -21,20 +21,10 @@ from dtransformer import cli
 from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.runs import config
+from tests.doc_pages import EXAMPLE, ROOT, blocks, replaced
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST = "[first example](index.md)"
-EXAMPLE = {
-    "11_000": "60",
-    "10_000": "40",
-    "10_004": "42",
-    "_size=1000": "_size=200",
-    "=128": "=16",
-    "coder_layers=2": "coder_layers=1",
-    "epochs=3": "epochs=1",
-}
 # What is as small as a test needs it. Each has to be there.
 SMALL = {
     "index.md": EXAMPLE,
@@ -55,20 +45,11 @@ SMALL = {
 # Blocks that one process cannot run: their names and arguments are compared with the code.
 COMPILED = {
     ("generation.md", "intra_op_parallelism"): "it has to be said before the first tensor",
+    ("training.md", "simple_evaluate"): "the harness is a package of its own",
     ("pipeline.md", "timeline"): "one process is no pipeline; tests/distributed/ has such runs",
 }
 # Commands that are not ours, and scripts of the reader's own.
-OTHERS = {"train.py", "x.py", "hosts.txt", "git+URL"}
-
-
-def blocks(page, *languages):
-    return [code for kind, code in BLOCK.findall(page.read_text("utf-8")) if kind in languages]
-
-
-def replaced(code, small):
-    for old, new in small.items():
-        code = code.replace(old, new)
-    return code
+OTHERS = {"lm_eval", "train.py", "x.py", "hosts.txt", "git+URL"}
 
 
 def run(page, namespace, small=None):
@@ -93,8 +74,8 @@ def check_names(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "trainer":
             assert hasattr(Trainer, node.attr)
         if isinstance(node, ast.Import):
-            for name in node.names:
-                importlib.import_module(name.name)
+            for name in {x.name for x in node.names} - OTHERS:
+                importlib.import_module(name)
 
 
 @functools.cache
@@ -134,6 +115,8 @@ def files_of(page):
         llama("models/llama-3.2-1b")
         line = json.dumps({"prompt": "A question", "answer": " and an answer."}) + "\n"
         pathlib.Path("answers.jsonl").write_text(line * 8)
+    elif page == "patterns.md":
+        pathlib.Path("books.txt").write_text(text)
     for code in blocks(ROOT / "docs" / page, "bash") if page != "README.md" else ():
         code = replaced(code, SMALL.get(page, {}))
         for words in commands(code):
@@ -164,6 +147,11 @@ def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
         run(path, names, small)
     else:
         run(path, {}, small)
+
+
+def test_patterns_have_twenty_lines():
+    for code in blocks(ROOT / "docs/patterns.md", "python"):
+        assert len([line for line in code.splitlines() if line.strip()]) <= 20, code
 
 
 def commands(code):

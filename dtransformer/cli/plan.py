@@ -1,4 +1,4 @@
-"""`dtransformer plan`: does it fit, how long does a step take, which layout is best."""
+"""`dtransformer plan`: does it fit, how long does a step take, which layout is best; and `new`."""
 
 import argparse
 import dataclasses

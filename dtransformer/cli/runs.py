@@ -4,7 +4,11 @@ import argparse
 import importlib
 import sys
 
+from dtransformer.cli.plan import device_of
 from dtransformer.errors import InputError, shown
+from dtransformer.planner import Cluster
+from dtransformer.planner.machine import this_device
+from dtransformer.runs.depth import config_of_depth
 from dtransformer.runs.preview import dry_run, new_config
 
 
@@ -23,12 +27,20 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def new(arguments: argparse.Namespace) -> None:
-    """Print a config to begin with.
+    """Print a config to begin with, with the planner's table where a depth is given.
 
     Raises:
-        InputError: there is no such task.
+        InputError: there is no such task or device, or what is asked does not go together.
     """
-    print(new_config(arguments.task), end="")
+    depth, device, devices = arguments.depth, arguments.device, arguments.devices
+    if depth is None and (device or devices):
+        raise InputError("--device and --devices are of the table of --depth: give it, too")
+    if depth is None:
+        text = new_config(arguments.task)
+    else:
+        kind = device_of(device) if device else this_device(devices or 1)
+        text = config_of_depth(arguments.task, depth, Cluster(kind, devices or 1))
+    print(text, end="")
 
 
 def _steps(text):

@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import yaml
 
@@ -83,8 +83,12 @@ def _planned(config):
     )
 
 
-def new_config(task: str) -> str:
+def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
     """Return a commented file for a task, which `load_config` takes.
+
+    Args:
+        task: its name.
+        options: what the file begins with, by section and key; by default the names of data.
 
     Raises:
         InputError: there is no such task.
@@ -105,6 +109,8 @@ def new_config(task: str) -> str:
         own = _STARTS.get(name, {}).get(task) or _STARTS.get(name, {}).get("*")
         if task == "translation":
             own = {"data": "source: data/train.en\n  target: data/train.fr"}.get(name)
+        if options and name in options:
+            own = "\n  ".join(f"{key}: {value}" for key, value in options[name].items())
         lines.append(f"  {own}" if own else "  {}")
     return "\n".join(lines) + "\n"
 

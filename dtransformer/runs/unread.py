@@ -27,6 +27,7 @@ READ = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
+LIKE: dict[str, str] = {}  # tasks of programs -> those that read the same
 _NOT_GIVEN = (None, "", (), [], False)
 _ENDING = ("linear", "cosine", "wsd", "restarts")
 # A key, another one that decides whether it is read, and with which of its values. What only says how
@@ -45,7 +46,7 @@ _READ_WITH = (
 
 def is_read(task: str, key: str) -> bool:
     """Return whether a task reads a key that its sections have."""
-    return task in READ.get(key, SECTIONS)
+    return LIKE.get(task, task) in READ.get(key, SECTIONS)
 
 
 def check_read(config: RunConfig) -> None:

@@ -229,3 +229,39 @@ def test_a_run_of_another_task_is_told(place, chatted, capsys):
     command = ["train", "--config", str(path), "--run", "runs/chat", "--resume"]
     assert main(command) == 2
     assert "the run is of task chat" in capsys.readouterr().err
+
+
+def test_own_tasks_need_a_name_and_a_class_of_their_own():
+    from dtransformer.runs.tasks import register_task
+    from dtransformer.runs.tasks.causal_lm import LanguageModel
+
+    with pytest.raises(InputError, match="the library's own"):
+        register_task("chat", LanguageModel, like="causal_lm")
+    with pytest.raises(InputError, match="derives from Task, got 3"):
+        register_task("mine", 3, like="causal_lm")
+    with pytest.raises(InputError, match="did you mean causal_lm"):
+        register_task("mine", LanguageModel, like="causallm")
+
+
+def test_one_dial(tmp_path, capsys):
+    """GPT-2's width of its depth; what the published laws say, computed here by hand."""
+    command = ["new", "causal_lm", "--depth", "12", "--device", "h100", "--devices", "8"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "deep.yaml").write_text(text)
+    config = load_config(tmp_path / "deep.yaml")
+    assert (config.model.hidden_size, config.model.num_heads, config.model.num_layers) == (
+        768,
+        12,
+        12,
+    )
+    tokens = 20 * 84_934_656
+    flops = (6 * 84_934_656 + 12 * 12 * 768 * 1024) * tokens
+    training = config.training
+    assert training.batch_size * 1024 / (0.2920 * flops**0.3271) == pytest.approx(1, rel=0.42)
+    assert training.learning_rate == pytest.approx(0.3118 * flops**-0.125, rel=0.03)
+    assert training.max_steps * training.batch_size * 1024 == pytest.approx(tokens, rel=1e-3)
+    assert training.layout == "auto" and training.precision == "mixed_bfloat16"
+    assert "# 1  data 8" in text and "# Take 1" in text
+    assert main(["new", "chat", "--depth", "2"]) == 2
+    assert main(["new", "chat", "--device", "h100"]) == 2

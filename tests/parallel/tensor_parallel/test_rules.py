@@ -1,5 +1,6 @@
 """Promise: the rules say what is sharded, and users may change them."""
 
+import keras
 import numpy as np
 
 import dtransformer
@@ -10,6 +11,7 @@ from dtransformer.parallel.mesh.function import MeshFunction
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 from harness.networks import translation_model
 from harness.tolerances import PARITY_LOSS
+from tests.doc_pages import ROOT, blocks, replaced
 from tests.on_mesh import (
     HIDDEN,
     VOCAB_SIZE,
@@ -79,6 +81,27 @@ def test_a_layer_with_a_logical_axis_of_its_own():
     run = MeshFunction(lambda x: relayout(layer(x), (None,) * 3), layer.variables)
     found = local_value(run(put_replicated(x)))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+WITHOUT_DROPOUT = {
+    "causal=True)": "causal=True, hidden_dropout_rate=0.0, attention_dropout_rate=0.0)",
+    "4 * hidden_size)": "4 * hidden_size, dropout_rate=0.0)",
+    "batch_size=4,": "batch_size=4, shuffle=False,",
+    "dtransformer.init": "# ",
+}
+
+
+@on_mesh
+def test_a_block_and_a_loss_of_the_page_of_patterns():
+    code = "\n".join(blocks(ROOT / "docs/patterns.md", "python")[:5])
+    code = replaced(code, WITHOUT_DROPOUT)
+    exec(code, alone := {})
+    keras.utils.clear_session()  # layers are called as before, and so have the same weights
+    start()
+    exec(code, sharded := {})
+    found, expected = (names["history"]["loss"] for names in (sharded, alone))
+    np.testing.assert_allclose(found, expected, rtol=PARITY_LOSS)
+    assert any(any(v.specs) for v in sharded["network"].get_layer("block_1").weights)
 
 
 @on_mesh

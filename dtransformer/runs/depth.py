@@ -1,0 +1,76 @@
+"""Depth as the one dial of a language model: its sizes, batch and rate by published rules."""
+
+import math
+
+from dtransformer.architectures import Architecture
+from dtransformer.errors import InputError
+from dtransformer.planner import Cluster, Job, plan
+from dtransformer.planner.models import from_architecture
+from dtransformer.planner.report import text_of
+from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.preview import new_config
+
+_TASK, _LENGTH = "causal_lm", 1024  # tokens of a row, as GPT-2's
+
+
+def options_of_depth(depth: int) -> dict[str, dict]:
+    """Return the options of a run that trains a decoder of so many blocks, by sections.
+
+    With d blocks of width h, N weights in them, D tokens that are trained on, and C FLOPs in all:
+
+    - h = 64 d, in heads of 64: GPT-3's smallest model, of 12 blocks (Brown et al., 2020, arXiv
+      2005.14165, table 2.1). What shape it is says little of the loss (Kaplan et al., 2020, arXiv
+      2001.08361, §3.1);
+    - D = 20 N, with N = 12 d h² (Hoffmann et al., 2022, arXiv 2203.15556, table 3);
+    - batch = 0.2920 C^0.3271 tokens, the power of two of rows that is nearest, and rate =
+      0.3118 C^-0.1250, with C = (72 d h² + 12 d h s) D for rows of s tokens; weights decay by 0.1,
+      and 2,000 steps of warm-up, or a tenth of all where that is less (DeepSeek-AI, 2024, arXiv
+      2401.02954, §2.3 and §3.1).
+
+    Example:
+
+    >>> options_of_depth(12)["model"]
+    {'hidden_size': 768, 'num_heads': 12, 'num_layers': 12}
+    """
+    width = 64 * depth
+    tokens = 20 * 12 * depth * width**2
+    flops = (72 * depth * width**2 + 12 * depth * width * _LENGTH) * tokens
+    rows = 2 ** max(round(math.log2(0.2920 * flops**0.3271 / _LENGTH)), 0)
+    steps = math.ceil(tokens / (rows * _LENGTH))
+    rate = float(f"{0.3118 * flops**-0.1250:.2g}")
+    training = {"batch_size": rows, "learning_rate": rate, "weight_decay": 0.1}
+    return {
+        "data": {"train": "data/train.txt", "length": _LENGTH},
+        "model": {"hidden_size": width, "num_heads": depth, "num_layers": depth},
+        "training": {**training, "max_steps": steps, "warmup_steps": min(2000, steps // 10)},
+    }
+
+
+def config_of_depth(task: str, depth: int, cluster: Cluster) -> str:
+    """Return the file of a run that trains a decoder of so many blocks, with the planner's table.
+
+    Args:
+        task: "causal_lm".
+        depth: number of blocks.
+        cluster: what the table is for, which comes as comments.
+
+    Raises:
+        InputError: it is another task, which the rules are not for.
+    """
+    if task != _TASK:
+        raise InputError(
+            f"--depth is for task {_TASK}, whose sizes the rules are of, not for {task}"
+        )
+    options = options_of_depth(depth)
+    rows, on_cpu = options["training"]["batch_size"], cluster.device.name == "cpu"
+    job = Job(rows, "float32" if on_cpu else None).on(cluster.device)
+    options["training"]["precision"] = job.precision
+    arguments = {**options["model"], "vocab_size": USUAL_VOCABULARY, "max_length": _LENGTH}
+    model = from_architecture(f"depth {depth}", Architecture("CausalLM", arguments, ""))
+    table = "\n".join(f"# {x}".rstrip() for x in text_of(plan(model, cluster, job)).splitlines())
+    head = (
+        f"# A language model of {depth} blocks. Width, heads, batch, rate and steps follow from them:\n"
+        "# Brown et al., 2020, table 2.1; Hoffmann et al., 2022, table 3; DeepSeek-AI, 2024, §3.1.\n"
+        "# No token is to be seen twice: of fewer than the steps ask for, training ends earlier.\n"
+    )
+    return f"{head}{new_config(task, options)}\nparallel: auto  # the planner's layout\n\n{table}\n"

@@ -1,0 +1,118 @@
+"""Sdist and wheel of the package, built without network, and what a release asks for.
+
+    python -m harness.dist --out dist              # builds both
+    python -m harness.dist --out dist --release    # refuses what is not fit to be published
+
+The wheel is built from the sdist that was unpacked, in a temporary folder: what the sdist lacks, the
+wheel lacks, and nothing of an earlier build gets in. The clone is left as it is.
+"""
+
+import argparse
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Folders of the clone that are no source.
+MADE = (".git", ".venv", ".venv-jax", "build", "data", "dist", "runs", "site")
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+HEADING = re.compile(r"^## (Unreleased|\S+)(?: – (\d{4}-\d\d-\d\d))?$", re.MULTILINE)
+
+
+def changelog_version(text: str) -> str:
+    """Return the version that a changelog's headings ask for.
+
+    With changes under "Unreleased", it is a development version of the minor version that follows the
+    newest one; else the newest one.
+
+    Raises:
+        ValueError: the changelog has no version, or the newest one has no date.
+    """
+    headings = HEADING.findall(text)
+    newest, date = next((x for x in headings if x[0] != "Unreleased"), ("", ""))
+    if not date:
+        raise ValueError(f"CHANGELOG.md: expected '## X.Y.Z – YYYY-MM-DD', got '## {newest}'")
+    if headings[0][0] != "Unreleased":
+        return newest
+    major, minor, _ = newest.split(".")
+    return f"{major}.{int(minor) + 1}.0.dev0"
+
+
+def package_version() -> str:
+    """Return the version in `dtransformer/version.py`."""
+    text = (ROOT / "dtransformer/version.py").read_text("utf-8")
+    return re.search(r'__version__ = "(.*)"', text).group(1)
+
+
+def build(out: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Build both into a folder; return the paths (sdist, wheel)."""
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        clone = pathlib.Path(folder) / "clone"
+        shutil.copytree(ROOT, clone, ignore=_ignored)
+        sdist = out / _build(clone, "build_sdist", out)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        unpacked = pathlib.Path(folder) / sdist.name.removesuffix(".tar.gz")
+        return sdist, out / _build(unpacked, "build_wheel", out)
+
+
+def _ignored(folder, names):
+    made = MADE if pathlib.Path(folder) == ROOT else ()
+    return [x for x in names if x in made or x == "__pycache__" or x.endswith(".egg-info")]
+
+
+def _build(source, kind, out):
+    command = [sys.executable, "-c", BUILD, kind, str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{kind} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout.splitlines()[-1]
+
+
+def obstacles() -> list[str]:
+    """Return what speaks against publishing the clone as it is, a line each."""
+    version = package_version()
+    expected = changelog_version((ROOT / "CHANGELOG.md").read_text("utf-8"))
+    found = []
+    if version != expected:
+        found.append(f"dtransformer/version.py has {version}, CHANGELOG.md asks for {expected}")
+    if "dev" in version:
+        found.append(
+            f"{version} is a development version: give the changes under '## Unreleased' of "
+            "CHANGELOG.md a version and a date, and dtransformer/version.py the same version"
+        )
+    for command, expect, line in (
+        (["status", "--porcelain"], "", "there are changes that are not committed"),
+        (["tag", "--list", f"v{version}"], "", f"the tag v{version} exists"),
+    ):
+        done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode or done.stdout.strip() != expect:
+            found.append(line)
+    return found
+
+
+def main() -> None:
+    """Build, and with `--release` refuse what is not fit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist")
+    parser.add_argument("--release", action="store_true", help="refuse what is not to be published")
+    arguments = parser.parse_args()
+    if arguments.release and (found := obstacles()):
+        sys.exit("\n".join(["not fit to be published:", *found]))
+    for path in (paths := build(arguments.out)):
+        print(f"{path.name}: {path.stat().st_size / 1024:,.0f} KiB")
+    if arguments.release:
+        version = package_version()
+        print("What is left, by hand:")
+        print(f"  git tag -a v{version} -m 'dtransformer {version}' && git push origin v{version}")
+        print(f"  twine upload {' '.join(str(path) for path in paths)}")
+
+
+if __name__ == "__main__":
+    main()

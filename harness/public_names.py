@@ -1,0 +1,155 @@
+"""A user's program, as a type checker reads it: every public name, and calls with their types.
+
+`make lint` has mypy check it against the package's annotations (`py.typed`), as a user's editor does.
+tests/test_package.py holds that no public name is missing.
+"""
+
+import keras
+import numpy as np
+
+import dtransformer
+from dtransformer import datasets, layers, models, planner, reports, trainers
+from dtransformer.parallel import collectives
+
+NAMES = (
+    dtransformer.EmbeddingOpParallelConfig,
+    dtransformer.MoEConfig,
+    dtransformer.MoEParallelConfig,
+    dtransformer.OpParallelConfig,
+    dtransformer.Trainer,
+    dtransformer.TransformerOpParallelConfig,
+    dtransformer.TransformerRecomputeConfig,
+    dtransformer.__version__,
+    dtransformer.compiles_shapes,
+    dtransformer.data_shard,
+    dtransformer.get_parallel_config,
+    dtransformer.init,
+    dtransformer.is_chief,
+    dtransformer.local_rank,
+    dtransformer.parallel_config,
+    dtransformer.rank,
+    dtransformer.rows_multiple_of,
+    dtransformer.set_parallel_config,
+    dtransformer.set_seed,
+    dtransformer.shutdown,
+    dtransformer.size,
+    datasets.InstructionBatches,
+    datasets.LanguageModelBatches,
+    datasets.MaskedLanguageModelBatches,
+    datasets.NextSentenceBatches,
+    datasets.SpanCorruptionBatches,
+    datasets.SubwordTokenizer,
+    datasets.TokenShards,
+    datasets.TranslationBatches,
+    datasets.clean_pairs,
+    datasets.load_tokenizer,
+    datasets.plan_batches,
+    datasets.read_documents,
+    datasets.read_lines,
+    datasets.read_pairs,
+    datasets.read_sgm,
+    datasets.read_sgm_pairs,
+    datasets.read_tsv,
+    datasets.write_sgm,
+    datasets.write_token_shards,
+    layers.AttentionMask,
+    layers.BlockStack,
+    layers.CrossEntropyLoss,
+    layers.Dropout,
+    layers.FeedForward,
+    layers.FixedSparseAttention,
+    layers.Layer,
+    layers.LayerNorm,
+    layers.Linear,
+    layers.MaskedLMHead,
+    layers.MoE,
+    layers.MultiHeadAttention,
+    layers.PoolingHead,
+    layers.PositionEmbedding,
+    layers.RMSNorm,
+    layers.Router,
+    layers.SentenceHead,
+    layers.SequenceHead,
+    layers.TokenHead,
+    layers.TokenTypeEmbedding,
+    layers.Transformer,
+    layers.TransformerBlock,
+    layers.TransformerDecoder,
+    layers.TransformerDecoderLayer,
+    layers.TransformerEncoder,
+    layers.TransformerEncoderLayer,
+    layers.VocabEmbedding,
+    layers.VocabHead,
+    layers.dropout_seed,
+    layers.spread_evenly,
+    models.CausalLM,
+    models.EncoderDecoderLM,
+    models.GenerationOptions,
+    models.MaskedLM,
+    models.MicroBatchInterleaved,
+    models.TextGenerator,
+    models.TranslationTransformer,
+    models.add_lora,
+    models.check_target,
+    models.freeze,
+    models.from_preset,
+    models.from_pretrained,
+    models.load_lora,
+    models.merge_lora,
+    models.save_lora,
+    models.save_pretrained,
+    models.unfreeze,
+    collectives.Group,
+    collectives.all_gather,
+    collectives.all_reduce_max,
+    collectives.all_reduce_min,
+    collectives.all_reduce_sum,
+    collectives.all_to_all,
+    collectives.broadcast,
+    collectives.gather,
+    collectives.new_group,
+    collectives.recv,
+    collectives.reduce_scatter_sum,
+    collectives.reduce_sum,
+    collectives.scatter,
+    collectives.send,
+    planner.Cluster,
+    planner.Constants,
+    planner.Cost,
+    planner.DEVICES,
+    planner.Device,
+    planner.Job,
+    planner.Link,
+    planner.ModelShape,
+    planner.Plan,
+    planner.TransformerOpParallelConfig,
+    planner.cost,
+    planner.device_named,
+    planner.from_network,
+    planner.named,
+    planner.plan,
+    reports.draw_losses,
+    trainers.ModelCheckpoint,
+    trainers.Trainer,
+)
+
+
+def train(texts: np.ndarray) -> keras.callbacks.History:
+    """Take a model, a config and `fit` with the types that a user's editor shows."""
+    recompute = dtransformer.TransformerRecomputeConfig(recompute=True)
+    config: dtransformer.TransformerOpParallelConfig = dtransformer.TransformerOpParallelConfig(
+        model_parallel=2, optimizer_shard=1, recompute=recompute
+    )
+    dtransformer.init(config)
+    model: keras.Model = models.CausalLM(50, hidden_size=16, num_heads=2, num_layers=1)
+    trainer: keras.Model = dtransformer.Trainer(model)
+    loss: keras.losses.Loss = layers.CrossEntropyLoss(ignore_id=0)
+    trainer.compile(keras.optimizers.AdamW(1e-3), loss)
+    ranks: int = dtransformer.size()
+    return trainer.fit(texts[:, :-1], texts[:, 1:], batch_size=4 * ranks)
+
+
+def results(trainer: dtransformer.Trainer) -> str:
+    """Return the reports, which are text."""
+    chief: bool = dtransformer.is_chief()
+    return f"{trainer.plan()}\n{trainer.communication_report()}" if chief else ""
