@@ -18,6 +18,7 @@ from tests.shared_runs import SharedRuns, read_by, shared_folder
 
 # The file that starts most ranks; meanwhile other workers do what needs none.
 FIRST = "test_parity.py"
+AFTER_SECONDS = 20.0  # files that take longer come before the other ranks
 _BEGIN = pytest.StashKey[float]()
 
 
@@ -58,14 +59,18 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
     seconds = durations.kept()
 
-    def place(item):
-        reads_runs = item.get_closest_marker("runs") is not None
-        taken = seconds.get(item.nodeid.partition("::")[0], 0.0)
-        return item.path.name != FIRST, reads_runs, -taken, item.path
-
-    places = {}
+    files = {}
     for item in items:  # all tests of a file together
-        places[item.path] = min(place(item), places.get(item.path, place(item)))
+        files.setdefault(item.path, []).append(item)
+
+    def place(path):
+        reads_runs = [item.get_closest_marker("runs") is not None for item in files[path]]
+        taken = seconds.get(files[path][0].nodeid.partition("::")[0], 0.0)
+        # Most of that is spent waiting for ranks, whose turn comes after that of what they wait for.
+        taken = min(taken, AFTER_SECONDS) if any(reads_runs) else taken
+        return path.name != FIRST, all(reads_runs), -taken, path
+
+    places = {path: place(path) for path in files}
     items.sort(key=lambda item: places[item.path])
 
 

@@ -111,7 +111,7 @@ def files_of(page):
     elif page == "planner.md":
         options = ["--devices", "1", "--device", "h100", "--global-batch", "8"]
         assert cli.main(["plan", "--model", "bert-base", *options, "--yaml", "plan.yaml"]) == 0
-    elif page in ("fine-tuning.md", "models.md"):
+    elif page in ("fine-tuning.md", "models.md", "migrating-fine-tuning.md"):
         llama("models/llama-3.2-1b")
         line = json.dumps({"prompt": "A question", "answer": " and an answer."}) + "\n"
         pathlib.Path("answers.jsonl").write_text(line * 8)

@@ -16,15 +16,21 @@ DOCUMENTED = sorted(
 
 
 def functions(module):
-    """Yield the names and functions, and methods of classes, that a module makes public."""
+    """Yield names and functions, and methods of classes, that a module makes public, or one below."""
     for name in {*vars(module), *getattr(module, "__all__", ())}:
         value = getattr(module, name)
-        if name.startswith("_") or not getattr(value, "__module__", "").startswith("dtransformer"):
+        is_own = getattr(value, "__module__", "").startswith(module.__name__)
+        if name.startswith("_") or not is_own:
             continue
         if inspect.isfunction(value):
             yield name, value
         elif inspect.isclass(value):
+            fields = getattr(value, "__dataclass_fields__", {})  # which may be functions
             for method, function in vars(value).items():
+                if method in fields or (
+                    method == "__init__" and getattr(value, "_is_protocol", False)
+                ):
+                    continue
                 is_public = method == "__init__" or not method.startswith(("_", "on_"))  # Keras'
                 if is_public and inspect.isfunction(function):
                     yield f"{name}.{method}", function

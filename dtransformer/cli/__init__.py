@@ -29,6 +29,7 @@ _COMMANDS = {
     "new": "cli.runs.new",
     "generate": "cli.generate.generate",
     "chat": "cli.chat.chat",
+    "models": "cli.models.models",
     "plan": "cli.plan.run_plan",
     "checkpoint": "cli.checkpoint.checkpoint",
     "doctor": "cli.doctor.run_doctor",

@@ -207,10 +207,11 @@ class TokenHead(LabelHead):
 
 @register
 class PoolingHead(Layer):
-    """Give each sequence a vector of length 1: what it is pooled to, divided by its norm.
+    """Give each sequence a vector: what it is pooled to, divided by its norm.
 
     Args:
         pooling: as of `SequenceHead`.
+        normalize: whether vectors have length 1.
 
     Call arguments:
         inputs, mask, training: as of `SequenceHead`.
@@ -226,12 +227,12 @@ class PoolingHead(Layer):
 
     pipeline_stage = -1
 
-    def __init__(self, pooling: str = "mean", **kwargs):
+    def __init__(self, pooling: str = "mean", normalize: bool = True, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-        self.pooling = pooling
+        self.pooling, self.normalize = pooling, normalize
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         self.num_labels = inputs_shape[-1]
@@ -241,6 +242,8 @@ class PoolingHead(Layer):
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False
     ) -> tf.Tensor:
         x = tf.cast(pooled(inputs, mask, self.pooling), "float32")
+        if not self.normalize:
+            return x
         return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -124,7 +125,7 @@ def harness_model(
     precision: str = "float32",
     batch_size: int = 8,
     max_length: int | None = None,
-):
+) -> Any:
     """Return a model for `lm_eval.simple_evaluate`, an `lm_eval.api.model.LM`.
 
     Texts begin with the special tokens that the tokenizer adds, and those without a context, and

@@ -1,11 +1,13 @@
 """Promise: whatever the command line is given, it says what is wrong in one line."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from dtransformer.architectures import ARCHITECTURES
 from dtransformer.cli import main
 from dtransformer.errors import MAX_MESSAGE
 from dtransformer.runs import needs
@@ -168,3 +170,14 @@ def test_ranks_that_are_well_say_in_a_line_that_another_has_left(monkeypatch, ca
     monkeypatch.setattr("dtransformer.cli._run", fail)
     assert main(["doctor"]) == 1
     assert "another rank has failed, or left" in capsys.readouterr().err
+
+
+def test_models_are_listed(capsys):
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert "124,439,808" in printed and "LlamaForCausalLM" in printed
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (bert,) = [x for x in found["families"] if x["family"] == "bert"]
+    assert bert["heads"] == ["SequenceClassification", "TokenClassification"]
+    assert {x["preset"] for x in found["presets"]} == set(ARCHITECTURES)

@@ -112,7 +112,7 @@ def test_auto_compiles_clusters_on_gpus(monkeypatch, kind, jit_compile, has_mesh
     monkeypatch.setattr(step_compiler, "device_type", lambda: kind)
     trainer = dense_trainer()
     monkeypatch.setattr(job, "mesh", lambda: object() if has_mesh else None)
-    monkeypatch.setattr(trainer_module, "check_compile_options", lambda *_: None)
+    monkeypatch.setattr(trainer_module.compile_checks, "check_compile_options", lambda *_: None)
     tf.config.optimizer.set_jit(False)
     try:
         trainer.compile("sgd", jit_compile=jit_compile)

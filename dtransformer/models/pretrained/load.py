@@ -52,7 +52,9 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
 
     content, family, found, rules = together(opened, "pretrained/folder")
     network = _made(family, {**found, **arguments}, content.path / CONFIG)
-    network = together(lambda: with_head_of(network, family, content.config), "pretrained/head")
+    network = together(
+        lambda: with_head_of(network, family, content.config, content.path), "pretrained/head"
+    )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):
         together(network.build, "pretrained/values")

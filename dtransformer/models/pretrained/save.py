@@ -13,10 +13,12 @@ from safetensors.numpy import save_file
 
 from dtransformer.errors import InputError
 from dtransformer.files import is_partial, write_into
+from dtransformer.layers.heads import PoolingHead
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
-from dtransformer.models.pretrained.families.task_heads import head_fields, tensors_of
+from dtransformer.models.pretrained.families.task_heads import file_name, head_fields, tensors_of
 from dtransformer.models.pretrained.folder import CONFIG, WEIGHTS
+from dtransformer.models.pretrained.sentence_folder import write_modules
 from dtransformer.models.pretrained.stored_weights import own_path
 from dtransformer.parallel.collectives.objects import (
     all_gather_json,
@@ -81,7 +83,7 @@ def save_pretrained(
         kind = FAMILIES[config["model_type"]]
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
         arrays = {  # without a vocabulary's padding
-            kind.file_name(x.name): x.join([full(path) for path in x.weights])
+            file_name(kind, x.name, network): x.join([full(path) for path in x.weights])
             for x in tensors_of(kind, config["model_type"], network)
         }
         dtype = next(iter(arrays.values())).dtype
@@ -91,7 +93,11 @@ def save_pretrained(
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
 
-    return saved_by_chief(folder, write, overwrite, _HIDE)
+    landed = saved_by_chief(folder, write, overwrite, _HIDE)
+    head = getattr(network, "head", None)
+    if isinstance(head, PoolingHead) and job.is_chief():
+        write_modules(landed, head, network.arguments["hidden_size"])
+    return landed
 
 
 def check_family(network: TokenModel, family: str | None = None) -> None:

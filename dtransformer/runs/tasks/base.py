@@ -3,6 +3,7 @@
 import abc
 import pathlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 
@@ -75,11 +76,11 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def batches(self, part: str):
+    def batches(self, part: str) -> Any:
         """Return this rank's batches of a part, for `fit`; None where there are none."""
 
     @abc.abstractmethod
-    def loss(self):
+    def loss(self) -> keras.losses.Loss:
         """Return the loss, as `Trainer.compile` takes it."""
 
     def metrics(self) -> dict:
@@ -106,7 +107,7 @@ class Task(abc.ABC):
         """Go on with what was written into `folder` in another folder, which it has become."""
         self.folder = folder
 
-    def results(self, trainer: keras.Model, batches) -> dict[str, float]:
+    def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
         """Return what `dtransformer evaluate` prints, of batches of `"dev"`; all ranks call."""
         return trainer.evaluate(batches, verbose=0, return_dict=True)
 
@@ -152,7 +153,7 @@ class Task(abc.ABC):
         """Take the tokenizer of a run's folder."""
         self.tokenizer = load_tokenizer(run / TOKENIZER)
 
-    def needed(self, section: str, key: str):
+    def needed(self, section: str, key: str) -> Any:
         """Return an option that has to be given.
 
         Raises:

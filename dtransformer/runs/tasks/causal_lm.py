@@ -1,5 +1,9 @@
 """Language modelling: each token of a document from those before it."""
 
+from typing import Any
+
+import keras
+
 from dtransformer.datasets.language_model import LanguageModelBatches
 from dtransformer.models import CausalLM
 from dtransformer.runs.networks import special_ids
@@ -15,7 +19,7 @@ class LanguageModel(DocumentTask):
     def arguments(self) -> dict:
         return special_ids(self.tokenizer)
 
-    def results(self, trainer, batches) -> dict[str, float]:
+    def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
         results, shards = super().results(trainer, batches), self.shards["dev"]
         # Of a document without a start token the first one is not predicted.
         first = int(shards.special_ids.get("start") is None)

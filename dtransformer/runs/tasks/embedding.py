@@ -32,6 +32,8 @@ class InBatchLoss(keras.losses.Loss):
         self.temperature = temperature
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+        # Of length 1, as of cosines, whether the network's vectors are or not.
+        y_pred *= tf.math.rsqrt(tf.reduce_sum(y_pred * y_pred, axis=-1, keepdims=True) + 1e-12)
         queries, texts, is_row = y_pred[:, 0], y_pred[:, 1], y_true[:, 0]
         own = tf.reduce_sum(queries * texts, axis=-1) / self.temperature
         if job.data_shard()[1] > 1:
@@ -75,8 +77,10 @@ class Embedding(LabelTask):
 
     def make_network(self, precision: str | None = None) -> GroupModel:
         core = self.make_core(precision)
-        pooling = self.config.data.pooling or ("last" if isinstance(core, CausalLM) else "mean")
-        core = with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))
+        pooling = self.config.data.pooling
+        if pooling or not isinstance(core.head, PoolingHead):  # which a published folder may have
+            pooling = pooling or ("last" if isinstance(core, CausalLM) else "mean")
+            core = with_task_head(core, PoolingHead(pooling, dtype=core.dtype_policy))
         adapt(core, self.config)
         self.network = GroupModel(core)
         return self.network

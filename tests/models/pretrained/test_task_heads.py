@@ -46,7 +46,21 @@ FORMS = {
         (SEQUENCE,),
     ),
 }
-NAMES = [base + ending for base, (_, _, endings) in FORMS.items() for ending in endings]
+# Others of decoders, whose heads are alike: in the long suite.
+ALIKE = {
+    base: (f"{base}Config", {**DECODER, "head_dim": 8, **IDS}, endings)
+    for endings, names in (
+        ((SEQUENCE,), ("Olmo2", "Olmo3")),
+        ((SEQUENCE, TOKENS), ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3")),
+    )
+    for base in names
+}
+FORMS |= ALIKE
+NAMES = [
+    pytest.param(base + ending, marks=[pytest.mark.long] * (base in ALIKE))
+    for base, (_, _, endings) in FORMS.items()
+    for ending in endings
+]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +111,55 @@ def test_logits_files_and_labels(name, folder_of, tmp_path):
     assert before.keys() == after.keys()
     for key, value in before.items():
         np.testing.assert_array_equal(after[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("mode, normalizes", [("mean_tokens", True), ("cls_token", False)])
+@pytest.mark.parametrize("base", ["Bert", "XLMRoberta", "DistilBert", "Qwen3"])
+def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
+    kind, sizes, _ = FORMS[base]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes)
+    folder = tmp_path / "given"
+    model = getattr(transformers, f"{base}Model")(config).eval()
+    model.save_pretrained(folder)
+    modules = ["Transformer", "Pooling", *["Normalize"] * normalizes]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    types = [f"sentence_transformers.models.{name}" for name in modules]
+    listed = [{"type": name, "path": path} for name, path in zip(types, paths)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    pooling = {f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+
+    network = from_pretrained(folder)
+    ids, mask = texts(network.pad_id)
+    with torch.no_grad():
+        states = model(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
+    weights = mask / mask.sum(1, keepdims=True) if "mean" in mode else np.eye(7)[[0, 0, 0]]
+    vectors = np.einsum("bsh,bs->bh", states, weights)
+    if normalizes:
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    inputs = {"tokens": ids, "attention_mask": mask}
+    np.testing.assert_allclose(network(inputs), vectors, rtol=0, atol=PARITY_LOGITS)
+
+    save_pretrained(network, tmp_path / "saved")
+    again = getattr(transformers, f"{base}Model").from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        found = again(torch.tensor(ids), torch.tensor(mask)).last_hidden_state.numpy()
+    np.testing.assert_array_equal(found, states)
+    np.testing.assert_allclose(from_pretrained(tmp_path / "saved")(inputs), network(inputs))
+    saved = json.loads((tmp_path / "saved/modules.json").read_text())
+    assert [x["type"] for x in saved] == types
+
+
+def test_modules_that_are_not_built_are_named(folder_of):
+    folder = folder_of("BertForTokenClassification")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    listed = [{"type": f"x.{name}", "path": ""} for name in ("Transformer", "Pooling", "Dense")]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(InputError, match="the modules are Transformer, Pooling, Dense, expected"):
+        from_pretrained(folder)
 
 
 def test_a_head_of_another_form_is_refused(folder_of, tmp_path):

@@ -2,16 +2,18 @@
 
 import dataclasses
 import importlib
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import keras
 
 from dtransformer.errors import InputError
-from dtransformer.layers.heads import LabelHead, SequenceHead, TokenHead
+from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, TokenHead
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field
+from dtransformer.models.pretrained.sentence_folder import pooling_of
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 from dtransformer.models.task_heads import with_task_head
 
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
     from dtransformer.models.pretrained.families import Family
 
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+# What tensors of encoders have before their names, but for those of a class without a head.
+_BARE = {
+    "bert": "bert.",
+    "roberta": "roberta.",
+    "xlm-roberta": "roberta.",
+    "camembert": "roberta.",
+    "distilbert": "distilbert.",
+    "modernbert": "model.",
+}
 _LEFT_OUT = "head/", "sentence_head/"  # the heads whose place is taken
 
 
@@ -112,7 +123,10 @@ _POOLING = Field(
     theirs={ours: theirs for theirs, ours in _POOLINGS.items()}.get,
 )
 _OF_KIND = {
-    "gpt2": {SEQUENCE: _DECODER[SEQUENCE]},  # that of tokens has another form
+    # Of these tokens have no class there, or, of GPT-2's, one of another form.
+    **{kind: {SEQUENCE: _DECODER[SEQUENCE]} for kind in ("gpt2", "olmo2", "olmo3")},
+    # And these have none, or, of Gemma 3's, of another model.
+    **{kind: {} for kind in ("granite", "olmoe", "glm4_moe", "gemma3_text")},
     "bert": _heads(_first("bert.pooler.dense", "classifier")),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
@@ -139,8 +153,12 @@ def task_heads(kind: str, family: "Family") -> Mapping[str, TaskHead]:
     return _OF_KIND.get(kind, _DECODER if issubclass(family.network, CausalLM) else {})
 
 
-def with_head_of(network: "OneStackModel", family: "Family", config: Mapping) -> "OneStackModel":
-    """Give a network that is not built the head of a config's class, where that labels something.
+def with_head_of(
+    network: "OneStackModel", family: "Family", config: Mapping, folder: pathlib.Path
+) -> "OneStackModel":
+    """Give a network that is not built the head of its folder, where that is a task's.
+
+    Labels are those of the config's class; a folder of sentence-transformers says how to pool.
 
     Raises:
         InputError: the family has no such class here.
@@ -148,7 +166,8 @@ def with_head_of(network: "OneStackModel", family: "Family", config: Mapping) ->
     name = next(iter(config.get("architectures") or ()), "")
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
-        return network
+        pooling = pooling_of(folder, network.dtype_policy)
+        return network if pooling is None else with_task_head(network, pooling)
     form = task_heads(config["model_type"], family).get(ending)
     if form is None:
         raise InputError(f"{name}: its head is not built here")
@@ -190,6 +209,10 @@ def tensors_of(family: "Family", kind: str, network: keras.Model) -> list[Stored
     if not getattr(network, "has_task_head", False):
         return tensors
     kept = [x for x in tensors if not x.weights[0].startswith(_LEFT_OUT)]
+    if isinstance(network.head, PoolingHead):
+        _base_of(family, kind)
+        bare = _BARE.get(kind, "model.")
+        return [dataclasses.replace(x, name=x.name.removeprefix(bare)) for x in kept]
     return [*kept, *_form_of(family, kind, network.head)[1].tensors(network.head)]
 
 
@@ -202,8 +225,10 @@ def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
     if not getattr(network, "has_task_head", False):
         return {}
     head = network.head
+    if isinstance(head, PoolingHead):
+        return {"architectures": [f"{_base_of(family, kind)}Model"]}
     ending, form = _form_of(family, kind, head)
-    base = family.architecture.removesuffix("LMHeadModel").partition("For")[0]
+    base = _class_of(family)
     numbers = range(head.num_labels)
     names = getattr(head, "label_names", None) or [f"LABEL_{number}" for number in numbers]
     return {
@@ -213,6 +238,24 @@ def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
         form.dropouts[0]: head.dropout_rate,
         **{x: y for field in form.fields for x, y in field.written(vars(head)).items()},
     }
+
+
+def file_name(family: "Family", name: str, network: keras.Model) -> str:
+    """Return what a tensor of `tensors_of` is called in the files of a network."""
+    is_bare = isinstance(getattr(network, "head", None), PoolingHead)
+    return name if is_bare else family.file_name(name)
+
+
+def _class_of(family):
+    """Return what the names of a family's classes begin with."""
+    return family.architecture.removesuffix("LMHeadModel").partition("For")[0]
+
+
+def _base_of(family, kind):
+    """Return what the name of a family's class without a head begins with."""
+    if kind not in _BARE and kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise InputError(f"vectors of the family {kind!r} have no published form here")
+    return _class_of(family)
 
 
 def _form_of(family, kind, head):

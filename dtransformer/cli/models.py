@@ -1,0 +1,58 @@
+"""`dtransformer models`: the published sizes, and the families whose folders are loaded and saved."""
+
+import argparse
+import json
+
+from dtransformer.architectures import ARCHITECTURES
+from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.models.pretrained.families.task_heads import task_heads
+from dtransformer.planner.models import named
+from dtransformer.tables import columns
+
+
+def presets() -> list[dict]:
+    """Return name, network, number of parameters, positions and source of each published size."""
+    return [
+        {
+            "preset": name,
+            "network": architecture.network,
+            "parameters": named(name).parameters(),
+            "positions": architecture.arguments.get("max_length"),
+            "source": architecture.source,
+        }
+        for name, architecture in ARCHITECTURES.items()
+    ]
+
+
+def families() -> list[dict]:
+    """Return each family: its class in `transformers`, what it does, and its heads of labels."""
+    return [
+        {
+            "family": name,
+            "class": family.architecture,
+            "network": family.network.__name__,
+            "generates": hasattr(family.network, "generate"),
+            "heads": [x.removeprefix("For") for x in task_heads(name, family)],
+        }
+        for name, family in FAMILIES.items()
+    ]
+
+
+def models(arguments: argparse.Namespace) -> None:
+    """Print what there is, as two tables or as JSON."""
+    tables = {"presets": presets(), "families": families()}
+    if arguments.json:
+        print(json.dumps(tables))
+        return
+    for title, rows in tables.items():
+        print(f"\n{title}\n")
+        print("\n".join(columns([list(rows[0]), *(map(_shown, x.values()) for x in rows)])))
+
+
+def _shown(value):
+    """Return a value as a cell of a table."""
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:,}" if isinstance(value, int) else value or ""
