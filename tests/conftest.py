@@ -92,9 +92,13 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def clean_state():
-    """Every test starts outside of a job, with the default config, seed and precision."""
+    """Every test starts outside of a job, with the default config, seed and precision, and our tasks."""
     yield
     dtransformer.set_parallel_config(dtransformer.TransformerOpParallelConfig())
+    if tasks := sys.modules.get("dtransformer.runs.tasks"):
+        for name in list(tasks._OWN):
+            for table in (tasks.SECTIONS, tasks.LIKE, tasks._OWN):
+                del table[name]
     if "keras" in sys.modules:
         import keras
 

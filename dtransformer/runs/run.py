@@ -1,5 +1,6 @@
 """A run: from a config file to a run folder, whatever its task is."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterable
 
 import keras
+import tensorflow as tf
 
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError
@@ -130,14 +132,16 @@ def train(
             write_text_atomically(folder.path / PLAN, text_of(found) + "\n")
         run = RunIdentity.load(folder.path)
         if not (resumes and _has_ended(folder.path, config)):
-            trainer.fit(
-                batches["train"],
-                epochs=config.training.epochs,
-                validation_data=batches["dev"],
-                callbacks=_callbacks(task, trainer, folder, run, resumes, batches, profile),
-                resume=resumes,
-                verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
-            )
+            callbacks = _callbacks(task, trainer, folder, run, resumes, batches, profile)
+            with _told_what_fits(config):
+                trainer.fit(
+                    batches["train"],
+                    epochs=config.training.epochs,
+                    validation_data=batches["dev"],
+                    callbacks=callbacks,
+                    resume=resumes,
+                    verbose=1 if sys.stdout.isatty() else 2,  # a bar makes no sense in a log
+                )
     finally:
         if job.is_chief() and not resumes:
             folder.settle()
@@ -145,6 +149,21 @@ def train(
         print(f"The run is in {folder.path}. {_next(config, folder.path)}")
     export(task, trainer, folder.path, overwrite or resumes)
     return folder.path
+
+
+@contextlib.contextmanager
+def _told_what_fits(config):
+    """Inside the `with` block memory that is full is told in a line, below the planner's table."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        if job.is_chief():
+            print(text_of(plan_of_run(config, fixed={})), file=sys.stderr)
+        raise InputError(
+            "the memory of a device is full: the planner's table for these ranks, which rank 0 prints "
+            "and --dry-run shows, has layouts that fit, and parallel: auto takes the first of them; "
+            "or give a smaller batch_size"
+        ) from error
 
 
 def _has_ended(path, config):

@@ -6,12 +6,14 @@ import pathlib
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import yaml
 
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.cli import main
 from dtransformer.runs import evaluating
 from dtransformer.runs.loading import load_run
+from dtransformer.trainers import Trainer
 from tests.runs.test_folder import snapshot
 
 SIZES = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "dropout_rate": 0.0}
@@ -112,6 +114,16 @@ def test_perplexities_are_of_the_text(place, capsys):
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
     assert found["byte_perplexity"] == pytest.approx(np.exp(nats / total))
     assert found["word_perplexity"] == pytest.approx(np.exp(nats / words))
+
+
+def test_full_memory_is_told_with_what_would_fit(place, monkeypatch, capsys):
+    def fails(*_, **__):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+    monkeypatch.setattr(Trainer, "fit", fails)
+    assert train(run="runs/full") == 2
+    told = capsys.readouterr().err
+    assert "layouts computed" in told and "the memory of a device is full" in told
 
 
 def test_a_run_of_several_ranks_is_evaluated_by_one(place, monkeypatch, capsys):
