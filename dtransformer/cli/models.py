@@ -32,7 +32,7 @@ def families() -> list[dict]:
             "class": family.architecture,
             "network": family.network.__name__,
             "generates": hasattr(family.network, "generate"),
-            "heads": [x.removeprefix("For") for x in task_heads(name, family)],
+            "heads": [x.removeprefix("For") for x in task_heads(name)],
         }
         for name, family in FAMILIES.items()
     ]

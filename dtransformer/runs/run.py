@@ -213,10 +213,9 @@ def _prepare(config, folder, resumes):
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
+        # Labels that the config does not name were found in the records when the run began.
         if hasattr(config.data, "labels") and not config.data.labels:
-            config.data.labels = getattr(
-                old.data, "labels", []
-            )  # found in the records when it began
+            config.data.labels = getattr(old.data, "labels", [])
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()

@@ -53,7 +53,7 @@ def from_pretrained(folder: str | os.PathLike, **arguments) -> TokenModel:
     content, family, found, rules = together(opened, "pretrained/folder")
     network = _made(family, {**found, **arguments}, content.path / CONFIG)
     network = together(
-        lambda: with_head_of(network, family, content.config, content.path), "pretrained/head"
+        lambda: with_head_of(network, content.config, content.path), "pretrained/head"
     )
     stored = together(lambda: StoredWeights(content, family, network), "pretrained/tensors")
     with values_from(stored.read):

@@ -80,14 +80,14 @@ def save_pretrained(
     values, shapes = _values_on_chief(network), network.weight_shapes()
 
     def write(fresh):
-        kind = FAMILIES[config["model_type"]]
+        kind, computed = config["model_type"], FAMILIES[config["model_type"]].computed
         full = lambda path: values[path][tuple(slice(size) for size in shapes[path])]
         arrays = {  # without a vocabulary's padding
             file_name(kind, x.name, network): x.join([full(path) for path in x.weights])
-            for x in tensors_of(kind, config["model_type"], network)
+            for x in tensors_of(kind, network)
         }
         dtype = next(iter(arrays.values())).dtype
-        arrays |= {x: y.astype(dtype) for x, y in kind.computed(network.arguments).items()}
+        arrays |= {x: y.astype(dtype) for x, y in computed(network.arguments).items()}
         fields = {**config, "dtype": str(dtype)}
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -170,5 +170,5 @@ def _config_of(network, name):
         **family.config(arguments),
         **{theirs: arguments[ours] for ours, theirs in family.special_ids.items()},
         "tie_word_embeddings": arguments["tied_head"],
-        **head_fields(family, name, network),
+        **head_fields(name, network),
     }

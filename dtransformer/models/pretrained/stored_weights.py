@@ -37,7 +37,7 @@ class StoredWeights:
     def __init__(self, content: PretrainedFolder, family: Family, network: TokenModel):
         self._content = content
         names = {family.own_name(name): name for name in content.shapes}
-        tensors = tensors_of(family, content.config["model_type"], network)
+        tensors = tensors_of(content.config["model_type"], network)
         unused = names.keys() - {tensor.name for tensor in tensors}
         unused -= set(filter(family.is_spare, unused))
         unused -= _left_out(unused, family.left_out(network.arguments), content.path)

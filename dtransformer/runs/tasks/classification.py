@@ -8,7 +8,7 @@ from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
 from dtransformer.models import CausalLM, MaskedLM
 from dtransformer.models.one_stack import OneStackModel
-from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head
+from dtransformer.models.pretrained.families.task_heads import SEQUENCE, new_head, usual_labels
 from dtransformer.models.task_heads import with_task_head
 from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
@@ -54,15 +54,9 @@ class LabelTask(RecordTask):
         start = next(x for x in range(len(whole)) if whole[x : x + len(plain)] == plain)
         return whole[:start], whole[start + len(plain) :]
 
-    @property
-    def label_names(self) -> list[str]:
-        """The names of the labels, where they have names."""
-        return self.config.data.labels
-
     def head(self, num_labels: int, core: OneStackModel) -> keras.layers.Layer:
         """Return the head: the published family's, else as BERT's, or by a decoder's last token."""
-        names = self.label_names or [f"LABEL_{number}" for number in range(num_labels)]
-        own = new_head(core, self.ending, names)
+        own = new_head(core, self.ending, self.config.data.labels or usual_labels(num_labels))
         if own is not None and not self.config.data.pooling:
             return own
         return self.plain_head(num_labels, core)

@@ -61,7 +61,7 @@ class RecordTask(Task):
         """Return the texts of the records to train on."""
         if "train" not in found:
             raise InputError("tokenizer.folder is not given, and there are no data.train for one")
-        placed = [pair for source in found["train"] for pair in source]
+        placed = itertools.chain.from_iterable(found["train"])
         return evenly_spread(text for place, record in placed for text in self.texts(record, place))
 
     def settle(self, found: dict[str, list[list[Placed]]]) -> None:

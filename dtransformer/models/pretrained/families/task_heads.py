@@ -1,35 +1,31 @@
 """Classes of `transformers` that label sequences or tokens: their heads here, and their tensors."""
 
 import dataclasses
-import importlib
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import keras
 
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, TokenHead
+from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
+from dtransformer.models.one_stack import OneStackModel
+from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
 from dtransformer.models.pretrained.families.parts import Field
 from dtransformer.models.pretrained.sentence_folder import pooling_of
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 from dtransformer.models.task_heads import with_task_head
 
-if TYPE_CHECKING:
-    from dtransformer.models.one_stack import OneStackModel
-    from dtransformer.models.pretrained.families import Family
-
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# What tensors of encoders have before their names, but for those of a class without a head.
+# What tensors have before their names, but for those of a class without a head, of which there is one
+# here for these families.
 _BARE = {
     "bert": "bert.",
-    "roberta": "roberta.",
-    "xlm-roberta": "roberta.",
-    "camembert": "roberta.",
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), "roberta."),
     "distilbert": "distilbert.",
-    "modernbert": "model.",
+    **dict.fromkeys(("modernbert", "llama", "mistral", "qwen2", "qwen3"), "model."),
 }
 _LEFT_OUT = "head/", "sentence_head/"  # the heads whose place is taken
 
@@ -143,19 +139,16 @@ _OF_KIND = {
 }
 
 
-def task_heads(kind: str, family: "Family") -> Mapping[str, TaskHead]:
-    """Return the heads of a family by what the names of their classes end with; none where unknown.
+def task_heads(kind: str) -> Mapping[str, TaskHead]:
+    """Return the heads of a family by what the names of their classes end with.
 
     Args:
-        kind: its `model_type`.
-        family: the family.
+        kind: its `model_type`, a key of `FAMILIES`.
     """
-    return _OF_KIND.get(kind, _DECODER if issubclass(family.network, CausalLM) else {})
+    return _OF_KIND.get(kind, _DECODER if issubclass(FAMILIES[kind].network, CausalLM) else {})
 
 
-def with_head_of(
-    network: "OneStackModel", family: "Family", config: Mapping, folder: pathlib.Path
-) -> "OneStackModel":
+def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> TokenModel:
     """Give a network that is not built the head of its folder, where that is a task's.
 
     Labels are those of the config's class; a folder of sentence-transformers says how to pool.
@@ -168,7 +161,7 @@ def with_head_of(
     if ending is None:
         pooling = pooling_of(folder, network.dtype_policy)
         return network if pooling is None else with_task_head(network, pooling)
-    form = task_heads(config["model_type"], family).get(ending)
+    form = task_heads(config["model_type"]).get(ending)
     if form is None:
         raise InputError(f"{name}: its head is not built here")
     rates = (config.get(field) for field in form.dropouts)
@@ -176,7 +169,7 @@ def with_head_of(
     return with_task_head(network, form.head(labels_of(config), network, rate, config))
 
 
-def new_head(network: "OneStackModel", ending: str, labels: Sequence[str]) -> LabelHead | None:
+def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
     """Return a head as the family of a network has it; None where that is not known.
 
     Args:
@@ -184,10 +177,7 @@ def new_head(network: "OneStackModel", ending: str, labels: Sequence[str]) -> La
         ending: `SEQUENCE` or `TOKENS`.
         labels: names of the labels.
     """
-    kind = network.origin and network.origin[0]
-    families = importlib.import_module("dtransformer.models.pretrained.families")
-    family = families.FAMILIES.get(kind)
-    form = family and task_heads(kind, family).get(ending)
+    form = network.origin and task_heads(network.origin[0]).get(ending)
     return form and form.head(labels, network, network.arguments["dropout_rate"], {})
 
 
@@ -196,27 +186,31 @@ def labels_of(config: Mapping) -> list[str]:
     names = config.get("id2label")
     if names:
         return [str(names[key]) for key in sorted(names, key=int)]
-    return [f"LABEL_{number}" for number in range(config.get("num_labels", 2))]
+    return usual_labels(config.get("num_labels", 2))
 
 
-def tensors_of(family: "Family", kind: str, network: keras.Model) -> list[StoredTensor]:
-    """Return the tensors of a file of a network, which may have a task's head.
+def usual_labels(number: int) -> list[str]:
+    """Return what labels are called that have no names."""
+    return [f"LABEL_{place}" for place in range(number)]
+
+
+def tensors_of(kind: str, network: TokenModel) -> list[StoredTensor]:
+    """Return the tensors of a file of a network of a family, which may have a task's head.
 
     Raises:
         InputError: the family has no class with such a head.
     """
-    tensors = family.tensors(network.arguments)
+    tensors = FAMILIES[kind].tensors(network.arguments)
     if not getattr(network, "has_task_head", False):
         return tensors
     kept = [x for x in tensors if not x.weights[0].startswith(_LEFT_OUT)]
     if isinstance(network.head, PoolingHead):
-        _base_of(family, kind)
-        bare = _BARE.get(kind, "model.")
+        bare = _bare(kind)
         return [dataclasses.replace(x, name=x.name.removeprefix(bare)) for x in kept]
-    return [*kept, *_form_of(family, kind, network.head)[1].tensors(network.head)]
+    return [*kept, *_form_of(kind, network.head)[1].tensors(network.head)]
 
 
-def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
+def head_fields(kind: str, network: TokenModel) -> dict:
     """Return the fields of a published config that say a network's head: of a task, or none.
 
     Raises:
@@ -225,12 +219,12 @@ def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
     if not getattr(network, "has_task_head", False):
         return {}
     head = network.head
+    base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
     if isinstance(head, PoolingHead):
-        return {"architectures": [f"{_base_of(family, kind)}Model"]}
-    ending, form = _form_of(family, kind, head)
-    base = _class_of(family)
-    numbers = range(head.num_labels)
-    names = getattr(head, "label_names", None) or [f"LABEL_{number}" for number in numbers]
+        _bare(kind)  # refuses families that have no such class
+        return {"architectures": [f"{base}Model"]}
+    ending, form = _form_of(kind, head)
+    names = getattr(head, "label_names", None) or usual_labels(head.num_labels)
     return {
         "architectures": [base + ending],
         "id2label": {str(number): name for number, name in enumerate(names)},
@@ -240,28 +234,23 @@ def head_fields(family: "Family", kind: str, network: keras.Model) -> dict:
     }
 
 
-def file_name(family: "Family", name: str, network: keras.Model) -> str:
+def file_name(kind: str, name: str, network: TokenModel) -> str:
     """Return what a tensor of `tensors_of` is called in the files of a network."""
     is_bare = isinstance(getattr(network, "head", None), PoolingHead)
-    return name if is_bare else family.file_name(name)
+    return name if is_bare else FAMILIES[kind].file_name(name)
 
 
-def _class_of(family):
-    """Return what the names of a family's classes begin with."""
-    return family.architecture.removesuffix("LMHeadModel").partition("For")[0]
-
-
-def _base_of(family, kind):
-    """Return what the name of a family's class without a head begins with."""
-    if kind not in _BARE and kind not in ("llama", "mistral", "qwen2", "qwen3"):
+def _bare(kind):
+    """Return what names of tensors lack in the files of a family's class without a head."""
+    if kind not in _BARE:
         raise InputError(f"vectors of the family {kind!r} have no published form here")
-    return _class_of(family)
+    return _BARE[kind]
 
 
-def _form_of(family, kind, head):
+def _form_of(kind, head):
     """Return the end of the class' name, and the form, of a head."""
     ending = TOKENS if isinstance(head, TokenHead) else SEQUENCE
-    form = task_heads(kind, family).get(ending)
+    form = task_heads(kind).get(ending)
     own = head.get_config()
     wanted = {} if form is None else {"use_bias": True, **form.arguments}
     differs = {x: own.get(x) for x, value in wanted.items() if own.get(x) != value}
