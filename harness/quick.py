@@ -1,5 +1,6 @@
 """What tests leave out to compile quickly: numbers do not depend on it."""
 
+import gc
 import os
 
 XLA_FLAGS = (
@@ -15,6 +16,7 @@ def compile_quickly():
     Operations get one thread, as another process of tests, or another rank, has the other core.
     `make test-all` compiles as users do.
     """
+    gc.set_threshold(50_000, 20, 50)  # what is traced is large, and little of it is garbage
     os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
     import tensorflow as tf
 

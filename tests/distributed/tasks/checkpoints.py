@@ -15,7 +15,7 @@ from harness.batches import EVEN, batches, replica_share
 from harness.networks import make
 from harness.training import Record, as_taken
 
-NETWORK, STEPS_BEFORE, STEPS_AFTER = "tied", 4, 10
+NETWORK, STEPS_BEFORE, STEPS_AFTER = "tied", 4, 5
 # Each layout saves, and is restored by the next two; the last two by one process.
 QUICK = (
     "alone@1x1",
