@@ -5,7 +5,7 @@
 The first step of a small network is traced under `sys.setprofile`, in one process: a mesh of two
 logical devices, a pipeline of one stage with two model chunks. A file counts where one of its
 functions runs between the call of the train function and its return, but for what the network's
-layers call (the network is the user's); lines are those of code.
+layers call, and their gradients (the network is the user's); lines are those of code.
 """
 
 import argparse
@@ -33,6 +33,12 @@ LAYOUTS = {
     ),
 }
 NETWORK = tuple(f"{PACKAGE}/{folder}/" for folder in ("layers", "models"))
+BACKWARD = "GradientTape.gradient"  # TensorFlow calls the gradients of layers' operations there
+
+
+def is_of_network(code):
+    """Return whether a code object is a method of a layer, or the backward pass."""
+    return code.co_filename.startswith(NETWORK) or code.co_qualname == BACKWARD
 
 
 def walk(layout):
@@ -56,7 +62,7 @@ def walk(layout):
     def note(frame, event, _):
         name = frame.f_code.co_filename
         if event == "call":
-            if not inside and name.startswith(NETWORK):
+            if not inside and is_of_network(frame.f_code):
                 inside.append(frame)
             elif not inside:
                 passed.add(name)

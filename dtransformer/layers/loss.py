@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_rate, check_size, register
-from dtransformer.parallel.tensor_parallel.cross_entropy import token_nll
+from dtransformer.parallel.tensor_parallel.cross_entropy import label_values, token_nll
 
 
 @register
@@ -151,3 +151,22 @@ def class_numbers(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 def with_rank(weights: tf.Tensor, rank: int) -> tf.Tensor:
     """Return weights, which may be one for each sentence only, with `rank` dimensions."""
     return weights[(..., *[None] * (rank - len(weights.shape)))]
+
+
+def hits(outputs, labels) -> tf.Tensor | None:
+    """Return 1 where the label is the most likely class, 0 elsewhere.
+
+    Args:
+        outputs: tensor [..., V].
+        labels: int tensor [...].
+
+    Returns:
+        A float32 tensor [...], or None where outputs and labels are not those of a
+        classifier.
+    """
+    is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
+    if not is_class:
+        return None
+    best = tf.reduce_max(outputs, axis=-1)
+    own = label_values(outputs, tf.maximum(labels, 0))
+    return tf.cast(own >= best, "float32")

@@ -122,7 +122,7 @@ class FitLoop(StepFunctions):
         if beginning.restored is not None:
             initial_epoch = beginning.epoch
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
-        self.num_steps = int(self.optimizer.iterations)
+        self._begin_training()
         verbose = verbose if job.is_chief() else 0
         restored = beginning.restored and beginning.restored.path
         self._callback_states = CallbackStates(callbacks, restored)
@@ -218,7 +218,7 @@ class FitLoop(StepFunctions):
             self._take_batch(x, shard)
             self._prepare((x,))
             self._data_position = self._restored_position = None  # not known any more
-            self.num_steps = int(self.optimizer.iterations)
+            self._begin_training()
             logs = self._logging(StepLogs(throughput=self._throughput))
             with job.doing("compiling", self.num_steps + 1), logs:
                 return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
@@ -237,6 +237,11 @@ class FitLoop(StepFunctions):
             self._set_sharding(shards_rows(x, shard))
             self._start_engine((x,))
             return super().predict_on_batch(x)
+
+    def _begin_training(self):
+        """Take what a checkpoint may have changed: the number of the step, and the seed."""
+        self.num_steps = int(self.optimizer.iterations)
+        self._step.take_seed()
 
     # Which rows a rank computes.
 

@@ -28,44 +28,48 @@ class LayerStates:
         metrics: list of the layers' own metrics, whose results are shown in the logs.
         adding: list of the names of layers that add losses of the rows, until they are told.
         is_used: whether states are collected.
+        are_tried: whether layers are still to be tried with the first batch.
     """
 
     def __init__(self):
-        self.metrics, self.adding, self._is_started = [], [], False
+        self.metrics, self.adding, self.is_used, self.are_tried = [], [], False, False
         self._states = {}  # name in the sums -> (layer, variable, MEAN or SUM)
         self._counts = {}  # the same of metrics, which begin a share with zeros
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._states or self._counts)
+    def find(self, network: keras.Model) -> None:
+        """Find the metrics of layers, and whether what else they set is to be tried.
 
-    def start(self, network: keras.Model, objective, inputs, labels) -> None:
+        Args:
+            network: the `keras.Model`, built.
+
+        Raises:
+            ValueError: a layer's metric cannot be put together of shares; names both.
+        """
+        in_pipeline, num_shards = job.placement().num_chunks > 1, job.data_shard()[1]
+        self.metrics = layer_metrics(network)
+        if in_pipeline or job.mesh() is not None or num_shards > 1:
+            self._count(network, in_pipeline)
+        self.is_used = bool(self._counts)
+        self.are_tried = in_pipeline or num_shards * get_parallel_config().micro_batch_num > 1
+
+    def try_layers(self, network: keras.Model, objective, inputs, labels) -> None:
         """Find out, once, what layers set, and what becomes of it; warns of what has no shares.
 
         Args:
             network: the `keras.Model`, built.
             objective: the `Objective`.
             inputs, labels: nested tensors of a batch, or what a `tf.function` has of it.
-
-        Raises:
-            ValueError: a layer's metric cannot be put together of shares; names both.
         """
-        if self._is_started:
-            return
-        self._is_started, in_pipeline = True, job.placement().num_chunks > 1
-        self.metrics = layer_metrics(network)
-        if in_pipeline or job.mesh() is not None or job.data_shard()[1] > 1:
-            self._count(network, in_pipeline)
-        num_shares = job.data_shard()[1] * get_parallel_config().micro_batch_num
-        if in_pipeline or num_shares > 1:
-            rules, differing, self.adding = try_parts(network, objective, inputs, labels)
-            for layer in _compat.flat_layers(network):
-                for variable in own_states(layer):
-                    if id(variable) in rules:
-                        name = f"states/{job.stage()[0]}.{len(self._states)}"
-                        self._states[name] = layer, variable, rules[id(variable)]
-            if num_shares > 1:
-                tell_of_parts(differing)
+        self.are_tried = False
+        rules, differing, self.adding = try_parts(network, objective, inputs, labels)
+        for layer in _compat.flat_layers(network):
+            for variable in own_states(layer):
+                if id(variable) in rules:
+                    name = f"states/{job.stage()[0]}.{len(self._states)}"
+                    self._states[name] = layer, variable, rules[id(variable)]
+        self.is_used = bool(self._states or self._counts)
+        if job.data_shard()[1] * get_parallel_config().micro_batch_num > 1:
+            tell_of_parts(differing)
 
     def _count(self, network, in_pipeline):
         for layer in _compat.flat_layers(network):

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.tensor_parallel.cross_entropy import label_values
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -152,22 +151,3 @@ def _product(values, weights):
     if weights.shape.rank < (values.shape.rank or 0):
         weights = weights[(..., *[None] * (values.shape.rank - weights.shape.rank))]
     return values * weights
-
-
-def hits(outputs, labels) -> tf.Tensor | None:
-    """Return 1 where the label is the most likely class, 0 elsewhere.
-
-    Args:
-        outputs: tensor [..., V].
-        labels: int tensor [...].
-
-    Returns:
-        A float32 tensor [...], or None where outputs and labels are not those of a
-        classifier.
-    """
-    is_class = tf.as_dtype(labels.dtype).is_integer and len(outputs.shape) == len(labels.shape) + 1
-    if not is_class:
-        return None
-    best = tf.reduce_max(outputs, axis=-1)
-    own = label_values(outputs, tf.maximum(labels, 0))
-    return tf.cast(own >= best, "float32")

@@ -4,9 +4,9 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.loss import CrossEntropyLoss, class_numbers
+from dtransformer.layers.loss import CrossEntropyLoss, class_numbers, hits
 from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.loss_terms import Counted, check_loss, hits, share_of
+from dtransformer.trainers.loss_terms import Counted, check_loss, share_of
 from dtransformer.trainers.step_errors import check_range
 
 _BY_SHAPE = "crossentropy", "ce"  # which Keras chooses by the shapes of an output

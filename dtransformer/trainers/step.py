@@ -31,6 +31,7 @@ class Step:
         self, forward, engine, optimizer, optimizer_step, metrics, compiler, metrics_built
     ):
         self._forward, self._states, self._engine = forward, forward.states, engine
+        self._adds_up = forward.parts.adds_up
         self._optimizer, self._optimizer_step = optimizer, optimizer_step
         self.metrics, self._metrics_built = metrics, metrics_built
         self.expert_loads = ExpertLoads()
@@ -43,6 +44,11 @@ class Step:
         self._reduce = compiler.part(self._reduce_and_clip)
         self._logs = compiler.part(self._training_logs)
         self._test_logs = compiler.part(self._evaluation_logs, trains=False)
+        self.take_seed()
+
+    def take_seed(self):
+        """Derive dropout masks from the job's seed, which a checkpoint may have changed."""
+        self._seed = derived_seed("dropout", job.data_shard()[0])
 
     def train(self, inputs, labels, sample_weight):
         """Update the weights with a batch; return the logs, a dict of tensors."""
@@ -61,12 +67,10 @@ class Step:
         return self._test_logs(sums, counts, *self._seen(labels, outputs, sample_weight))
 
     def _numbers(self, *batch):
-        shard, _ = job.data_shard()
-        seed = derived_seed("dropout", shard), tf.cast(self._optimizer.iterations, "int32")
         return Numbers(
             counts=self._forward.counts(*batch),
             loss_scale=tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"),
-            seed=tf.stack(seed),
+            seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, "int32")]),
         )
 
     def _seen(self, labels, outputs, sample_weight):
@@ -81,8 +85,7 @@ class Step:
 
     def _reduce_and_clip(self, gradients, sums):
         """Return what `ShardedOptimizer.apply` takes, and a dict of what the logs are made of."""
-        totals, factor = reduce_sum(sums, name="sums"), None
-        self._states.apply(totals)
+        totals, factor = self._totals(sums, "sums"), None
         loss = totals.pop("loss") + totals.pop("added")
         if "divided" in totals:  # what the mean is divided by was a guess before the forward pass
             factor = tf.math.divide_no_nan(1.0, totals.pop("divided"))
@@ -101,13 +104,22 @@ class Step:
         if loss_scale.is_used:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
-        logs |= self._states.results() | self.expert_loads.update(totals)
+        logs |= self._metrics_of_layers() | self.expert_loads.update(totals)
         logs |= {"step_loss": loss, "gradient_norm": result["norm"]}
         return {**logs, "learning_rate": result["learning_rate"]}
 
     def _evaluation_logs(self, sums, counts, *seen):
-        totals = reduce_sum(sums, "test_sums")
+        totals = self._totals(sums, "test_sums")
         loss = totals.pop("loss") + totals.pop("added")
         loss = tf.math.divide_no_nan(loss, totals.pop("divided", 1.0))
-        self._states.apply(totals)
-        return self.metrics.update(loss, totals, counts, *seen) | self._states.results()
+        return self.metrics.update(loss, totals, counts, *seen) | self._metrics_of_layers()
+
+    def _totals(self, sums, name):
+        """Return the sums over the data-parallel group; those of layers' states change them."""
+        totals = reduce_sum(sums, name) if self._adds_up else dict(sums)
+        if self._states.is_used:
+            self._states.apply(totals)
+        return totals
+
+    def _metrics_of_layers(self):
+        return self._states.results() if self._states.metrics else {}

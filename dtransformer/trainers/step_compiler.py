@@ -66,11 +66,13 @@ class StepCompiler:
         return self._compiled(function, trains) if self.in_parts else function
 
     def _compiled(self, function, trains):
+        is_watched = job.watchdog() is not None  # by other ranks
+
         @functools.wraps(function)
         def traced(*args):
-            if not tf.executing_eagerly():
-                if trains:
-                    self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
+            if trains and not tf.executing_eagerly():
+                self.graphs[function.__name__] = tf.compat.v1.get_default_graph()
+            if is_watched and not tf.executing_eagerly():
                 job.compiles()
             return function(*args)
 

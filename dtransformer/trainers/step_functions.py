@@ -13,7 +13,7 @@ import tensorflow as tf
 from dtransformer.garbage import garbage_waits
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.throughput import measured_peak, tokens_and_flops
-from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class StepLogs:
@@ -78,13 +78,15 @@ class StepFunctions(keras.Model):
         if self.train_function is not None and not force:
             return self.train_function
         peak = tf.constant(measured_peak(self.network.compute_dtype), "float32")
-        self._throughput.start(float(grads.reduce_sum({"peak": peak}, "peak")["peak"]))
+        self._throughput.start(float(reduce_sum({"peak": peak}, "peak")["peak"]))
         step, compiled, ended = self._compiler.whole(self.train_step, trains=True), False, 0.0
+        is_watched = job.watchdog() is not None  # by other ranks
 
         def done(batch, begin, there):
             nonlocal compiled, ended
             if compiled:
-                job.computed_for(there - ended)
+                if is_watched:
+                    job.computed_for(there - ended)
                 self._throughput.add(
                     time.perf_counter() - begin, *self._tokens_and_flops(batch), there - begin
                 )
@@ -93,11 +95,14 @@ class StepFunctions(keras.Model):
 
         def train(iterator):
             nonlocal ended
-            if self._beginning is not None:
+            if self._beginning is not None and self._beginning.batch:  # in an epoch's middle
                 self._beginning.count_step()
-            is_first = not compiled and self.steps_per_execution == 1  # else others are in its call
-            searching = garbage_waits() if is_first else contextlib.nullcontext()
-            with job.doing("step" if compiled else "compiling", self.num_steps + 1), searching:
+            with contextlib.ExitStack() as around:
+                if is_watched:
+                    kind = "step" if compiled else "compiling"
+                    around.enter_context(job.doing(kind, self.num_steps + 1))
+                if not compiled and self.steps_per_execution == 1:  # else others are in its call
+                    around.enter_context(garbage_waits())
                 logs = self._run(step, iterator, done)
             ended = time.perf_counter()
             return logs

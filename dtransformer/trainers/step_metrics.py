@@ -10,7 +10,7 @@ from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.pipeline_parallel.forward_pass import from_last
 from dtransformer.parallel.runtime import job
 from dtransformer.reports.expert_load import NUMBERS, ExpertLoad, LayerLoad
-from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.reduce import reduce_sum
 
 
 class StepMetrics:
@@ -123,7 +123,7 @@ class StepMetrics:
 
         def add_up(added, dtype):
             numbered = {str(i): x for i, x in enumerate(added)}
-            return list(grads.reduce_sum(numbered, name=f"metrics_{dtype}").values())
+            return list(reduce_sum(numbered, name=f"metrics_{dtype}").values())
 
         totals = by_dtype(add_up, [states[i] - before[i] for i in sums])
         for i, total in zip(sums, totals):

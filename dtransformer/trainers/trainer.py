@@ -191,8 +191,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     def _batch(self, data):
         """Return this rank's share of a batch; with the first one layers are tried."""
         batch = keras.utils.unpack_x_y_sample_weight(self._own(data))
-        with tf.init_scope():
-            self._states.start(self.network, self.objective, *batch[:2])
+        if self._states.are_tried:
+            with tf.init_scope():
+                self._states.try_layers(self.network, self.objective, *batch[:2])
         return batch
 
     def _metrics_built(self):
@@ -238,6 +239,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             return
         self.built = True
         compile_checks.check_network(self.network)  # with the layers that came when it was built
+        self._states.find(self.network)
         check_trained_alike(self)
         initial_broadcast(self.network.variables, [])
         self._start_optimizer()  # whose states may begin as the weights

@@ -16,13 +16,12 @@ from dtransformer.parallel.collectives.transport import never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.auxiliary_metrics import collecting
-from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
 from dtransformer.trainers.layer_states import LayerStates
-from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.gradients import with_zeros
+from dtransformer.trainers.optimizer.reduce import reduce_sum
 from dtransformer.trainers.step_metrics import named
 
 
@@ -41,6 +40,27 @@ class Numbers(typing.NamedTuple):
     seed: tf.Tensor
 
 
+class Parts(typing.NamedTuple):
+    """Which parts a step has under a layout, besides those on one device.
+
+    Args:
+        adds_up: whether other data shards compute rows of the batch, so that sums are reduced.
+        has_shares: whether a batch is computed in shares, by data shards or in micro-batches.
+        unshards: whether weights are unsharded where they are used.
+    """
+
+    adds_up: bool
+    has_shares: bool
+    unshards: bool
+
+    @classmethod
+    def of_layout(cls):
+        """Return those of the current layout."""
+        config, adds_up = get_parallel_config(), job.data_parallel_group().size > 1
+        has_shares = job.data_shard()[1] > 1 or config.micro_batch_num > 1
+        return cls(adds_up, has_shares, adds_up and config.optimizer_shard == 3)
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardStep:
     """The network and what is made of its outputs: all that an engine computes.
@@ -50,17 +70,19 @@ class ForwardStep:
         objective: the `Objective`; None where nothing but outputs is asked for.
         keeps_outputs: whether outputs are wanted, for metrics. They are large.
         states: the `LayerStates` of its layers.
+        parts: the `Parts` of a step.
     """
 
     network: object
     objective: object = None
     keeps_outputs: bool = False
     states: LayerStates = dataclasses.field(default_factory=LayerStates)
+    parts: Parts = dataclasses.field(default_factory=Parts.of_layout)
 
     def counts(self, inputs, labels, sample_weight):
         """Return `Numbers.counts` of a batch, from this rank's share of it."""
         own = self.objective.counts(inputs, labels, sample_weight)
-        return grads.reduce_sum({"counts": own}, name="counts")["counts"]
+        return reduce_sum({"counts": own}, name="counts")["counts"] if self.parts.adds_up else own
 
     def outputs(self, inputs, training=False, layers=None):
         """Return the network's outputs; what layers set by that is forgotten."""
@@ -68,11 +90,12 @@ class ForwardStep:
 
     def outputs_and_states(self, inputs, training=False, layers=None):
         """Return the network's outputs, and what `LayerStates.collected` yields for layers."""
-        if not tf.executing_eagerly():
-            job.compiles()
-        inside = current_unsharding() is not None
-        unsharded = contextlib.nullcontext() if inside else unsharding("call")
-        with unsharded, self.states.collected(layers) as found:
+        unsharded, collected = contextlib.nullcontext(), contextlib.nullcontext({})
+        if self.parts.unshards and current_unsharding() is None:
+            unsharded = unsharding("call")
+        if self.states.is_used:
+            collected = self.states.collected(layers)
+        with unsharded, collected as found:
             outputs = self.network(inputs, training=training)
         if outputs is None:
             raise ValueError(
@@ -90,9 +113,10 @@ class ForwardStep:
         check_any_trained(bool(weights))
         values = [trained_value(weight) for weight in weights]
         tape = tf.GradientTape(watch_accessed_variables=False)  # not those that are frozen
-        own_tape = trace.scope(tape_graph=tf.compat.v1.get_default_graph(), trains=True)
-        seed, listens = dropout_seed(numbers.seed), collecting()
-        with tape, own_tape, seed, unsharding("train"), listens as metrics:
+        context = {"tape_graph": tf.compat.v1.get_default_graph(), "dropout_seed": numbers.seed}
+        reported = {}  # by layers, besides their results
+        unsharded = unsharding("train") if self.parts.unshards else contextlib.nullcontext()
+        with tape, unsharded, trace.scope(trains=True, auxiliary_metrics=reported, **context):
             tape.watch(values)
             outputs, found = self.outputs_and_states(inputs, training=True)
             if not self.objective.losses and not self.network.losses:
@@ -101,17 +125,20 @@ class ForwardStep:
                 )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(metrics) | self.states.shares(found, self.share(inputs, numbers.counts))
+            sums |= named(reported)
+            if found:
+                sums |= self.states.shares(found, self.share(inputs, numbers.counts))
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
-        gradients = grads.with_zeros(weights, gradients, lambda i: _zeros(values[i]))
+        gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
         return gradients, self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
         outputs, found = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        sums |= self.states.shares(found, self.share(inputs, counts))
+        if found:
+            sums |= self.states.shares(found, self.share(inputs, counts))
         return self.kept(outputs), sums
 
     def kept(self, outputs):
@@ -123,8 +150,7 @@ class ForwardStep:
 
         Those of `Objective.sums`, and `"added"`, see `added`.
         """
-        own_is_all = job.data_shard()[1] == 1
-        own_is_all &= not training or get_parallel_config().micro_batch_num == 1
+        own_is_all = not (self.parts.has_shares if training else self.parts.adds_up)
         sums = self.objective.sums(outputs, labels, sample_weight, counts, own_is_all)
         if "divided" in sums:
             self._check_divided(losses)
@@ -143,10 +169,12 @@ class ForwardStep:
             counts: as from `counts`, of the global batch.
             divided: of `Objective.sums`, where the loss has it.
         """
+        if not losses:
+            return tf.zeros([])
         share = self.share(inputs, counts) if divided is None else divided
         # The mean over no rows is no number.
         parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
-        return tf.add_n([tf.zeros([]), *parts])
+        return tf.add_n(parts)
 
     def share(self, inputs, counts):
         """Return the share of the global batch's rows that `inputs` are."""

@@ -34,8 +34,6 @@ from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, w
 from dtransformer.parallel.schedules.simulator import ideal_of
 from dtransformer.parallel.schedules.timeline import most_alive, write
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.auxiliary_metrics import collecting
-from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.parallel.tracing.tensor_specs import open_specs, tensor_specs
 from dtransformer.reports import audit
 from dtransformer.trainers.data import batch_specs, check_rows, input_specs, input_symbols
@@ -184,10 +182,12 @@ class PipelineEngine:
         devices, step = self.devices, self._step
         job.compiles()
         defers = splitting_backward() if self._divides_backward else contextlib.nullcontext({})
-        drawn, trains = dropout_seed(devices.numbers(seed, [2])), trace.scope(trains=True)
-        with drawn, trains, defers as deferred, collecting() as metrics:
+        context = {"dropout_seed": devices.numbers(seed, [2]), "auxiliary_metrics": {}}
+        with trace.scope(trains=True, **context) as reported, defers as deferred:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = named(metrics) | step.states.shares(found, step.share(inputs, counts))
+        sums = named(reported.auxiliary_metrics) | step.states.shares(
+            found, step.share(inputs, counts)
+        )
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)

@@ -11,7 +11,7 @@ from dtransformer.parallel.schedules.instruction import COMPUTATIONS, FORWARD, I
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers.engines.accumulation import seed_of
-from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer.gradients import with_zeros
 
 
 class PipelineStep:
@@ -100,7 +100,7 @@ class PipelineStep:
         weights = self._engine.network.trainable_variables
         gradients = [self._gradients.get(id(weight)) for weight in weights]
         zeros = lambda i: [tf.zeros_like(shard.value) for shard in own_shards([weights[i]])]
-        return grads.with_zeros(weights, gradients, zeros)
+        return with_zeros(weights, gradients, zeros)
 
     def all_outputs(self):
         """Return the outputs of all micro-batches; None where they are not wanted, or not here."""

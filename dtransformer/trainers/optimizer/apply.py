@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.zero.variables import ParameterProxy
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 # Call grouping: work items of equal signatures share calls of few functions, traced once.
 
@@ -308,7 +308,8 @@ class _UpdateInCalls:
         """Return the function of the call of some units, of what it is given."""
         key = tuple(self._keys[i] for i in numbers)
         if key not in self._functions:
-            job.compiles()
+            if tf.executing_eagerly():  # else what traces the step says it
+                job.compiles()
             update = functools.partial(self._update, numbers)
             self._functions[key] = traced_apart(update, *given, jit_compile=self._jit_compile)
         return self._functions[key]

@@ -1,7 +1,5 @@
 """Checks of an optimizer that is to update shards of weights."""
 
-import contextlib
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -44,20 +42,6 @@ def check_overwritten(weights):
             "shards and micro-batches add gradients up: train it on one data shard, with "
             "micro_batch_num=1"
         )
-
-
-@contextlib.contextmanager
-def without_clipping(optimizer):
-    """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
-    names = ("clipvalue", "clipnorm", "global_clipnorm")
-    given = {name: getattr(optimizer, name) for name in names}
-    try:
-        for name in names:
-            setattr(optimizer, name, None)
-        yield
-    finally:
-        for name, value in given.items():
-            setattr(optimizer, name, value)
 
 
 # What Keras' optimizers compute from all elements of a weight together.

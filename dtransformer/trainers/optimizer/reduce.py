@@ -1,12 +1,11 @@
-"""Gradients between the ranks: their buckets, their sums, their norms, and clipping.
+"""Gradients between the ranks: their buckets, their sums, and the sums of their squares.
 
 Gradients come in as sums over this rank's share of the batch, already divided by what the
 whole batch counts, so that their sum over the data-parallel group is the gradient of the
 global mean.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -17,8 +16,6 @@ from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.transport import by_dtype, never_constant
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
-
-Gradient = tf.Tensor | tf.IndexedSlices
 
 
 def reduce_sum(scalars: dict, name: str) -> dict:
@@ -31,42 +28,6 @@ def reduce_sum(scalars: dict, name: str) -> dict:
     group = job.data_parallel_group()
     own = [never_constant(x) for x in scalars.values()]
     return dict(zip(scalars, transport.all_reduce_together(own, group, name)))
-
-
-def cast(gradient: Gradient, dtype) -> Gradient:
-    """Return a gradient, a tensor or `tf.IndexedSlices`, in another type."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
-
-
-def with_zeros(weights: list, gradients: list, zeros: Callable) -> list:
-    """Return gradients, where None is zeros: a warning names those weights.
-
-    Args:
-        weights: list of `keras.Variable`s.
-        gradients: list with what there is of each; None where the loss does not depend on it.
-        zeros: a function of the number of a weight that returns the same of zeros.
-    """
-    unused = [w.path for w, gradient in zip(weights, gradients) if gradient is None]
-    if unused and not job.data_shard()[0]:
-        warnings.warn(
-            f"the loss does not depend on the weights {', '.join(unused)}: nothing but weight decay "
-            "changes them; did you forget a loss in compile?",
-            stacklevel=2,
-        )
-    return [zeros(i) if gradient is None else gradient for i, gradient in enumerate(gradients)]
-
-
-def scale(gradients: list, factor) -> list:
-    """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
-    return [
-        tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient * factor
-        for gradient in gradients
-    ]
 
 
 def reduce(
@@ -88,8 +49,6 @@ def reduce(
         A list of tensors; shards are flat, as those of `collectives.flat_shards`.
     """
     group = job.data_parallel_group()
-    if group.size == 1:
-        return [tf.convert_to_tensor(gradient) for gradient in gradients]
     reduced = list(gradients)
     for number, bucket in enumerate(buckets):
         dense = {True: [], False: []}  # positions of those that are sharded, and of the others
@@ -156,43 +115,17 @@ def _reduce_rows(group, rows, division, name):
     return tf.cond(all_gather_is_less, all_gather, reduce_table)
 
 
-def own_square_norms(gradients: list, devices: Sequence[str] | None = None) -> tf.Tensor:
-    """Return the square of the Euclidean norm of each of what this rank has.
-
-    Args:
-        gradients: list of tensors.
-        devices: for each of them the name of the device that has it; None where there is one.
-
-    Returns:
-        A float32 tensor [number of gradients].
-    """
-    squares = []
-    for gradient, device in zip(gradients, devices or [None] * len(gradients)):
-        with tf.device(device):
-            squares.append(2.0 * tf.nn.l2_loss(tf.cast(gradient, "float32")))
-    return tf.stack(squares) if squares else tf.zeros([0])
-
-
-def square_norms(
-    gradients: list,
-    is_sharded: Sequence[bool] = (),
-    shares: Sequence[float | None] = (),
-    devices: Sequence[str] | None = None,
+def full_square_norms(
+    squares: tf.Tensor, is_sharded: Sequence[bool], shares: Sequence[float | None]
 ) -> tf.Tensor:
     """Return the square of each gradient's Euclidean norm, that of the full weight's.
 
     Args:
-        gradients: list of tensors.
-        is_sharded: for each gradient whether it is a shard over the data-parallel group; False
-            where it is not given.
+        squares: float32 tensor [number of gradients], of what this rank has.
+        is_sharded: for each gradient whether it is a shard over the data-parallel group.
         shares: for each gradient 1 over the number of the mesh's ranks that have the same
-            shard; None, or not given, where every rank has the full gradient.
-        devices: for each gradient the name of the device that has it.
-
-    Returns:
-        A float32 tensor [number of gradients].
+            shard; None where every rank has the full gradient.
     """
-    squares = own_square_norms(gradients, devices)
     over_data = [i for i, sharded in enumerate(is_sharded) if sharded]
     squares = _sum_some(squares, over_data, job.data_parallel_group(), "square_norms_of_shards")
     on_mesh = [i for i, share in enumerate(shares) if share is not None]
@@ -212,41 +145,6 @@ def _sum_some(vector, positions, group, name):
         return vector
     sums = transport.all_reduce(tf.gather(vector, positions), "Sum", group, name)
     return tf.tensor_scatter_nd_update(vector, [[i] for i in positions], sums)
-
-
-def clip_shards(
-    optimizer, gradients: list, squares: tf.Tensor, owners: list, norm: tf.Tensor
-) -> list:
-    """Clip shards of gradients as an optimizer asks, by the norms of the full gradients.
-
-    Args:
-        optimizer: a Keras optimizer, which updates `optimizer_checks.without_clipping`.
-        gradients: list of tensors, scaled as the optimizer scales the loss.
-        squares: of each gradient, from `square_norms`.
-        owners: for each gradient the number of the weight that it belongs to.
-        norm: of all gradients of the network, not scaled.
-
-    Returns:
-        A list of tensors.
-    """
-    loss_scale = optimizer.scale_loss(1.0)
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if optimizer.clipvalue:
-        bounds = [tf.cast(optimizer.clipvalue * loss_scale, g.dtype) for g in gradients]
-        return [tf.clip_by_value(g, -bound, bound) for g, bound in zip(gradients, bounds)]
-    limit = optimizer.clipnorm or optimizer.global_clipnorm
-    if not limit or not gradients:
-        return gradients
-    if optimizer.clipnorm:
-        limit *= loss_scale
-        norms = tf.sqrt(tf.math.unsorted_segment_sum(squares, owners, max(owners) + 1))
-        factors = tf.unstack(limit / tf.maximum(norms, limit), num=max(owners) + 1)
-    else:
-        owners, factors = [0] * len(owners), [limit / tf.maximum(norm, limit)]
-    return [
-        gradient * tf.cast(factors[number], gradient.dtype)
-        for gradient, number in zip(gradients, owners)
-    ]
 
 
 def bucket_ids(network, weights):

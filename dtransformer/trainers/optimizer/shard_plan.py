@@ -18,11 +18,8 @@ from dtransformer.parallel.weights.sharded_variable import (
     shard_bounds_of,
 )
 from dtransformer.parallel.zero.partition import Parameter, Partition
-from dtransformer.parallel.zero.variables import (
-    FlatShardedVariable,
-    MasterShardedVariable,
-    ParameterProxy,
-)
+from dtransformer.parallel.zero.variables import FlatShardedVariable, MasterShardedVariable
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 
 @dataclasses.dataclass(frozen=True)

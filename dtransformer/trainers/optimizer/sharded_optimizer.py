@@ -16,7 +16,8 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.variable_factory import named_alike
-from dtransformer.trainers.optimizer import reduce as grads
+from dtransformer.trainers.optimizer import gradients as grads
+from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
 from dtransformer.trainers.optimizer.checks import (
     check_built,
@@ -26,7 +27,6 @@ from dtransformer.trainers.optimizer.checks import (
     check_overwritten,
     check_shards,
     is_overwritten,
-    without_clipping,
 )
 from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
@@ -59,6 +59,8 @@ class ShardedOptimizer:
         self.loss_scale = LossScale(optimizer)
         self.partition = partition_of(weights)
         self.shards = shard_plan(weights, self.partition, copies)
+        self._shapes = [one.gradient_shape for one in self.shards]
+        self._sent_dtype = None if config.gradient_dtype == "float32" else config.gradient_dtype
         self.gradient_bytes = None
         self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._group = job.data_parallel_group()
@@ -77,7 +79,8 @@ class ShardedOptimizer:
         if self.is_sharded:
             check_elementwise(self._optimizer)
         on_mesh = any(one.norm_share is not None for one in self.shards)
-        if self.is_sharded or on_mesh or any(unit.is_held for unit in self.units):
+        has_held = any(unit.is_held for unit in self.units)
+        if self.is_sharded or on_mesh or has_held:
             check_shards(self._optimizer)
         check_built(self._optimizer, parameters)
         if not optimizer.built:
@@ -85,12 +88,13 @@ class ShardedOptimizer:
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
             with named_alike():
                 optimizer.build(parameters)
-        if self.is_sharded or on_mesh or job.stage()[1] > 1:
+        self._has_stages = job.pipeline_group().size > 1
+        if self.is_sharded or on_mesh or self._has_stages:
             check_clipping(self._optimizer)
         self._clips = not self._optimizer.gradient_accumulation_steps  # else it clips their sum
         self._buckets = [
             [i for i in bucket if not self.shards[i].comes_reduced]
-            for bucket in grads.buckets(
+            for bucket in reduce.buckets(
                 [bucket_ids[one.number] for one in self.shards], config.gradient_aggregation_group
             )
         ]
@@ -102,7 +106,11 @@ class ShardedOptimizer:
         )
         self._store = compiler.part(self._store_new_values)
         is_replicated = any(one.replicated is not None for one in self.shards)
-        self._stores = is_replicated or any(unit.is_held for unit in self.units)
+        # Which parts of a step there are: on one device none of them.
+        self._adds_up = self._group.size > 1
+        self._divides = self.is_sharded or has_held
+        self._adds_up_norms = self.is_sharded or on_mesh
+        self._stores = is_replicated or has_held
 
     @property
     def is_sharded(self):
@@ -135,6 +143,8 @@ class ShardedOptimizer:
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
             gradients, norm = self._unscaled(gradients)
+            if not self._divides:
+                return gradients, [], norm
             held = self._update_units.held_values()
             return self._update_units.gradients(gradients), held, norm
 
@@ -147,9 +157,7 @@ class ShardedOptimizer:
 
     def _reduce(self, gradients):
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
-        dtype = get_parallel_config().gradient_dtype
-        dtype = None if dtype == "float32" else dtype
-        shapes = [one.gradient_shape for one in self.shards]
+        shapes = self._shapes
         for gradient, shape in zip(gradients, shapes):
             if not isinstance(gradient, tf.IndexedSlices):
                 gradient.set_shape(shape)  # XLA's results have none
@@ -158,8 +166,11 @@ class ShardedOptimizer:
             gradient if one.comes_reduced else grads.cast(gradient, one.shard.value.dtype)
             for gradient, one in zip(gradients, self.shards)
         ]
-        divisions = [one.division for one in self.shards]
-        reduced = grads.reduce(gradients, self._buckets, divisions, dtype)
+        if self._adds_up:
+            divisions = [one.division for one in self.shards]
+            reduced = reduce.reduce(gradients, self._buckets, divisions, self._sent_dtype)
+        else:
+            reduced = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self.partition.level >= 2:
             shapes, kept = [gradient.shape for gradient in reduced], reduced
         self.gradient_bytes = sum(
@@ -172,11 +183,14 @@ class ShardedOptimizer:
         scale = self.loss_scale.value()
         if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
             gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
-        norm_shares = [one.norm_share for one in self.shards]
-        squares = grads.square_norms(gradients, self._is_sharded, norm_shares, self._devices)
+        squares = grads.square_norms(gradients, self._devices)
+        if self._adds_up_norms:
+            norm_shares = [one.norm_share for one in self.shards]
+            squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
         others = self._others(range(len(gradients)))
         counted = tf.constant([i for i in others if self.shards[i].counts], "int32")
-        norm = tf.sqrt(grads.sum_over_stages(tf.reduce_sum(tf.gather(squares, counted))))
+        total = tf.reduce_sum(tf.gather(squares, counted))
+        norm = tf.sqrt(reduce.sum_over_stages(total) if self._has_stages else total)
         if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
             norm /= scale
         if self._clips:
@@ -198,7 +212,7 @@ class ShardedOptimizer:
         return [gradient if is_value else next(changed) for gradient, is_value in pairs]
 
     def _update_and_store(self, gradients, held):
-        with without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
+        with grads.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():
             new = self._update(gradients, held)
         if self._stores:
             self._store(new)

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig
 from dtransformer.parallel.zero.partition import Parameter, Partition
-from dtransformer.parallel.zero.variables import ParameterProxy
 from dtransformer.trainers.optimizer.checks import check_elementwise, check_shards
+from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 from dtransformer.trainers.optimizer.sharded_optimizer import LossScale, ShardedOptimizer
 from dtransformer.trainers.step_compiler import StepCompiler
 
