@@ -21,16 +21,16 @@ def empty(shape: list, dtype: str) -> tf.Tensor:
     return constrain(tf.zeros(shape, dtype), _AXES)
 
 
-def positions_of(num_entries: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf.Tensor:
+def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf.Tensor:
     """Return the positions of a cache's entries, int32 [e]; negative of those that have none.
 
     Args:
-        num_entries: number e.
+        size: number e.
         last: int scalar, the last position that there is.
         num_hypotheses: number k.
     """
-    places, size = tf.range(num_entries) // num_hypotheses, num_entries // num_hypotheses
-    return last - (last - places) % size
+    places = tf.range(size) // num_hypotheses
+    return last - (last - places) % (size // num_hypotheses)
 
 
 def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> list[tf.Tensor]:
