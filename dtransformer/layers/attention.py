@@ -14,12 +14,7 @@ from dtransformer.layers.attention_inputs import (
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import Layer, check_rate, check_size, register
-from dtransformer.layers.cached_attention import (
-    bias_of_entries,
-    kept,
-    prefix_length,
-    with_new_positions,
-)
+from dtransformer.layers.cached_attention import of_prefix, prefix_length, with_new_positions
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
@@ -242,19 +237,18 @@ class MultiHeadAttention(Layer):
             q, k = self._normalized(q, k)
             q, k = self._turned(q, k, cache if decodes else {})
             if decodes:
-                bias = bias_of_entries(self._bias(position_table), cache, q)
-                masks = attention_mask, prefix_mask
-                cache, attention_mask = with_new_positions(cache, k, v, *masks, self.window)
+                masks, bias = (attention_mask, prefix_mask), self._bias(position_table)
+                cache, *seen = with_new_positions(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
-                cache = {"prefix_key": k, "prefix_value": v}
+                cache = of_prefix(k, v, self.window)
         else:
-            (q,), bias = self._project({"query": query}), None
-        keys, values = ([k], [v]) if not decodes else kept(cache)
+            (q,) = self._project({"query": query})
+            seen = [cache["key"]], [cache["value"]], attention_mask, None
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         q = elementwise.scale(q, tf.cast(scale, q.dtype)) if scale != 1 else q
         if decodes:
-            q = kv_cache.side_by_side(q, static_or_dynamic_shape(keys[0])[0])
-            context = self._attend(q, keys, values, attention_mask, bias)
+            q = kv_cache.side_by_side(q, static_or_dynamic_shape(seen[0][0])[0])
+            context = self._attend(q, *seen)
         else:
             context = self._attend_at_once(q, k, v, attention_mask, position_table, training)
         # [batch, heads, length, head_dim] -> [batch, length, heads, head_dim] -> [.., embed]
@@ -348,9 +342,12 @@ class MultiHeadAttention(Layer):
                 [b, s·k, max_length·k] allows: entry p·k + c is position p of the sequence c.
 
         Returns:
-            A dict of `"key"` and `"value"` [b, m, max_length·k, d] and `"index"`, the
-            number of positions filled (int32 scalar).
+            A dict of `"key"` and `"value"` [b, m, max_length·k, d], of a window's length at most,
+            and `"index"`, the number of positions that there were (int32 scalar).
         """
+        if self.window is not None:
+            least = min if isinstance(max_length, int) else tf.minimum
+            max_length = least(max_length, self.window)
         shape = [batch_size, self.num_kv_heads, max_length * num_hypotheses, self.head_dim]
         key, value = (kv_cache.empty(shape, self.compute_dtype) for _ in range(2))
         return {"key": key, "value": value, "index": tf.constant(0)}

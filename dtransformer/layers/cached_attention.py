@@ -1,7 +1,10 @@
 """Attention to a cache: the cache with new positions, and what may be seen of it.
 
-Shapes are those of `parallel.cache`; a prefix has p positions, which all hypotheses of a source share.
+Shapes are those of `decoding.cache`; a prefix has p positions, which all hypotheses of a source share.
+With a window of w positions a cache keeps w - 1 of the prefix and w of each hypothesis at most.
 """
+
+import typing
 
 import tensorflow as tf
 
@@ -11,6 +14,23 @@ from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
+class Attended(typing.NamedTuple):
+    """What new positions attend to.
+
+    Args:
+        cache: the next one.
+        keys, values: lists of tensors [b, m, t, d] whose t together are those of all entries.
+        mask: bool tensor [b or 1, 1, s·k, t], which of them may be seen.
+        bias: tensor [n, s·k or 1, t], what positions add to scores; None for nothing.
+    """
+
+    cache: dict
+    keys: list[tf.Tensor]
+    values: list[tf.Tensor]
+    mask: tf.Tensor
+    bias: tf.Tensor | None
+
+
 def with_new_positions(
     cache: dict,
     k: tf.Tensor,
@@ -18,76 +38,82 @@ def with_new_positions(
     mask: tf.Tensor | None,
     prefix_mask: tf.Tensor | None,
     window: int | None,
-) -> tuple[dict, tf.Tensor]:
-    """Put new positions into a cache.
+    bias: PositionBias | None,
+) -> Attended:
+    """Put new positions into a cache, and return what they attend to.
 
     Args:
         cache: as `MultiHeadAttention`'s.
         k, v: tensors [b·k, m, s, d].
-        mask: what may be seen of the entries, as `MultiHeadAttention`'s; None for all.
+        mask: what may be seen of the entries at all positions, as `MultiHeadAttention`'s; None for
+            all.
         prefix_mask: bool tensor [b, p]; None for all.
         window: how many positions are seen; None for all.
-
-    Returns:
-        The next cache, and a bool mask [b or 1, 1, s·k, p + e] of what may be seen of it.
+        bias: a `PositionBias`, or None.
     """
-    num_sources, _, size, _ = static_or_dynamic_shape(cache["key"])
-    num_new, num_hypotheses = _numbers(cache, k)
-    index = cache["index"]
-    key, value = kv_cache.put([cache["key"], cache["value"]], [k, v], index)
+    b, _, size, _ = static_or_dynamic_shape(cache["key"])
+    rows, _, num_new, _ = static_or_dynamic_shape(k)
+    hypotheses, index = rows // b, cache["index"]
+    old = [cache["key"], cache["value"]]
+    key, value = kv_cache.put(old, [k, v], index)
     extended = {**cache, "key": key, "value": value, "index": index + num_new}
-    new = index + tf.range(num_new * num_hypotheses) // num_hypotheses
-    near = is_near(new, tf.range(size) // num_hypotheses, causal=True, window=window)
-    seen = near[None, None, :, :]
+    new = index + tf.range(num_new * hypotheses) // hypotheses
+    # Of several new positions the last ones may take the places of what the first ones see.
+    if window is None or (isinstance(num_new, int) and num_new == 1):
+        entries = [[key], [value]]
+        positions = kv_cache.positions_of(size, index + num_new - 1, hypotheses)
+    else:
+        entries = [[x, kv_cache.side_by_side(y, b)] for x, y in zip(old, (k, v), strict=True)]
+        positions = kv_cache.positions_of(size, index - 1, hypotheses)
+        positions = tf.concat([positions, new], 0)
+    seen = is_near(new, positions, causal=True, window=window) & (positions >= 0)
+    seen = seen[None, None, :, :]
     if mask is not None:
-        seen &= expand_mask(mask)
-    if "prefix_key" not in cache:
-        return extended, seen
-    length = prefix_length(cache)
-    if prefix_mask is None:
-        prefix_mask = tf.ones([num_sources, length], "bool")
-    prefix_mask = expand_mask(prefix_mask)
-    if window is not None:
-        prefix_mask &= is_near(length + new, tf.range(length), causal=True, window=window)
-    shape = [num_sources, 1, num_new * num_hypotheses]
-    parts = [tf.broadcast_to(prefix_mask, [*shape, length]), tf.broadcast_to(seen, [*shape, size])]
-    return extended, tf.concat(parts, axis=-1)
+        mask = expand_mask(mask)
+        if window is not None:
+            places = tf.range(static_or_dynamic_shape(positions)[0]) % hypotheses
+            places += tf.maximum(positions, 0) * hypotheses
+            mask = tf.gather(mask, places, axis=3)
+        seen &= mask
+    if "prefix_key" in cache:
+        length = static_or_dynamic_shape(cache["prefix_key"])[2]
+        before = tf.range(length) - length
+        near = is_near(new, before, causal=True, window=window)[None, None, :, :]
+        if prefix_mask is not None:
+            first = static_or_dynamic_shape(prefix_mask)[1] - length
+            near &= expand_mask(prefix_mask[:, first:])
+        rows = [b, 1, num_new * hypotheses]
+        parts = near, seen
+        sizes = [static_or_dynamic_shape(x)[0] for x in (before, positions)]
+        seen = [tf.broadcast_to(x, [*rows, t]) for x, t in zip(parts, sizes, strict=True)]
+        seen = tf.concat(seen, axis=-1)
+        positions = tf.concat([before, positions], 0)
+        names = "prefix_key", "prefix_value"
+        entries = [[cache[name], *own] for name, own in zip(names, entries, strict=True)]
+    if bias is not None:
+        queries = new[:1] if isinstance(num_new, int) and num_new == 1 else new
+        bias = bias.of_positions(queries, positions)
+    return Attended(extended, *entries, seen, bias)
 
 
-def bias_of_entries(bias: PositionBias | None, cache: dict, q: tf.Tensor) -> tf.Tensor | None:
-    """Return the bias [n, s·k or 1, p + e] of new positions' queries and all of a cache.
+def of_prefix(k: tf.Tensor, v: tf.Tensor, window: int | None) -> dict:
+    """Return what a cache keeps of the beginning of a sequence.
 
     Args:
-        bias: a `PositionBias`, or None.
-        cache: before the new positions are put in.
-        q: tensor [b·k, n, s, d].
+        k, v: tensors [b, m, p, d].
+        window: how many positions are seen: what comes next sees one less of them; None for all.
     """
-    if bias is None:
-        return None
-    num_new, num_hypotheses = _numbers(cache, q)
-    prefix = prefix_length(cache)
-    length = prefix + static_or_dynamic_shape(cache["key"])[2] // num_hypotheses
-    values = bias.block(bias.tensors, prefix + cache["index"], num_new, 0, length)
-    if isinstance(num_hypotheses, int) and num_hypotheses == 1:
-        return values
-    entries = tf.repeat(values[:, :, prefix:], num_hypotheses, axis=2)
-    values = tf.concat([values[:, :, :prefix], entries], axis=-1)
-    return values if num_new == 1 else tf.repeat(values, num_hypotheses, axis=1)
-
-
-def kept(cache: dict) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Return the keys and the values of a cache, those of a prefix first."""
-    pairs = [("prefix_key", "prefix_value")] if "prefix_key" in cache else []
-    pairs.append(("key", "value"))
-    return [cache[key] for key, _ in pairs], [cache[value] for _, value in pairs]
+    if window is None:
+        return {"prefix_key": k, "prefix_value": v}
+    length = static_or_dynamic_shape(k)[2]
+    most = max if isinstance(length, int) else tf.maximum
+    first = most(length - (window - 1), 0)
+    kept = {"prefix_key": k[:, :, first:], "prefix_value": v[:, :, first:]}
+    return {**kept, "prefix_length": tf.constant(length) if most is max else length}
 
 
 def prefix_length(cache: dict) -> int | tf.Tensor:
-    """Return the number p of positions of a cache's prefix; 0 where it has none."""
+    """Return the number p of positions before a cache's own, those that it no longer keeps, too."""
+    if "prefix_length" in cache:
+        return cache["prefix_length"]
     return static_or_dynamic_shape(cache["prefix_key"])[2] if "prefix_key" in cache else 0
-
-
-def _numbers(cache, x):
-    """Return the numbers of new positions and of hypotheses of x [b·k, m, s, d]."""
-    rows, _, num_new, _ = static_or_dynamic_shape(x)
-    return num_new, rows // static_or_dynamic_shape(cache["key"])[0]

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 class PositionBias:
@@ -50,6 +51,12 @@ class PositionBias:
         rows = tf.reshape(values[:, None, :] + tf.zeros([s, 1], values.dtype), [n, s * length])
         rows = rows[:, s - 1 : s - 1 + s * (length - 1)]
         return tf.reshape(rows, [n, s, length - 1])[:, :, :t]
+
+    def of_positions(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        """Return the bias [n, s, t] of queries and keys at any positions, int [s] and [t]."""
+        distances = keys[None, :] - queries[:, None]
+        values = tf.transpose(self._of_distances(self.tensors, tf.reshape(distances, [-1])))
+        return tf.reshape(values, [values.shape[0], *static_or_dynamic_shape(distances)])
 
 
 def alibi(num_heads: int) -> PositionBias:

@@ -4,8 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from dtransformer.models import CausalLM
+from dtransformer.models.generation.beam_search import BeamSearch
+from dtransformer.models.generation.continuation import Continuation
+from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.generation.search import Sampling
+from dtransformer.models.special_ids import SpecialIds
+from tests.on_mesh import on_mesh, start
 
 VOCAB, NEW = 23, 9
 PROMPTS = [[5, 9, 7], [11], [4, 4, 8, 15, 16, 22, 10]]
@@ -30,7 +37,7 @@ IN_BEAMS = "llama", "no_padding"  # beams of the others are among the long tests
 
 def model(variant="learned", **options):
     sizes = {"hidden_size": 16, "num_heads": 4, "num_layers": 2, "max_length": 16}
-    network = CausalLM(VOCAB, **{**sizes, **VARIANTS[variant], **options})
+    network = CausalLM(**{"vocab_size": VOCAB, **sizes, **VARIANTS[variant], **options})
     network.build()
     rng = np.random.default_rng(3)
     network.set_weights([w.numpy() + rng.normal(size=w.shape, scale=0.3) for w in network.weights])
@@ -86,6 +93,47 @@ def test_beams_find_what_is_at_least_as_likely(variant):
     found = network.generate(PROMPTS, NEW, beam_size=4, length_penalty=0.0)
     for prompt, ids in zip(PROMPTS, of_rows(found, network), strict=True):
         assert score(prompt, ids) >= score(prompt, anew(network, prompt)) - 1e-4
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_window_bounds_what_is_kept(beams):
+    """Bytes of two texts' caches, with room for 16 tokens, and with room for 32 after 16 of them."""
+
+    def kept(window):
+        network = model("window", window=window)
+        options, ids = GenerationOptions(beam_size=beams), SpecialIds.of(network, None, (0,))
+        search = BeamSearch(ids, 40, options) if beams > 1 else Sampling(ids, 40, None, options)
+        decoding, sources = Continuation(network, search), tf.range(2)
+        cache = decoding.encode(tf.ones([2, 30], "int32"), capacity=0)
+        for tokens in (0, 16):
+            for block in cache["blocks"]:
+                block["index"] = tf.constant(tokens)
+            cache = decoding.take(cache, sources, 16)
+            tensors = [x for block in cache["blocks"] for x in block.values() if x.shape.rank]
+            yield sum(4 * int(tf.size(x)) for x in tensors)
+
+    # Two blocks' keys and values of one head of 4 features in float32.
+    position = 2 * 2 * 2 * 4 * 4
+    assert list(kept(None)) == [position * (29 + 16 * beams), position * (29 + 32 * beams)]
+    assert list(kept(4)) == [position * (3 + 4 * beams), position * 4 * beams]
+
+
+@pytest.mark.long
+@on_mesh
+def test_windows_on_a_mesh():
+    options = {
+        "vocab_size": 24,
+        "num_kv_heads": 2,
+        "window": None,
+        "block_pattern": [{"window": 4}, {}],
+    }
+    searches = {}, {"beam_size": 3, "length_penalty": 0.0}
+    alone = model("window", **options)
+    expected = [alone.generate(PROMPTS, NEW, **own).numpy() for own in searches]
+    start(model_parallel=2)
+    network = model("window", **options)
+    for own, ids in zip(searches, expected, strict=True):
+        np.testing.assert_array_equal(network.generate(PROMPTS, NEW, **own), ids)
 
 
 def test_prompts_in_either_form_and_each_by_itself():

@@ -58,9 +58,11 @@ class Continuation:
 
     def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
         """Return the cache of some of the texts, by their numbers, with room for more tokens."""
-        more_entries = more * self.search.num_beams
+        windows = [block.attention.window for block in self._model.blocks.blocks]
+        options = sources, more, self.search.num_beams
+        pairs = zip(cache["blocks"], windows, strict=True)
         return {
-            "blocks": [kv_cache.take(x, sources, more_entries) for x in cache["blocks"]],
+            "blocks": [kv_cache.take(own, *options, window) for own, window in pairs],
             "entries": taken_entries(cache["entries"], sources, more),
         }
 

@@ -38,11 +38,10 @@ class Generation:
 
     def take(self, cache: dict, sources: tf.Tensor, more: tf.Tensor) -> dict:
         """Return the cache of some of the sources, by their numbers, with room for more tokens."""
-        more_entries = more * self.search.num_beams
         memory = lambda block: {name: tf.gather(x, sources) for name, x in block.items()}
         blocks = [
             {
-                "self": kv_cache.take(block["self"], sources, more_entries),
+                "self": kv_cache.take(block["self"], sources, more, self.search.num_beams),
                 "memory": memory(block["memory"]),
             }
             for block in cache["blocks"]

@@ -2,8 +2,9 @@
 
 A cache has the entries of all positions, and at each position one for each of the k hypotheses
 of a source: entry p·k + c is position p of hypothesis c. Hypotheses that continue others are told
-by a mask which entries are theirs, so that no entry is ever moved. Shapes: b sources, n heads,
-s new positions, e = capacity·k entries, d features of a head.
+by a mask which entries are theirs, so that no entry is ever moved. A cache with room for r positions
+is a ring: position p takes the place of p - r, as attention with a window of r sees no more of it.
+Shapes: b sources, n heads, s new positions, e = r·k entries, d features of a head.
 """
 
 import tensorflow as tf
@@ -18,6 +19,18 @@ _AXES = ("batch", "heads", "memory_length", "head_dim")
 def empty(shape: list, dtype: str) -> tf.Tensor:
     """Return a cache [b, n, e, d] of zeros."""
     return constrain(tf.zeros(shape, dtype), _AXES)
+
+
+def positions_of(size: int | tf.Tensor, last: tf.Tensor, num_hypotheses=1) -> tf.Tensor:
+    """Return the positions of a cache's entries, int32 [e]; negative of those that have none.
+
+    Args:
+        size: number e.
+        last: int scalar, the last position that there is.
+        num_hypotheses: number k.
+    """
+    places = tf.range(size) // num_hypotheses
+    return last - (last - places) % (size // num_hypotheses)
 
 
 def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> list[tf.Tensor]:
@@ -40,7 +53,7 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
             tf.reshape(tf.range(size), [-1, *[1] * later])
             for size, later in ((b, 3), (k, 2), (n, 1), (s, 0))
         )
-        at = (sources * n + heads) * e + (index + positions) * k + hypotheses
+        at = (sources * n + heads) * e + (index + positions) % (e // k) * k + hypotheses
         at = tf.reshape(at, [-1])
         flat = [tf.reshape(x, [-1, d]) for x in tensors]
         flat = [
@@ -48,29 +61,40 @@ def put(tensors: list[tf.Tensor], new: list[tf.Tensor], index: tf.Tensor) -> lis
             for x, y in zip(flat, new, strict=True)
         ]
         return [tf.reshape(x, [b, n, e, d]) for x in flat]
-    entries, number = tf.range(e), s * k
-    start = index * k
-    is_new = ((entries >= start) & (entries < start + number))[None, None, :, None]
+    since = positions_of(e, index + s - 1, k) - index
     new = [side_by_side(x, b) for x in new]
-    if not (isinstance(number, int) and number == 1):
+    if not (isinstance(s * k, int) and s * k == 1):
         # A shift by a gather, as every device and compiler has it.
-        source = tf.clip_by_value(entries - start, 0, number - 1)
+        source = tf.clip_by_value(since, 0, s - 1) * k + tf.range(e) % k
         new = [tf.gather(x, source, axis=2) for x in new]
+    is_new = (since >= 0)[None, None, :, None]
     pairs = zip(new, tensors, strict=True)
     return [constrain(tf.where(is_new, x, old), _AXES) for x, old in pairs]
 
 
-def take(cache: dict, sources: tf.Tensor, more: int | tf.Tensor) -> dict:
-    """Return the cache of attention of some of the sources, with room for more entries.
+def take(
+    cache: dict, sources: tf.Tensor, more: tf.Tensor, num_hypotheses: int, window: int | None = None
+) -> dict:
+    """Return the cache of attention of some of the sources, with room for more positions.
 
     Args:
         cache: dict of `"key"`, `"value"`, `"index"`, and the keys and values of a prefix.
         sources: int32 tensor, their numbers.
-        more: number of entries.
+        more: number of positions.
+        num_hypotheses: number k.
+        window: how many positions are seen: there is room for no more of them; None for all.
     """
-    taken = {name: tf.gather(x, sources) for name, x in cache.items() if name != "index"}
+    more *= num_hypotheses
+    own = {name: x for name, x in cache.items() if x.shape.rank}
+    if window is not None:
+        size, seen = tf.shape(cache["key"])[2], tf.maximum(window - 1 - cache["index"], 0)
+        more = tf.minimum(more, window * num_hypotheses - size)
+        for name in own.keys() - {"key", "value"}:
+            first = tf.maximum(tf.shape(own[name])[2] - seen, 0)
+            own[name] = own[name][:, :, first:]
+    taken = {name: tf.gather(x, sources) for name, x in own.items()}
     room = {name: grown(cache[name], sources, more) for name in ("key", "value")}
-    return {**taken, **room, "index": cache["index"]}
+    return {**cache, **taken, **room}
 
 
 def grown(x: tf.Tensor, sources: tf.Tensor, more: int | tf.Tensor) -> tf.Tensor:
