@@ -228,10 +228,11 @@ def t5(epsilon, **options):
 
 
 def llama_lora(epsilon, **blocks):
-    """As `llama`, of which nothing but adapters of all kernels is trained."""
+    """As `llama`; nothing but adapters of all kernels is trained, some with magnitudes."""
     model, optimizer = llama(epsilon, **blocks)
     model.build()
-    add_lora(model, rank=4, alpha=32, targets="*kernel")
+    add_lora(model, rank=4, alpha=32, targets="*feed_forward/*kernel")
+    add_lora(model, rank=4, alpha=32, targets=["*attention/*kernel", "head/*"], kind="dora")
     return model, optimizer
 
 

@@ -1,10 +1,13 @@
 """Layers whose kernels may have low-rank additions: factors that are added, and taken away."""
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.initializers import FlattenedInitializer
@@ -19,22 +22,26 @@ class TakesLowRank(keras.layers.Layer):
     the kernel is; the dimension of the rank is replicated.
     """
 
-    # Name of a kernel -> the rank and alpha of its addition; configs keep it.
+    # Name of a kernel -> arguments of its addition; configs keep it.
     low_rank = types.MappingProxyType({})
 
-    def add_low_rank(self, name: str, rank: int, alpha: float, dropout: float = 0.0) -> None:
+    def add_low_rank(
+        self, name: str, rank: int, alpha: float, dropout: float = 0.0, kind: str = "lora"
+    ) -> None:
         """Add factors to a kernel of this layer; where another stage has it, note it down.
 
-        A is drawn from U(−1/√n, 1/√n), n being the number of inputs, and B is 0, so that outputs
-        are at first as they were.
+        A is drawn from U(−1/√n, 1/√n), n being the number of inputs, B is 0, and magnitudes are
+        the norms of the kernel's columns, so that outputs are at first as they were.
 
         Args:
             name: the kernel's.
             rank: size r of the dimension between the factors.
             alpha: α; the product of the factors is multiplied with α / r.
             dropout: the share of the inputs that the factors do not see in training.
+            kind: `"dora"` for magnitudes, too.
         """
         asked = {"rank": rank, "alpha": alpha, **({"dropout": dropout} if dropout else {})}
+        asked |= {} if kind == "lora" else {"kind": kind}
         self.low_rank = {**self.low_rank, name: asked}
         _compat.take_weights(self)
         self.add_factors()
@@ -68,7 +75,20 @@ class TakesLowRank(keras.layers.Layer):
         )
         rate = asked.get("dropout")
         dropout = InputDropout(rate, kernel.path) if rate else None
-        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout)
+        added = LowRank(a, b, asked["alpha"] / rank, dropout)
+        if asked.get("kind") == "dora":
+            norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
+            m = self.add_weight(
+                kernel.shape[number:],
+                lambda shape, dtype: tf.constant(norms, dtype),
+                axes=axes[number:],
+                true_shape=shape[number:],
+                name=f"{kernel.name}_lora_m",
+                dtype="float32",
+                autocast=False,
+            )
+            added = dataclasses.replace(added, m=m)
+        kernel.low_rank = added
 
     @property
     def mask_drawers(self) -> list[InputDropout]:
@@ -81,7 +101,7 @@ class TakesLowRank(keras.layers.Layer):
         self.low_rank = {key: asked for key, asked in self.low_rank.items() if key != name}
         for kernel in _compat.own_variables(self):
             if kernel.name == name:
-                for factor in (kernel.low_rank.a, kernel.low_rank.b):
+                for factor in kernel.low_rank.factors.values():
                     _compat.forget_weight(self, factor)
                 del kernel.low_rank
 

@@ -1,7 +1,7 @@
 """Low-rank adapters: what frozen kernels learn is a product of two small factors beside them.
 
 Reference: Hu et al., 2021, "LoRA: Low-rank adaptation of large language models", arXiv
-2106.09685.
+2106.09685; Liu et al., 2024, "DoRA: Weight-decomposed low-rank adaptation", arXiv 2402.09353.
 """
 
 import math
@@ -17,7 +17,7 @@ from dtransformer.layers.low_rank import TakesLowRank
 from dtransformer.models.generation.generator import Generator
 from dtransformer.models.weight_paths import matching_paths, path_in
 from dtransformer.parallel.collectives.objects import all_gather_json, together
-from dtransformer.parallel.ops.low_rank import low_rank_of
+from dtransformer.parallel.ops.low_rank import KINDS, low_rank_of
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 
@@ -28,6 +28,7 @@ def add_lora(
     targets: str | Iterable[str] = "*attention/(query|value)_kernel",
     freeze_others: bool = True,
     dropout: float = 0.0,
+    kind: str = "lora",
 ) -> list[str]:
     """Give kernels low-rank adapters, and freeze all that is none.
 
@@ -35,7 +36,11 @@ def add_lora(
     U(−1/√inputs, 1/√inputs), by the job's seed and the kernel's path, and B [r, outputs] zeros:
     the first outputs are those without adapters. The factors are float32 weights of the kernel's
     layer, `KERNEL_lora_a` and `KERNEL_lora_b`, sharded as the kernel is; the dimension of the
-    rank is replicated. Call it before `compile`, on all ranks.
+    rank is replicated. Call it before `compile`, on all ranks, and with the kernels' values there.
+
+    Of kind `"dora"` the product is multiplied with m / ‖W + α/r · A · B‖ besides, a number for each
+    output: the norm is a constant to gradients, and the magnitudes m, `KERNEL_lora_m` [*outputs],
+    begin as ‖W‖. That norm reads the kernel, and takes its size in float32, in each forward pass.
 
     Args:
         network: a `keras.Model` of this library's layers, built. Of Keras' own layers `Dense` and
@@ -46,14 +51,16 @@ def add_lora(
             attention, feed-forward layers, `Linear` and the head, `"*_kernel"` or `"head/kernel"`.
         freeze_others: whether all weights but those of adapters are frozen.
         dropout: the share of a kernel's inputs that its factors do not see in a trainer's training
-            steps, in [0, 1); the kernel sees all of them.
+            steps, in [0, 1); the kernel sees all of them. Of `"dora"` it is multiplied with what
+            the factors see once more, for what magnitudes change (as the package `peft` does).
+        kind: `"lora"` or `"dora"`.
 
     Returns:
         A list of the paths of the kernels, on all stages of a pipeline.
 
     Raises:
         ValueError: a pattern matches no weight, or one that is no kernel or has an adapter; or
-            rank or alpha is not more than 0, or dropout no rate.
+            rank or alpha is not more than 0, dropout no rate, or kind another one.
 
     Example:
 
@@ -68,18 +75,21 @@ def add_lora(
     check_size("rank", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"alpha must be a number of more than 0, got {alpha!r}")
-    asked = rank, alpha, check_rate("dropout", dropout)
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    asked = {"rank": rank, "alpha": alpha, "dropout": check_rate("dropout", dropout), "kind": kind}
     paths = matching_paths(network, targets)
     give_adapters(network, dict.fromkeys(paths, asked), freeze_others)
     return paths
 
 
-def give_adapters(network: keras.Model, asked: Mapping[str, tuple], freeze_others: bool) -> None:
+def give_adapters(network: keras.Model, asked: Mapping[str, dict], freeze_others: bool) -> None:
     """Give some kernels new adapters; see `add_lora`.
 
     Args:
         network: a `keras.Model`, built.
-        asked: rank, alpha, and perhaps dropout, by the kernels' paths without the network's name.
+        asked: arguments of `TakesLowRank.add_low_rank` by the kernels' paths without the network's
+            name.
         freeze_others: whether all weights but those of adapters are frozen.
     """
     layers = {path_in(network, layer): layer for layer in _layers(network)}
@@ -96,9 +106,9 @@ def give_adapters(network: keras.Model, asked: Mapping[str, tuple], freeze_other
     together(check, "lora/check")
     for path, options in asked.items():
         layer, _, name = path.rpartition("/")
-        layers[layer].add_low_rank(name, *options)
+        layers[layer].add_low_rank(name, **options)
     if freeze_others:
-        factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
+        factors = _factors(network)
         for variable in network.variables:
             if id(variable) not in factors:
                 variable.trainable = False
@@ -107,6 +117,8 @@ def give_adapters(network: keras.Model, asked: Mapping[str, tuple], freeze_other
 
 def merge_lora(network: keras.Model) -> list[str]:
     """Add all adapters to their kernels, and take them away: W becomes W + α/r · A · B.
+
+    With magnitudes it becomes m · (W + α/r · A · B) / ‖W + α/r · A · B‖.
 
     Outputs stay what they were, but for rounding to the type that the kernels are stored in. The
     kernels stay frozen. All ranks have to call.
@@ -121,18 +133,27 @@ def merge_lora(network: keras.Model) -> list[str]:
     merged = adapted_kernels(network)
     for path, kernel in merged.items():
         addition = kernel.low_rank
-        a, b = (np.asarray(factor.numpy(), "float32") for factor in _factors(kernel))
+        a, b, *m = (np.asarray(x.numpy(), "float32") for x in addition.factors.values())
         number, scale = len(a.shape) - 1, np.float32(addition.scale)
+        gain = np.ones(b.shape[1:], "float32")
+        if m:
+            norms = np.float32(kernel.numpy()) + np.tensordot(a, b * scale, 1)
+            norms = np.linalg.norm(norms, axis=tuple(range(number)))
+            gain = np.divide(m[0], norms, out=np.zeros_like(norms), where=norms > 0)
 
         def product(bounds, a=a, b=b, number=number, scale=scale):
             rows, columns = (tuple(slice(*ends) for ends in x) for x in _divided(bounds, number))
             return np.tensordot(a[rows], b[(slice(None), *columns)] * scale, 1)
 
+        def gains(bounds, gain=gain, number=number):
+            columns = tuple(slice(*ends) for ends in bounds[number:])
+            return np.broadcast_to(gain[columns], [end - start for start, end in bounds])
+
         tensors = tensors_of(path, kernel)
         for tensor in tensors:
             if tensor.is_saved:
                 new = tf.cast(tensor.read(), "float32") + tensor.assemble(product)
-                tensor.assign(new)
+                tensor.assign(new * tensor.assemble(gains) if m else new)
         if not all(tensor.is_saved for tensor in tensors):  # a copy in 16 bits is made anew
             kernel.assign(kernel.numpy())
     for layer in _layers(network):
@@ -152,9 +173,16 @@ def adapted_kernels(network: keras.Model) -> dict[str, keras.Variable]:
 
 
 def adapters_of(network: keras.Model) -> dict[str, dict]:
-    """Return `"rank"` and `"alpha"` of all adapters, of all stages, by the paths of their kernels."""
+    """Return `"rank"`, `"alpha"` and `"kind"` of all adapters, by the paths of their kernels.
+
+    They are those of all stages.
+    """
     return {
-        f"{path_in(network, layer)}/{name}": {key: asked[key] for key in ("rank", "alpha")}
+        f"{path_in(network, layer)}/{name}": {
+            "rank": asked["rank"],
+            "alpha": float(asked["alpha"]),
+            "kind": asked.get("kind", "lora"),
+        }
         for layer in _layers(network)
         for name, asked in layer.low_rank.items()
     }
@@ -164,8 +192,7 @@ def only_adapters_are_trained(network: keras.Model) -> bool:
     """Return whether adapters alone are trained, on all stages; all ranks call."""
     if not adapters_of(network):
         return False
-    factors = {id(x) for kernel in adapted_kernels(network).values() for x in _factors(kernel)}
-    own = {id(weight) for weight in network.trainable_variables} <= factors
+    own = {id(weight) for weight in network.trainable_variables} <= _factors(network)
     return all(all_gather_json(own, "lora/only"))
 
 
@@ -179,8 +206,10 @@ def check_adapted(network: keras.Model, function: str) -> None:
         raise ValueError(f"the network has no adapters for {function}: add_lora gives it some")
 
 
-def _factors(kernel):
-    return kernel.low_rank.a, kernel.low_rank.b
+def _factors(network):
+    """Return the ids of the variables of this rank's adapters."""
+    kernels = adapted_kernels(network).values()
+    return {id(x) for kernel in kernels for x in kernel.low_rank.factors.values()}
 
 
 def _divided(bounds, number):

@@ -22,6 +22,7 @@ from dtransformer.models.lora import adapted_kernels, adapters_of, check_adapted
 from dtransformer.models.pretrained import peft
 from dtransformer.models.pretrained.save import saved_by_chief
 from dtransformer.parallel.collectives.objects import from_all_stages, together
+from dtransformer.parallel.ops.low_rank import KINDS
 from dtransformer.parallel.weights.sharded_tensor import tensors_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -34,6 +35,7 @@ class _Kernel(pydantic.BaseModel):
     model_config = STRICT
     rank: Annotated[int, Field(gt=0)]
     alpha: Annotated[float, Field(gt=0, strict=False)]
+    kind: typing.Literal[tuple(KINDS)] = "lora"
 
 
 class _Config(pydantic.BaseModel):
@@ -75,9 +77,9 @@ def save_lora(
     """
     check_adapted(network, "save_lora")
     own = {
-        f"{path}.{letter}": _without_padding(getattr(kernel.low_rank, letter))
+        f"{path}.{letter}": _without_padding(factor)
         for path, kernel in adapted_kernels(network).items()
-        for letter in "ab"
+        for letter, factor in kernel.low_rank.factors.items()
     }
     arrays = from_all_stages(own, "lora/factors")
 
@@ -131,20 +133,20 @@ def load_lora(
 
     def check():
         message = [
-            f"{path} has rank {own['rank']} and alpha {own['alpha']} in the network"
+            f"{path} has {', '.join(f'{name} {x}' for name, x in own.items())} in the network"
             for path, own in present.items()
-            if {**own, "alpha": float(own["alpha"])} != kernels.get(path)
+            if own != kernels.get(path)
         ]
         if message:
             raise InputError(f"{folder} has not the network's adapters: {message[0]}")
 
     together(check, "lora/same")
-    give_adapters(network, {p: (x["rank"], x["alpha"]) for p, x in new.items()}, freeze_others)
+    give_adapters(network, new, freeze_others)
     parts = [
         (path, letter, tensor)
         for path, kernel in adapted_kernels(network).items()
-        for letter in "ab"
-        for tensor in tensors_of(path, getattr(kernel.low_rank, letter))
+        for letter, factor in kernel.low_rank.factors.items()
+        for tensor in tensors_of(path, factor)
     ]
 
     def check_shapes():
@@ -166,7 +168,7 @@ def load_lora(
 
 
 def _read(network, folder):
-    """Return rank and alpha of each kernel, and the factors in float32, `"PATH.a"` and `"PATH.b"`."""
+    """Return what `adapters_of` does of each kernel, and the factors in float32, as `"PATH.a"`."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise InputError(
@@ -180,8 +182,11 @@ def _read(network, folder):
     if isinstance(config, dict) and "peft_type" in config:
         return peft.read(network, config, factors, folder)
     kernels = typed(config, _Config, folder / CONFIG)["kernels"]
-    kernels = {path: {**asked, "alpha": float(asked["alpha"])} for path, asked in kernels.items()}
-    expected = {f"{path}.{letter}" for path in kernels for letter in "ab"}
+    kernels = {
+        path: {"kind": "lora", **asked, "alpha": float(asked["alpha"])}
+        for path, asked in kernels.items()
+    }
+    expected = {f"{path}.{x}" for path, asked in kernels.items() for x in KINDS[asked["kind"]]}
     if wrong := sorted(expected ^ factors.keys()):
         raise InputError(f"{folder}: {CONFIG} and {WEIGHTS} do not fit: {wrong[0]} is in one only")
     return kernels, factors

@@ -72,6 +72,7 @@ class ModelShape:
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
+        adapter_kind: `"dora"` for adapters with a magnitude of each output, too.
         adapter_targets: what has adapters: "query", "key", "value", "output"; "mapping", "gate" and
             "projection" of feed-forward layers; "head".
 
@@ -113,6 +114,7 @@ class ModelShape:
     frozen_blocks: int = 0
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ("query", "value")
+    adapter_kind: str = "lora"
 
     def __post_init__(self):
         defaults = {
@@ -244,20 +246,24 @@ class ModelShape:
         return found + self.num_experts * (each + router) + common
 
     def _adapters(self):
-        """Return inputs and outputs of the products that may have adapters, of each kind of them."""
+        """Return the products that may have adapters, of each kind; see `adapters_of_block`."""
         h, f = self.hidden_size, self.ffn_hidden_size
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = {"query": heads, "key": shared, "value": shared, "output": heads}
-        found = {name: ((h, features),) for name, features in attention.items()}
-        dense = dict.fromkeys(_DENSE, ((h, f),))
-        tables = {
-            "gate": ((h, f),) * self.gated,
-            "head": ((h, self.vocab_size),) * (not self.tied_head),
+        sizes = attention | dict.fromkeys(_DENSE, f) | {"head": self.vocab_size}
+        magnitudes = {**sizes, "output": h, "projection": h}
+        is_there = {"gate": self.gated, "head": not self.tied_head}
+        return {
+            name: ((h, size, magnitudes[name] * (self.adapter_kind == "dora")),)
+            * is_there.get(name, True)
+            for name, size in sizes.items()
         }
-        return found | dense | tables
 
-    def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int]]:
-        """Return inputs and outputs of the products of a block that have adapters."""
+    def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
+        """Return the products of a block that have adapters.
+
+        A list of (features that are replicated, those that may be sharded, magnitudes).
+        """
         if not self.adapter_rank or kind.is_frozen:
             return []
         found, times = self._adapters(), dict.fromkeys(_DENSE, not kind.has_experts)
@@ -270,7 +276,10 @@ class ModelShape:
 
     def adapter_parameters(self, kind: BlockKind) -> int:
         """Return the parameters of the adapters of a block."""
-        return self.adapter_rank * sum(map(sum, self.adapters_of_block(kind)))
+        return self._adapter_numbers(self.adapters_of_block(kind))
+
+    def _adapter_numbers(self, products):
+        return sum(self.adapter_rank * (x + y) + magnitudes for x, y, magnitudes in products)
 
     def _norm(self):
         return self.hidden_size * (1 if self.rms_norm else 2)
@@ -319,7 +328,7 @@ class ModelShape:
         if self.adapter_rank:
             head = self._adapters()["head"] * ("head" in self.adapter_targets)
             blocks = sum(kind.number * self.adapter_parameters(kind) for kind in self.kinds)
-            return blocks + self.adapter_rank * sum(map(sum, head))
+            return blocks + self._adapter_numbers(head)
         frozen = sum(k.number * self.block_parameters(k) for k in self.kinds if not self.trains(k))
         tables = 0 if self.trains_tables else self.embedding_parameters() + self.other_parameters
         return self.parameters() - frozen - tables

@@ -90,7 +90,7 @@ def block_passes(
     start = device.constants.pass_overhead_us * 1e-6
     forward = products + core + memory_seconds(device, moved * item)
     beside = 0.0
-    for inputs, outputs in model.adapters_of_block(kind):
+    for inputs, outputs, _ in model.adapters_of_block(kind):
         beside += product(rows, inputs, model.adapter_rank)
         beside += product(rows, model.adapter_rank, outputs / t)
     if kind.is_frozen:

@@ -204,10 +204,11 @@ def block_formula(network, stream_shapes):
             shards_input=config.recompute_slice_activation,
             repeated=repeated / elements,
         )
-        sums += sum(_rank(weight) for weight in block.variables) / features
+        norms = sum(map(_norms, block.variables)) / elements
+        sums += sum(_rank(weight) for weight in block.variables) / features + norms
         if repeats and config.mp_comm_recompute:
             of_inputs = [_rank(weight, of_inputs=True) for weight in block.variables]
-            sums += sum(of_inputs) / features
+            sums += sum(of_inputs) / features + norms
         formula[f"{stack.name}/{block.name}"] = round(sums * elements)
     return formula
 
@@ -236,6 +237,14 @@ def _rank(weight, of_inputs=False):
     inputs, outputs = weight.logical_axes[0], weight.logical_axes[weight.num_inputs]
     sides = [inputs] if of_inputs else [inputs, outputs]
     return addition.a.shape[-1] * any(mesh_axis(side) == "model" for side in sides)
+
+
+def _norms(weight):
+    """Return how many norms that magnitudes are divided by are sums over the mesh axis."""
+    addition = low_rank_of(weight)
+    if addition is None or addition.m is None or mesh_axis(weight.logical_axes[0]) != "model":
+        return 0
+    return math.prod(addition.m.shape)
 
 
 def _layer_path(scope, names):

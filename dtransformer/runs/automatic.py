@@ -87,11 +87,10 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
         found = networks.architecture(config, _KINDS.get(config.task, "CausalLM"), vocab_size)
         adapters = config.model.adapters
-        asked = (
-            {}
-            if adapters is None
-            else {"adapter_rank": adapters.rank, "adapter_targets": _targets(adapters.targets)}
-        )
+        asked = {}
+        if adapters is not None:
+            asked = {"adapter_rank": adapters.rank, "adapter_targets": _targets(adapters.targets)}
+            asked["adapter_kind"] = adapters.kind
         name = config.model.preset or config.model.from_ or f"{config.task} model"
         return from_architecture(name, found, sequence_length=length, **asked)
     longest = config.data.max_length

@@ -184,7 +184,9 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
                 raise ValueError("there are no weights to adapt: give model.from")
             asked = options.adapters
             alpha = asked.alpha * (asked.rank**0.5 if asked.rslora else 1)
-            add_lora(network, asked.rank, alpha, asked.targets, dropout=asked.dropout)
+            add_lora(
+                network, asked.rank, alpha, asked.targets, dropout=asked.dropout, kind=asked.kind
+            )
             if always is not None:
                 unfreeze(network, always)
         if options.freeze is not None:

@@ -201,7 +201,7 @@ class AdapterOptions:
     rank: Size = 8  # size between the factors
     alpha: Positive = 16.0  # the product of the factors is multiplied with alpha / rank
     targets: Name | list[Name] = "*attention/(query|value)_kernel"  # patterns of kernels' paths
-    kind: Literal["lora"] = "lora"  # how they add to a kernel
+    kind: Literal["lora", "dora"] = "lora"  # dora: magnitudes of a kernel's outputs, too
     dropout: Rate = 0.0  # the share of inputs that the factors do not see in training
     rslora: bool = False  # alpha / √rank in place of alpha / rank
 

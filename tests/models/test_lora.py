@@ -38,9 +38,15 @@ LLAMA = {
 }
 
 
-def adapted(targets="*kernel", **options):
+def adapted(targets="*kernel", kind="lora", **options):
     network = network_of(**{**LLAMA, **options})
-    add_lora(network, rank=2, alpha=6, targets=targets)
+    add_lora(network, rank=2, alpha=6, targets=targets, kind=kind)
+    return network
+
+
+def adapted_in_two_ways(**options):
+    network = adapted("*feed_forward/*kernel", **options)
+    add_lora(network, rank=2, alpha=6, targets=["*attention/*kernel", "head/*"], kind="dora")
     return network
 
 
@@ -50,7 +56,8 @@ def logits_of(network):
 
 def test_first_outputs_are_those_without_adapters():
     expected = logits_of(network_of(**LLAMA))  # by other products on some processors
-    np.testing.assert_allclose(logits_of(adapted()), expected, rtol=0, atol=BLOCKS["float32"])
+    for make in (adapted, adapted_in_two_ways):
+        np.testing.assert_allclose(logits_of(make()), expected, rtol=0, atol=BLOCKS["float32"])
 
 
 def test_factors_depend_on_the_seed_and_their_paths_only():
@@ -105,7 +112,7 @@ def test_a_base_in_16_bits_has_factors_in_32():
 
 
 def test_merged_kernels_give_what_adapters_gave():
-    network = adapted()
+    network = adapted_in_two_ways()
     prompts = [[5, 9], [7]]
     base = network.generate(prompts, max_new_tokens=5).numpy()
     train(trainer_of(network, keras.optimizers.AdamW(0.1)))
@@ -121,7 +128,7 @@ def test_merged_kernels_give_what_adapters_gave():
 
 
 def test_configs_and_files_of_keras_keep_adapters(tmp_path):
-    network = adapted()
+    network = adapted_in_two_ways()
     trainer = trainer_of(network)
     train(trainer)
     copy = CausalLM.from_config(network.get_config())
@@ -134,7 +141,7 @@ def test_configs_and_files_of_keras_keep_adapters(tmp_path):
 
 
 def test_adapters_in_a_folder_of_their_own(tmp_path):
-    network = adapted()
+    network = adapted_in_two_ways()
     train(trainer_of(network))
     save_lora(network, tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -143,7 +150,9 @@ def test_adapters_in_a_folder_of_their_own(tmp_path):
     assert len(load_lora(other, tmp_path)) == 7 * 3 + 1
     np.testing.assert_array_equal(logits_of(other), logits_of(network))
     load_lora(other, tmp_path)  # again, onto those that are there
-    with pytest.raises(InputError, match="not the network's adapters: .* has rank 8"):
+    with pytest.raises(
+        InputError, match="not the network's adapters: .* has rank 8, alpha 16.0, kind lora"
+    ):
         fresh = network_of(**LLAMA)
         add_lora(fresh)
         load_lora(fresh, tmp_path)
@@ -174,6 +183,7 @@ def test_what_cannot_be_is_told(tmp_path):
         ({"targets": ["q_proj"]}, r"here its name is '\*attention/query_kernel'"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"alpha": 0}, "alpha must be a number of more than 0"),
+        ({"kind": "vera"}, "kind must be one of lora, dora, got 'vera'"),
     ):
         with pytest.raises(ValueError, match=words):
             add_lora(network, **arguments)
@@ -203,7 +213,7 @@ def test_adapters_of_keras_own_layers_are_trained():
 @on_mesh
 def test_adapters_send_what_the_theory_says():
     start(data_parallel=2, model_parallel=2)
-    network = adapted("*attention/*kernel", num_kv_heads=2)
+    network = adapted("*attention/*kernel", kind="dora", num_kv_heads=2)
     trainer = trainer_of(network, keras.optimizers.SGD(0.1))
     train(trainer, 1)
     report = trainer.communication_report()
@@ -217,3 +227,5 @@ def test_adapters_send_what_the_theory_says():
     assert specs["attention/query_kernel_lora_b"] == (None, "model", None)
     assert specs["attention/output_kernel_lora_a"] == ("model", None, None)
     assert specs["attention/output_kernel_lora_b"] == (None, None)
+    assert specs["attention/query_kernel_lora_m"] == ("model", None)
+    assert specs["attention/output_kernel_lora_m"] == (None,)

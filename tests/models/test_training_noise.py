@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import CrossEntropyLoss
+from dtransformer.layers import CrossEntropyLoss, Linear
 from dtransformer.models import CausalLM, add_lora
 from dtransformer.parallel.ops.training_noise import EmbeddingNoise, InputDropout
 from dtransformer.parallel.tracing import trace
@@ -38,6 +38,22 @@ def test_dropout_of_adapters():
     other = drawn(InputDropout(0.25, "b/kernel"), x, trains=True)
     assert 0.3 < (kept != other).mean() < 0.45
     np.testing.assert_array_equal(drawn(InputDropout(0.25, "a/kernel"), x), x)
+
+
+def test_dropout_of_adapters_with_magnitudes():
+    """What magnitudes change sees the dropped inputs, the kernel all of them (Liu et al., 2024)."""
+    layer, x = Linear(5, use_bias=False), tf.random.stateless_normal((7, 6), (1, 2))
+    layer.build((7, 6))
+    layer.add_low_rank("kernel", 2, 3.0, 0.5, "dora")
+    addition = layer.kernel.low_rank
+    for number, variable in enumerate(addition.factors.values()):
+        variable.assign(tf.random.stateless_normal(variable.shape, (number, 3)))
+    w, a, b, m = (v.numpy().astype("float64") for v in (layer.kernel, *addition.factors.values()))
+    dropped = drawn(addition.dropout, x, trains=True).astype("float64")
+    gain = m / np.linalg.norm(w + 1.5 * a @ b, axis=0)
+    expected = x @ w + (gain - 1) * (dropped @ w) + gain * 1.5 * (dropped @ a @ b)
+    np.testing.assert_allclose(drawn(layer, x, trains=True), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(drawn(layer, x), gain * (x @ (w + 1.5 * a @ b)), rtol=0, atol=1e-5)
 
 
 def losses(steps=3, recomputes=False, dropout=0.5, alpha=0.0):

@@ -383,10 +383,11 @@ def test_adapters_are_counted_as_networks_count_them():
     for targets in (("query", "value"), ("key", "output", "gate", "projection"), (*dense, "head")):
         network = CausalLM(100, num_layers=3, max_length=16, tied_head=False, **sizes)
         network.build()
-        add_lora(
-            network, 4, targets=[f"*{x}_kernel" if x != "head" else "head/kernel" for x in targets]
-        )
-        model = from_network(network, adapter_rank=4, adapter_targets=targets)
+        kind = "lora" if "query" in targets else "dora"
+        patterns = [f"*{x}_kernel" if x != "head" else "head/kernel" for x in targets]
+        add_lora(network, 4, targets=patterns, kind=kind)
+        asked = {"adapter_rank": 4, "adapter_targets": targets, "adapter_kind": kind}
+        model = from_network(network, **asked)
         count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
         assert model.trained_parameters() == count
     network = CausalLM(100, num_layers=3, max_length=16, **sizes)

@@ -107,7 +107,7 @@ def test_sources_and_adapters_are_mappings(tmp_path):
         ("data.train=[{path: a, weight: 0}]", ["data.train", "weight must be greater than 0"]),
         ("data.train=[3]", ["data.train", "must be a path, or a list"]),
         ("model.adapters={rank: 0}", ["model.adapters", "rank must be at least 1"]),
-        ("model.adapters={kind: dora}", ["model.adapters", "kind must be one of 'lora'"]),
+        ("model.adapters={kind: vera}", ["model.adapters", "kind must be one of 'lora' or 'dora'"]),
         ("data.date=tomorrow", ["data.date"]),
         ("training.schedule=wdd", ["training.schedule", "wsd"]),
     ],

@@ -71,13 +71,13 @@ def test_a_preview_counts_the_adapters_that_patterns_match(targets):
 
     network = CausalLM(290, **LLAMA)
     network.build()
-    add_lora(network, 4, targets=targets)
+    add_lora(network, 4, targets=targets, kind="dora")
     sizes = {**LLAMA, "pad_id": None}
     config = RunConfig("chat")
     for name, value in sizes.items():
         if name in {field.name for field in dataclasses.fields(config.model)}:
             setattr(config.model, name, value)
     config.tokenizer.vocab_size = 290
-    config.model.adapters = {"rank": 4, "targets": targets}
+    config.model.adapters = {"rank": 4, "targets": targets, "kind": "dora"}
     expected = sum(weight.shape.num_elements() for weight in network.trainable_variables)
     assert shape_of_run(config, 16).trained_parameters() == expected

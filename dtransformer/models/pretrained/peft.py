@@ -12,12 +12,15 @@ import numpy as np
 from dtransformer.errors import InputError, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.parallel.ops.low_rank import KINDS
 
 _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
 # Fields of `peft.LoraConfig` that are taken, those that say nothing of what trained factors compute,
 # and others by the values by which they change nothing.
 _TAKEN = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+# Factors by this library's letters, with the magnitudes of DoRA.
+_NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
 _SILENT = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
@@ -30,8 +33,9 @@ _PLAIN = {
     # Others subtract what factors begin with from the weights that they are beside.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     "lora_dropout": (0, None),
+    "use_dora": (True, False, None),
     "bias": ("none", None),
-    **dict.fromkeys(("use_dora", "lora_bias", "modules_to_save", "layer_replication"), _NONE),
+    **dict.fromkeys(("lora_bias", "modules_to_save", "layer_replication"), _NONE),
     **dict.fromkeys(("trainable_token_indices", "target_parameters", "use_qalora"), _NONE),
     **dict.fromkeys(("alora_invocation_tokens", "velora_config", "monteclora_config"), _NONE),
     **dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"), _NONE),
@@ -47,11 +51,13 @@ def written(
     Args:
         network: the network.
         family: one of `FAMILIES`.
-        kernels: `"rank"` and `"alpha"` by the kernels' paths.
-        factors: `"PATH.a"` [*inputs, r] and `"PATH.b"` [r, *outputs].
+        kernels: `"rank"`, `"alpha"` and `"kind"` by the kernels' paths.
+        factors: `"PATH.a"` [*inputs, r], `"PATH.b"` [r, *outputs] and, of kind `"dora"`, `"PATH.m"`
+            [*outputs].
 
     Raises:
-        InputError: the family is not known, or several kernels are in one tensor of it.
+        InputError: the family is not known, several kernels are in one tensor of it, or adapters are
+            of two kinds.
     """
     if family not in _fitting(network):
         raise InputError(f"family is {family!r}, expected one of {', '.join(_fitting(network))}")
@@ -62,13 +68,16 @@ def written(
                 f"{family} has no tensor for {path} alone: adapters of other kernels, or by this "
                 "library's names (family='dtransformer'), can be saved"
             )
-        for letter, names in (("a", "lora_A"), ("b", "lora_B")):
-            rank, value = kernels[path]["rank"], factors[f"{path}.{letter}"]
-            if letter == "b" and stored[path].order is not None:
+        shapes = {"a": (-1, kernels[path]["rank"]), "b": (kernels[path]["rank"], -1), "m": (-1,)}
+        for letter in KINDS[kernels[path]["kind"]]:
+            value, name = factors[f"{path}.{letter}"], _NAMES[letter]
+            if letter != "a" and stored[path].order is not None:
                 value = value[..., np.argsort(stored[path].order)]
-            matrix = value.reshape((-1, rank) if letter == "a" else (rank, -1))
-            tensors[f"{_PREFIX}{places[path]}.{names}.weight"] = np.ascontiguousarray(matrix.T)
+            name = f"{_PREFIX}{places[path]}.{name}{'' if letter == 'm' else '.weight'}"
+            tensors[name] = np.ascontiguousarray(value.reshape(shapes[letter]).T)
     first = next(iter(kernels.values()))
+    if len({own["kind"] for own in kernels.values()}) > 1:
+        raise InputError("some adapters are of kind dora, others of lora: peft has one kind")
     differing = lambda name: {
         places[path]: own[name] for path, own in kernels.items() if own[name] != first[name]
     }
@@ -82,6 +91,7 @@ def written(
         "alpha_pattern": differing("alpha"),
         "target_modules": [places[path] for path in kernels],
         "fan_in_fan_out": family == "gpt2",
+        "use_dora": first["kind"] == "dora",
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -91,7 +101,7 @@ def written(
 def read(
     network: TokenModel, config: dict, tensors: dict[str, np.ndarray], folder: os.PathLike
 ) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return `"rank"` and `"alpha"` by the kernels' paths, and the factors: see `written`.
+    """Return `"rank"`, `"alpha"` and `"kind"` by the kernels' paths, and the factors: see `written`.
 
     Raises:
         InputError: the config asks for what is not built, or a tensor is none of the network's.
@@ -102,7 +112,9 @@ def read(
         for name in tensors
         if not name.endswith(".base_layer.weight")  # of a head: a copy of the frozen one
     }
-    if others := [name for name in names if not name.endswith((".lora_A", ".lora_B"))]:
+    kind = "dora" if config.get("use_dora") else "lora"
+    endings = tuple(f".{_NAMES[letter]}" for letter in KINDS[kind])
+    if others := [name for name in names if not name.endswith(endings)]:
         raise InputError(f"{folder}: {others[0]} is no factor of a kernel's adapter")
     modules = {name.rpartition(".lora_")[0] for name in names}
     places = _places(network, modules, folder)
@@ -110,21 +122,27 @@ def read(
     for module in sorted(modules):
         path, stored = places[module]
         rank, alpha = _rank_and_alpha(config, module, folder)
-        kernels[path] = {"rank": rank, "alpha": alpha}
+        kernels[path] = {"rank": rank, "alpha": alpha, "kind": kind}
         number = stored.num_inputs
         inputs, outputs = shapes[path][:number], shapes[path][number:]
-        for letter, shape in (("a", (*inputs, rank)), ("b", (rank, *outputs))):
-            name = names.get(f"{module}.lora_{letter.upper()}")
+        sizes = np.prod(inputs), np.prod(outputs)
+        forms = {
+            "a": ((*inputs, rank), (sizes[0], rank)),
+            "b": ((rank, *outputs), (rank, sizes[1])),
+            "m": (outputs, (sizes[1],)),
+        }
+        for letter in KINDS[kind]:
+            shape, expected = forms[letter]
+            name = names.get(f"{module}.{_NAMES[letter]}")
             value = np.zeros([0]) if name is None else tensors[name].T
-            expected = (np.prod(shape[:-1]), rank) if letter == "a" else (rank, np.prod(shape[1:]))
             if value.shape != expected:
                 raise InputError(
-                    f"{folder}: lora_{letter.upper()} of {module}, of rank {rank}, is "
+                    f"{folder}: {_NAMES[letter]} of {module}, of rank {rank}, is "
                     f"{list(value.shape[::-1])}, expected {[int(x) for x in expected[::-1]]}: are "
                     "these adapters of another network?"
                 )
             value = np.ascontiguousarray(value).reshape(shape)
-            if letter == "b" and stored.order is not None:
+            if letter != "a" and stored.order is not None:
                 value = value[..., list(stored.order)]
             factors[f"{path}.{letter}"] = value
     return kernels, factors

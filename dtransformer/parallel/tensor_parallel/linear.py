@@ -92,13 +92,19 @@ def column_parallel(x: tf.Tensor, kernels: list[Weight], axes: tuple) -> list[tf
         A list of tensors [b, ..., *outputs], laid out along s as "inner_length".
     """
     check_axes(axes, len(kernels[0].shape) - 1, "a product's outputs")
+    by_axes = lambda x, kernel: _columns(x, [kernel], axes)[0]
+    return [
+        _with_low_rank(y, x, kernel, (None,), by_axes, by_axes)
+        for y, kernel in zip(_columns(x, kernels, axes), kernels)
+    ]
+
+
+def _columns(x, kernels, axes):
+    """Return the products without low-rank additions; see `column_parallel`."""
     if not trace.is_on_mesh():
-        ys = [matmul(x, kernel) for kernel in kernels]
-    else:
-        ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
-        ys = [_like_inputs(y, x, 1) for y in ys]
-    up = lambda x, b: column_parallel(x, [b], axes)[0]
-    return [_with_low_rank(y, x, kernel, (None,), up) for y, kernel in zip(ys, kernels)]
+        return [matmul(x, kernel) for kernel in kernels]
+    ys = _column_parallel(_as_sequences(x, 1), kernels, axes)
+    return [_like_inputs(y, x, 1) for y in ys]
 
 
 def _column_parallel(x, kernels, axes):
@@ -142,31 +148,44 @@ def row_parallel(x: tf.Tensor, kernel: Weight, axes: tuple) -> tf.Tensor:
     Returns:
         A tensor [b, ..., h], sharded along s under sequence parallelism.
     """
-    num_inputs = len(axes)
     check_axes(axes, len(kernel.shape) - 1, "a product's inputs")
+    by_axes = lambda x, kernel: _rows(x, kernel, axes)
+    multiply = lambda x, b: _rows(x, b, (None,))
+    return _with_low_rank(by_axes(x, kernel), x, kernel, axes, multiply, by_axes)
+
+
+def _rows(x, kernel, axes):
+    """Return the product without a low-rank addition; see `row_parallel`."""
     if not trace.is_on_mesh():
-        y = matmul(x, kernel, num_inputs)
-    else:
-        y = _row_parallel(_as_sequences(x, num_inputs), kernel, axes)
-        y = _like_inputs(y, x, num_inputs)
-    return _with_low_rank(y, x, kernel, axes, lambda x, b: row_parallel(x, b, (None,)))
+        return matmul(x, kernel, len(axes))
+    y = _row_parallel(_as_sequences(x, len(axes)), kernel, axes)
+    return _like_inputs(y, x, len(axes))
 
 
-def _with_low_rank(y, x, kernel, axes, multiply):
+def _with_low_rank(y, x, kernel, axes, multiply, multiply_kernel):
     """Return the product y of x with a kernel, and what its low-rank addition adds to it.
 
     Args:
         y, x, kernel: tensors, and the kernel as the layer has it.
         axes: logical names of the dimensions of the inputs.
         multiply: a function of x · A [b, ..., r] and B that returns their product like y.
+        multiply_kernel: a function of other inputs and the kernel that returns their product.
     """
     addition = low_rank_of(kernel)
     if addition is None:
         return y
     # Of the products this one is the smallest, and is sharded as the residual stream is.
-    x = x if addition.dropout is None else addition.dropout(x)
-    inner = row_parallel(x, addition.a, axes)
-    return y + multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
+    seen = x if addition.dropout is None else addition.dropout(x)
+    inner = _rows(seen, addition.a, axes)
+    added = multiply(inner * tf.cast(addition.scale, inner.dtype), addition.b)
+    if addition.m is None:
+        return y + added
+    # [*outputs]; its norms are summed over the mesh axis where inputs are sharded
+    norms = keep_for_recompute(lambda: tf.stop_gradient(addition.norms(kernel)))
+    gain = tf.cast(tf.math.divide_no_nan(tf.cast(addition.m, "float32"), norms), y.dtype)
+    if seen is x:
+        return gain * (y + added)
+    return y + (gain - 1) * multiply_kernel(seen, kernel) + gain * added
 
 
 def _row_parallel(x, kernel, axes):

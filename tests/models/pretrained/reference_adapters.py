@@ -24,6 +24,13 @@ TARGETS = {
     "qwen2": {"target_modules": ["k_proj", "o_proj", "lm_head"], "use_rslora": True},
     "gpt2": {"target_modules": ["attn.c_proj", "mlp.c_fc"], "fan_in_fan_out": True},
     "glm": {"target_modules": ["q_proj", "k_proj"]},
+    "llama_dora": {"target_modules": "all-linear", "use_dora": True},
+    "gpt2_dora": {
+        "target_modules": ["attn.c_proj", "mlp.c_fc"],
+        "fan_in_fan_out": True,
+        "use_dora": True,
+    },
+    "glm_dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
 }
 STEPS, LEARNING_RATE = 3, 0.1
 # Of a Llama: fields that are taken, or change nothing of what is loaded; and those that do.
@@ -41,13 +48,12 @@ VARIANTS = {
     "pissa": {"init_lora_weights": "pissa"},
     "olora": {"init_lora_weights": "olora"},
     "alora": {"alora_invocation_tokens": [3, 4]},
-    "dora": {"use_dora": True},
 }
 
 
 def base(folder, name):
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder / name, attn_implementation="eager"
+        folder / name.removesuffix("_dora"), attn_implementation="eager"
     )
 
 
