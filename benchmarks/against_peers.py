@@ -1,8 +1,8 @@
 """Speed of one process beside PyTorch, KerasHub and `transformers`, in turn; prints JSON.
 
     python benchmarks/against_peers.py [--pairs SOURCE TARGET] [--environments FOLDER]
-        [--workloads translation,wide,language_model,sentences,greedy,beam_search]
-        [--rounds 6] [--steps 4] [--picture FILE.png]
+        [--workloads translation,wide,language_model,sentences,greedy,beam_search,llama,gpt2,bert,t5,
+        mixtral,qwen3,llama_lora] [--rounds 5] [--steps 4] [--picture FILE.png]
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
 trains a few steps, or generates, while the others wait, round after round: a machine whose speed
@@ -11,9 +11,13 @@ of a generation all but those of attention.
 The first round of each is not counted. Those that generate have the same weights: `same_ids` is
 the share of the tokens that are ours. The workload `sentences` is real text, of two files with a
 sentence a line, or the embedded corpus: tokens that count are counted, not what they are padded to.
+Models of published families, and adapters, begin with the weights that the peer has drawn:
+`largest_difference_of_losses` is that of the first three steps from ours, as a part of them; more
+than 1e-4 is an error. An environment is made where this one has other versions than it asks for.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -27,7 +31,7 @@ import venv
 import numpy as np
 
 PEERS = pathlib.Path(__file__).parent / "peers"
-PYTORCH = ["torch==2.13.0", "numpy", "transformers==5.23.0"]
+PYTORCH = ["torch==2.13.0", "numpy", "transformers==5.23.0", "peft==0.21.2"]
 KERAS_HUB = ["tensorflow==2.21.0", "keras==3.15.1", "keras-hub"]
 # Name -> packages of its environment (None for this one), script, arguments.
 TRAINING = {
@@ -48,20 +52,27 @@ SENTENCES = {
     "pytorch": (PYTORCH, "pytorch.py", ["eager"]),
     "pytorch_by_length": (PYTORCH, "pytorch.py", ["by_length"]),
 }
+PUBLISHED = {
+    "dtransformer": (None, "ours_published.py", []),
+    "transformers": (PYTORCH, "transformers_training.py", ["eager"]),
+    "transformers_compiled": (PYTORCH, "transformers_training.py", ["compiled"]),
+}
 OURS, LIMIT = "dtransformer", "products"
 GENERATES = "greedy", "beam_search"
 CONTESTANTS = {
     **dict.fromkeys(("translation", "wide", "language_model"), TRAINING),
     "sentences": SENTENCES,
     **dict.fromkeys(GENERATES, GENERATING),
+    **dict.fromkeys(("llama", "gpt2", "bert", "t5", "mixtral", "qwen3", "llama_lora"), PUBLISHED),
 }
+TOLERANCE = 1e-4  # of the losses of the first steps
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(CONTESTANTS), help="names, with commas")
     parser.add_argument("--contestants", help="names, with commas; all by default")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--steps",
         type=int,
@@ -77,7 +88,7 @@ def parse_arguments():
 
 def python_of(packages, folder):
     """Return the Python of an environment with these packages, which is made if it is missing."""
-    if packages is None:
+    if packages is None or all(map(is_here, packages)):
         return sys.executable
     home = folder.absolute() / packages[0].partition("=")[0]
     python = home / "bin" / "python"
@@ -89,8 +100,23 @@ def python_of(packages, folder):
     return python
 
 
+def is_here(package):
+    """Return whether this environment has a package, in the version that is asked for."""
+    name, _, version = package.partition("==")
+    try:
+        found = importlib.metadata.version(name).partition("+")[0]  # without a build's name
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return version in ("", found)
+
+
 class Contestant:
-    """A process that trains when it is asked to."""
+    """A process that trains when it is asked to.
+
+    Attributes:
+        started: what it has printed of its start.
+        peak_bytes: the most resident memory that it has had, from `close` on.
+    """
 
     def __init__(self, python, script, arguments, root):
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
@@ -111,7 +137,8 @@ class Contestant:
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait()
+        _, _, usage = os.wait4(self._process.pid, 0)
+        self._process.returncode, self.peak_bytes = 0, usage.ru_maxrss * 1024
 
     def _answer(self):
         line = self._process.stdout.readline()
@@ -144,7 +171,11 @@ def measured(workload, args):
     finally:
         for contestant in contestants.values():
             contestant.close()
-    return seconds, {name: contestant.started for name, contestant in contestants.items()}
+    starts = {
+        name: {**contestant.started, "peak_bytes": contestant.peak_bytes}
+        for name, contestant in contestants.items()
+    }
+    return seconds, starts
 
 
 def report_of(workload, seconds, started):
@@ -168,6 +199,14 @@ def report_of(workload, seconds, started):
             if name != LIMIT
         },
     }
+    report["peak_mib"] = {
+        name: round(start["peak_bytes"] / 2**20) for name, start in started.items() if name != LIMIT
+    }
+    report["tokens_per_second_by_round"] = {
+        name: rounded([work.tokens / value for value in values], digits=0)
+        for name, values in seconds.items()
+        if name != LIMIT
+    }
     if ours and peers:
         ratios = {name: ratios_of(values, ours) for name, values in peers.items()}
         report["times_as_fast_as"] = {name: rounded(values) for name, values in ratios.items()}
@@ -177,6 +216,14 @@ def report_of(workload, seconds, started):
             report["times_as_fast_as_the_best_peer"] = rounded(best)
             report["median_against_the_best_peer"] = round(statistics.median(best), 3)
     results = {name: start["result"] for name, start in started.items()}
+    if CONTESTANTS[workload] is PUBLISHED and OURS in results:
+        report["losses"] = {name: rounded(losses, digits=6) for name, losses in results.items()}
+        report["largest_difference_of_losses"] = {
+            name: max(abs(a / b - 1) for a, b in zip(losses, results[OURS], strict=True))
+            for name, losses in results.items()
+        }
+        if max(report["largest_difference_of_losses"].values()) > TOLERANCE:
+            raise SystemExit(f"{workload}: not the same work: {json.dumps(report, indent=1)}")
     if workload in GENERATES:
         report["same_ids"] = {
             name: round(same_ids(results[OURS], ids), 4)
@@ -244,6 +291,11 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if "sentences" in args.workloads.split(","):
             os.environ["DTRANSFORMER_SENTENCES"] = str(tokenized(args.pairs, folder))
+        if published := [x for x in args.workloads.split(",") if CONTESTANTS[x] is PUBLISHED]:
+            os.environ["DTRANSFORMER_PUBLISHED"] = folder
+            script = PEERS / "transformers_training.py"
+            python = python_of(PYTORCH, args.environments)
+            subprocess.run([python, script, "make", folder, *published], check=True)
         compare(args)
 
 

@@ -88,23 +88,26 @@ WORKLOADS = {
 def workload_of(name):
     """Return the workload of a name."""
     from generation import Generation
+    from published import PUBLISHED
     from sentences import Sentences
 
-    others = {"greedy": Generation(), "beam_search": Generation(num_beams=4)}
+    others = {"greedy": Generation(), "beam_search": Generation(num_beams=4), **PUBLISHED}
     return {**WORKLOADS, **others, "sentences": Sentences()}[name]
 
 
-def serve(make_run):
+def serve(make_run, num_first=1):
     """Take turns: for each number n on standard input, run n steps and print their seconds.
 
     Args:
         make_run: a function of the `Workload` and the other arguments of the command line, which
             returns a function of n that trains n steps and returns a list of seconds of each.
+        num_first: number of steps before the turns, one after the other; the function's `result` is
+            printed after them.
     """
     workload, *options = sys.argv[1:]
     start = time.perf_counter()
     run = make_run(workload_of(workload), *options)
-    first = run(1)[0]
+    first, *_ = [run(1)[0] for _ in range(num_first)]
     started = {"start_s": time.perf_counter() - start, "first_step_s": first}
     print(json.dumps({**started, "result": getattr(run, "result", None)}), flush=True)
     for line in sys.stdin:

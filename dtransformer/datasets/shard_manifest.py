@@ -163,7 +163,7 @@ def _mapped(path):
         with opened(path):  # says why it cannot be
             # A plain array over the mapping: NumPy's memmap is slow to take small parts of.
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, EOFError, SyntaxError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception:  # whatever NumPy, and Python's reader of its header, raise
         raise InputError(f"{path} is damaged, or no array of NumPy's: copy it again") from None

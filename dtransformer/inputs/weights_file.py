@@ -7,7 +7,8 @@ import h5py
 import numpy as np
 
 from dtransformer.errors import InputError, one_line
-from dtransformer.inputs.files import opened
+from dtransformer.inputs.files import MEBIBYTE, opened
+from dtransformer.inputs.json_file import MAX_BYTES, parse_json
 from dtransformer.inputs.paths import FilePath
 
 _ENDING = ".weights.h5"
@@ -42,6 +43,15 @@ def load_weights(network, path: FilePath, **options) -> None:
         ) from None
 
 
+def class_of(path: FilePath) -> str | None:
+    """Return the name of the class of the model of a `.keras` archive; None where it says none."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("config.json") as member:
+            return parse_json(member.read(MAX_BYTES), path)["class_name"]
+    except Exception:  # what is wrong with it `check_weights` tells
+        return None
+
+
 def check_weights(path: FilePath) -> None:
     """Check that a file of weights holds finite numbers, as many as it has bytes for.
 
@@ -73,6 +83,9 @@ def _problem_of_file(path, size):
     with zipfile.ZipFile(path) as archive:
         if archive.getinfo(_MEMBER).compress_type != zipfile.ZIP_STORED:
             return f"{_MEMBER} is compressed, which Keras does not do"
+        with archive.open(_MEMBER) as member:
+            while member.read(MEBIBYTE):  # to its end, where its checksum is compared
+                pass
         with archive.open(_MEMBER) as member, h5py.File(member, "r") as weights:
             return _problem(weights, size)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.errors import InputError
 from dtransformer.files import free_path, warn_of_taken
-from dtransformer.inputs.weights_file import load_weights
+from dtransformer.inputs.weights_file import class_of, load_weights
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.config.config import TransformerOpParallelConfig, parallel_config
 from dtransformer.parallel.pipeline_parallel.stage_weights import (
@@ -272,17 +272,17 @@ class Checkpointing(keras.Model):
         """Load weights on every rank; as `keras.Model.load_weights`.
 
         Args:
-            filepath: a file of Keras, `.weights.h5`, or of `dtransformer checkpoint export`,
+            filepath: a file of Keras, `.weights.h5` or `.keras`, or of `dtransformer checkpoint export`,
                 `.safetensors`.
             **kwargs: as in Keras.
 
         Raises:
             InputError: the file is damaged, or does not hold the network's weights.
         """
-        if not self.network.built:
-            self.network.build()
+        self.build()
         if not is_safetensors(filepath):
-            load_weights(self.network, filepath, **kwargs)
+            is_own = class_of(filepath) == type(self).__name__  # written by `save`
+            load_weights(super() if is_own else self.network, filepath, **kwargs)
             return
         if kwargs:
             raise InputError(

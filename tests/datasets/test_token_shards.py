@@ -149,7 +149,7 @@ def use(folder):
     return [ids.tolist() for ids in shards]
 
 
-@pytest.mark.parametrize("change", ["missing", "shorter", "other", "ids", "link", "no manifest"])
+@pytest.mark.parametrize("change", ["missing", "shorter", "other", "header", "ids", "link", "no manifest"])
 def test_damage_is_one_error_that_names_the_file(tmp_path, change):
     some_shards(tmp_path / "x", DOCUMENTS)
     folder = tmp_path / "y"
@@ -162,6 +162,8 @@ def test_damage_is_one_error_that_names_the_file(tmp_path, change):
         path.write_bytes(data[:-1])
     elif change == "other":
         path.write_bytes((folder / "shard-00000.tokens.npy").read_bytes().ljust(len(data), b" "))
+    elif change == "header":
+        path.write_bytes(data.replace(b"}", b"(", 1))
     elif change == "ids":
         path.write_bytes(data[:-2] + b"\xff\xff")
     elif change == "link":

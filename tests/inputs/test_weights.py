@@ -170,8 +170,25 @@ def test_weights_inside_of_an_archive_of_keras_are_checked(tmp_path):
     assert "not finite" in refusal(load_weights, model, path)
     for own, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(own, other)
+    model.save(path)
+    data = bytearray(path.read_bytes())
+    data[data.index(before[0].tobytes())] ^= 1  # a finite value, but the archive has a checksum
+    path.write_bytes(data)
+    assert "CRC" in refusal(load_weights, model, path)
     path.write_bytes(path.read_bytes()[:200])
     assert "damaged" in refusal(load_weights, model, path)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
+def test_a_trainer_loads_what_it_or_its_network_has_saved(tmp_path):
+    model = network()
+    trainer_of(model).save(tmp_path / "trainer.keras")
+    model.save(tmp_path / "network.keras")
+    for name in ("trainer", "network"):
+        other = trainer_of(network())
+        other.load_weights(tmp_path / f"{name}.keras")
+        for own, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_array_equal(own, loaded)
 
 
 @BOUNDED
