@@ -149,7 +149,9 @@ def use(folder):
     return [ids.tolist() for ids in shards]
 
 
-@pytest.mark.parametrize("change", ["missing", "shorter", "other", "header", "ids", "link", "no manifest"])
+@pytest.mark.parametrize(
+    "change", ["missing", "shorter", "other", "header", "ids", "link", "no manifest"]
+)
 def test_damage_is_one_error_that_names_the_file(tmp_path, change):
     some_shards(tmp_path / "x", DOCUMENTS)
     folder = tmp_path / "y"
