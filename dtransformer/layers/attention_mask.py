@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
@@ -44,6 +45,8 @@ def same_segment(queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     queries, keys = tf.expand_dims(queries, -1), tf.expand_dims(keys, -2)
     if keys.dtype.is_bool:
         return queries & keys
+    if keys.dtype == "int32":
+        queries, keys = tf.cast(queries, INDEX_TYPE), tf.cast(keys, INDEX_TYPE)
     return (queries == keys) & (keys != 0)
 
 
@@ -74,9 +77,9 @@ def tokens_of_mask(mask: tf.Tensor | Segments | None) -> tf.Tensor | None:
     if len(mask.shape) == 2:
         return tf.cast(mask, "bool")
     if len(mask.shape) == 4:
-        mask = tf.reduce_max(tf.cast(mask, "int32"), axis=1)
+        mask = tf.reduce_max(tf.cast(mask, "float32"), axis=1)
     axis = 1 if mask.shape[1] == 1 else 2
-    return tf.reduce_max(tf.cast(mask, "int32"), axis=axis) > 0
+    return tf.reduce_max(tf.cast(mask, "float32"), axis=axis) > 0
 
 
 def is_near(
@@ -94,6 +97,7 @@ def is_near(
     Returns:
         A tensor; None where all are.
     """
+    queries, keys = tf.cast(queries, INDEX_TYPE), tf.cast(keys, INDEX_TYPE)
     queries, keys = tf.expand_dims(queries, -1), keys[None, :]
     near = queries >= keys if causal else None
     if window is not None:

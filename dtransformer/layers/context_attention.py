@@ -19,6 +19,7 @@ from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
 # Queries and keys of a block: where a device has some of the heads, and where it has all.
 _SOME_HEADS, _ALL_HEADS = (512, 2048), (256, 1024)
@@ -209,14 +210,15 @@ class _Blocks:
         """Return which keys are within reach of queries by their positions, [c or 1, 1, 1, s, t]."""
         first, number = self.plan.positions(0)[row[0]], row[1] - row[0]
         if self.plan.has_all_positions:
-            queries = first + tf.reshape(tf.range(number), [1, 1, 1, number])
+            queries = first + tf.reshape(tf.range(number, dtype=INDEX_TYPE), [1, 1, 1, number])
         else:
             c, is_striped = self.plan.shards, self.plan.is_striped
-            starts = first + (1 if is_striped else self.plan.num_own_queries) * tf.range(c)
+            apart = 1 if is_striped else self.plan.num_own_queries
+            starts = first + apart * tf.range(c, dtype=INDEX_TYPE)
             starts = constrain(
                 tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
             )
-            queries = starts + (c if is_striped else 1) * tf.range(number)
+            queries = starts + (c if is_striped else 1) * tf.range(number, dtype=INDEX_TYPE)
         return is_near(queries, position + tf.range(size), self._causal, self._window)
 
     def _bias_of(self, tensors, row, position, size):

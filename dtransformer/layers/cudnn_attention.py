@@ -82,9 +82,10 @@ def cudnn_attention(
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. There is no `obstacle`."""
     if mask is not None:  # int32 would be copied to the host: functions take it there
-        mask = tf.nest.map_structure(
-            lambda x: tf.cast(x, "int64") if x is not None and x.dtype == "int32" else x, mask
+        as_index = lambda x: (
+            x if x is None or x.dtype != "int32" else tf.cast(x, gpu_calls.INDEX_TYPE)
         )
+        mask = tf.nest.map_structure(as_index, mask)
     call = _call(q.shape, k.shape, q.dtype.name, mask, causal, window)
     bias_of = functools.partial(_bias_of, call, causal=causal, window=window)
 

@@ -64,7 +64,7 @@ class DropoutMasks:
 
     Args:
         rate: the share that is set to zero.
-        seed: int32 tensor [2].
+        seed: int tensor [2].
         number: the layer's number.
     """
 

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.base import Layer, check_rate, check_size, register
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.cross_entropy import label_values, token_nll
 
 
@@ -67,14 +68,14 @@ class CrossEntropyLoss(Layer):
 
     def _for_keras(self, labels, logits):
         """Return each token's loss, with the mask of those that count: Keras takes the mean."""
-        values, weights = self.per_token(logits, tf.cast(tf.math.rint(labels), "int32"))
+        values, weights = self.per_token(logits, tf.cast(tf.math.rint(labels), INDEX_TYPE))
         return _compat.with_mask(values, weights > 0)
 
     def per_token(
         self, logits: tf.Tensor, labels: tf.Tensor, mask: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the loss of each token and its weight, both float32 of the labels' shape."""
-        labels = class_numbers(labels, logits)
+        labels = tf.cast(class_numbers(labels, logits), INDEX_TYPE)
         mask = None if mask is None else class_numbers(mask, logits)
         self._check_shapes(logits, labels, mask)
         weights = self.token_weights(labels, mask)
@@ -82,7 +83,7 @@ class CrossEntropyLoss(Layer):
             labels = tf.where(labels == self.ignore_id, tf.zeros_like(labels), labels)
         values = token_nll(
             logits,
-            tf.cast(labels, "int32"),
+            labels,
             self.label_smoothing,
             self.vocab_size or logits.shape[-1],
             self.z_loss,

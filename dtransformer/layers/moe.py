@@ -20,6 +20,7 @@ from dtransformer.parallel.expert_parallel.checks import check_layout, sends_cou
 from dtransformer.parallel.expert_parallel.dispatch import apply_experts
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups
 from dtransformer.parallel.mesh.axis_rules import constrain
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tracing.auxiliary_metrics import report
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -148,9 +149,9 @@ class MoE(BaseFeedForward):
         groups = TokenGroups(x, self.config)
         given, x = x, groups.of_sequences(x)
         if mask is None:
-            is_token = tf.ones(static_or_dynamic_shape(x)[:2], "int32")
+            is_token = tf.ones(static_or_dynamic_shape(x)[:2], INDEX_TYPE)
         else:
-            is_token = tf.cast(tf.cast(mask, "bool"), "int32")
+            is_token = tf.cast(tf.cast(mask, "bool"), INDEX_TYPE)
         is_token = groups.of_sequences(is_token)
         y = self._routed(groups, x, is_token, training, drops)
         y = constrain(y, ("batch", "length", None))
@@ -166,7 +167,8 @@ class MoE(BaseFeedForward):
         choices, gates = groups.split(routing.choices), groups.split(routing.gates)
         is_token = groups.split(is_token)
         # [groups, tokens of a group, experts]
-        chosen = tf.reduce_sum(tf.one_hot(choices, self.config.expert_num, dtype="int32"), axis=-2)
+        chosen = tf.one_hot(choices, self.config.expert_num, dtype=INDEX_TYPE)
+        chosen = tf.reduce_sum(chosen, axis=-2)
         chosen *= is_token[..., None]
         totals = groups.totals(chosen, is_token, self.path)
         if training:

@@ -9,6 +9,7 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tracing.dropout_seed import (
     current_dropout_seed,
@@ -22,7 +23,7 @@ class Routing(typing.NamedTuple):
     """What a router says of each token; k of E experts are chosen.
 
     Args:
-        choices: int32 [b, s, k], the experts chosen, the best one first.
+        choices: int64 [b, s, k], the experts chosen, the best one first.
         gates: float32 [b, s, k], what their outputs are multiplied with.
         probabilities: float32 [b, s, E], of all experts, which sum to 1.
         logits: float32 [b, s, E].
@@ -108,6 +109,7 @@ class Router(Layer):
             ranked = scores + tf.cast(self.bias, "float32")
         chosen = self.config.num_experts_chosen
         choices = tf.math.top_k(self._in_best_groups(tf.stop_gradient(ranked)), chosen).indices
+        choices = tf.cast(choices, INDEX_TYPE)
         # As a product: the gradient of a look-up would be scattered.
         is_choice = tf.one_hot(choices, self.config.expert_num)  # [b, s, k, E]
         gates = tf.reduce_sum(is_choice * scores[:, :, None, :], axis=-1)

@@ -146,7 +146,8 @@ class Reporting(keras.Model):
     def timeline(self, path=None):
         """Return what the stages of the pipeline did in the last training step.
 
-        All ranks have to call. Clocks of different hosts are taken as they are.
+        All ranks have to call. Clocks of different hosts are taken as they are. On GPUs the first
+        call lets the steps that follow be measured, which wait for the GPU then.
 
         Args:
             path: where rank 0 writes it: a .json file in the Trace Event Format, which
@@ -157,7 +158,7 @@ class Reporting(keras.Model):
             of the step in which the stages do not compute.
 
         Raises:
-            ValueError: there is no pipeline, or no step was run yet.
+            ValueError: there is no pipeline, or no step was run yet, or none was measured.
         """
         if job.stage()[1] == 1:
             raise ValueError("there is no pipeline: train with pipeline_stage=2 or more")

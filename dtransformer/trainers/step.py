@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.engines.accumulation import in_micro_batches
@@ -48,7 +49,7 @@ class Step:
 
     def take_seed(self):
         """Derive dropout masks from the job's seed, which a checkpoint may have changed."""
-        self._seed = derived_seed("dropout", job.data_shard()[0])
+        self._seed = tf.constant(derived_seed("dropout", job.data_shard()[0]), INDEX_TYPE)
 
     def train(self, inputs, labels, sample_weight):
         """Update the weights with a batch; return the logs, a dict of tensors."""
@@ -70,7 +71,7 @@ class Step:
         return Numbers(
             counts=self._forward.counts(*batch),
             loss_scale=tf.convert_to_tensor(self._optimizer.scale_loss(1.0), "float32"),
-            seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, "int32")]),
+            seed=tf.stack([self._seed, tf.cast(self._optimizer.iterations, INDEX_TYPE)]),
         )
 
     def _seen(self, labels, outputs, sample_weight):

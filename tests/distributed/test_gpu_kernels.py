@@ -9,7 +9,7 @@ import functools
 import pytest
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
-from tensorflow.python.framework import kernels
+from tensorflow.python.framework import kernels, op_def_registry
 
 from dtransformer import _compat
 from dtransformer.trainers import Trainer
@@ -45,15 +45,21 @@ ON_HOST = {
 }
 
 
+# What the host takes of a GPU's results -> why it may.
+WAITED_FOR = {
+    "Cumsum -> SplitV": "how many tokens each expert takes, where their number has no bound",
+}
+
+
 def audit(layout):
-    """Train a step; return which of its operations have no GPU kernel, and how many there are."""
+    """Train a step; return which operations have no GPU kernel, and for which ones the host waits."""
     network = "moe" if layout.experts > 1 else "long_causal" if layout.context > 1 else "causal"
     model, optimizer = make(f"deep_{network}" if layout.stages > 1 else network)
     model.build()
     trainer = Trainer(model)
     trainer.compile(optimizer, loss_of(network), jit_compile=False)
     trainer.fit(_data(network, 1, model, seed=0), verbose=0, shard=False)
-    missing, number = collections.Counter(), 0
+    missing, waits, number = collections.Counter(), collections.Counter(), 0
     for name in _compat.function_names():
         name = name.decode() if isinstance(name, bytes) else name
         if "Dataset" in name or name.startswith("__wrapped"):  # the input pipeline's; eager ones
@@ -62,12 +68,13 @@ def audit(layout):
             nodes = _compat.function_def(name).node_def
         except (tf.errors.NotFoundError, ValueError):  # gone in the meantime
             continue
+        waits += host_waits(nodes)
         for node in nodes:
             number += 1
             if node.op not in NO_KERNELS and not has_gpu_kernel(node):
                 types = [types_pb2.DataType.Name(a.type) for a in node.attr.values() if a.type]
                 missing[f"{node.op}({', '.join(sorted(types))})"] += 1
-    return {"missing": dict(missing), "nodes": number}
+    return {"missing": dict(missing), "waits": dict(waits), "nodes": number}
 
 
 def has_gpu_kernel(node):
@@ -76,6 +83,50 @@ def has_gpu_kernel(node):
         all(set(types_of(node, name)) <= allowed for name, allowed in kernel)
         for kernel in gpu_kernels(node.op)
     )
+
+
+def host_waits(nodes):
+    """Return how often the host takes what a GPU computes, "PRODUCER -> CONSUMER": it waits for it.
+
+    Args:
+        nodes: the nodes of a function.
+    """
+    on_device = {}  # "node:result" -> what computes it
+    for node in nodes:
+        of_device = node.op not in NO_KERNELS and "CPU" not in node.device
+        if of_device and (host := host_arguments(node)) is not None:
+            for result in op_def_registry.get(node.op).output_arg:
+                if result.name not in host:
+                    on_device[f"{node.name}:{result.name}"] = node.op
+    found = collections.Counter()
+    for node in nodes:
+        host = None if node.op in NO_KERNELS else host_arguments(node)
+        if host and "CPU" not in node.device:
+            inputs = [name for name in node.input if not name.startswith("^")]
+            for name, argument in zip(inputs, input_arguments(node)):
+                producer = on_device.get(name.rpartition(":")[0])
+                if argument in host and producer:
+                    found[f"{producer} -> {node.op}"] += 1
+    return found
+
+
+def input_arguments(node):
+    """Return the names of the arguments that a node's inputs are of, in their order."""
+    for argument in op_def_registry.get(node.op).input_arg:
+        types = node.attr[argument.type_list_attr].list.type if argument.type_list_attr else [0]
+        number = node.attr[argument.number_attr].i if argument.number_attr else len(types)
+        yield from [argument.name] * number
+
+
+def host_arguments(node):
+    """Return which arguments and results of a node are in the host's memory; None without a kernel."""
+    for kernel in kernels.get_registered_kernels_for_op(node.op).kernel:
+        if kernel.device_type in ("GPU", "DEFAULT") and all(
+            set(types_of(node, c.name)) <= set(c.allowed_values.list.type)
+            for c in kernel.constraint
+        ):
+            return set(kernel.host_memory_arg)
+    return None
 
 
 @functools.cache
@@ -107,6 +158,21 @@ def test_every_operation_of_a_step_has_a_gpu_kernel(run, ranks_of):
         assert rank["nodes"] > 100
         missing = {op: n for op, n in rank["missing"].items() if op not in ON_HOST}
         assert not missing
+
+
+@each([*QUICK, *LONG], long=LONG)
+def test_the_host_waits_for_no_result_of_a_gpu(run, ranks_of):
+    for rank in ranks_of(run):
+        assert not set(rank["waits"]) - set(WAITED_FOR)
+
+
+def test_a_wait_of_the_host_is_found():
+    @tf.function
+    def function(x):
+        return tf.reshape(tf.cast(x, "int32"), [-1])
+
+    nodes = function.get_concrete_function(tf.TensorSpec([2, 2])).function_def.node_def
+    assert host_waits(nodes) == {"Cast -> Reshape": 1}
 
 
 def test_an_operation_without_one_is_found():

@@ -33,7 +33,7 @@ def z_loss(logits: tf.Tensor, is_token: tf.Tensor, totals: Totals) -> tf.Tensor:
 
     Args:
         logits: float32 [g, n, E].
-        is_token: int32 [g, n], 0 where there is padding.
+        is_token: int64 [g, n], 0 where there is padding.
         totals: the groups' `Totals`.
     """
     square = tf.square(tf.reduce_logsumexp(logits, axis=-1)) * tf.cast(is_token, "float32")

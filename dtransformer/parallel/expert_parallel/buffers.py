@@ -15,6 +15,7 @@ from dtransformer.parallel.expert_parallel.capacity_slots import Places
 from dtransformer.parallel.expert_parallel.token_groups import TokenGroups, laid_out
 from dtransformer.parallel.mesh.axis_rules import mesh_axis
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.recompute.recompute import keep_for_recompute
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -24,7 +25,7 @@ class Buffers:
 
     Args:
         taken: the `Places` of the tokens.
-        choices: int32 [g, n, k], the experts chosen for each token.
+        choices: int64 [g, n, k], the experts chosen for each token.
         groups: the `TokenGroups`.
         most: number of tokens that an expert takes of a group; None for all.
     """
@@ -42,20 +43,22 @@ class Buffers:
         axis, *context = groups.axes
         self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
         all_places, all_choices = num_experts * places, size * self._num_choices
-        place = places * tf.range(num_experts) + taken.position
-        place = tf.where(taken.taken > 0, place, all_places)  # of those that are dropped: the last
-        is_choice = tf.one_hot(choices, num_experts, dtype="int32")  # [g, n, k, E]
+        place = _index(places) * _index(tf.range(num_experts)) + taken.position
+        place = tf.where(
+            taken.taken > 0, place, _index(all_places)
+        )  # of those that are dropped: the last
+        is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
         # Place of each choice [g, n·k], and the other way around: choice of each place [g, E·c].
         place = tf.reduce_sum(is_choice * place[..., None, :], axis=-1)
         self._places = self._of_groups(tf.reshape(place, [*of_groups, all_choices]))
         # The first tokens have the greatest numbers, and what is not taken has 0.
-        which = tf.reduce_sum(
-            is_choice * tf.range(self._num_choices)[:, None], axis=-2
-        )  # [g, n, E]
-        number = all_choices - (tf.range(size)[:, None] * self._num_choices + which)
+        which = _index(tf.range(self._num_choices))[:, None]
+        which = tf.reduce_sum(is_choice * which, axis=-2)  # [g, n, E]
+        first = _index(tf.range(size))[:, None] * self._num_choices
+        number = _index(all_choices) - (first + which)
         number = self._of_groups(tf.linalg.matrix_transpose(number * taken.taken))
         number = tf.reshape(tf.math.top_k(number, places).values, [*of_groups, all_places])
-        self._choices = self._of_groups(all_choices - number)
+        self._choices = self._of_groups(_index(all_choices) - number)
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return the buffers of all experts, from the tokens [g, n, h], as a list of one tensor."""
@@ -143,3 +146,7 @@ class Buffers:
     def add_bias(self, xs: list, bias: tf.Tensor) -> list[tf.Tensor]:
         """Add the bias of each expert, of all [E, f]."""
         return [xs[0] + tf.cast(bias, xs[0].dtype)[:, None, :]]
+
+
+def _index(numbers):
+    return tf.cast(numbers, INDEX_TYPE)

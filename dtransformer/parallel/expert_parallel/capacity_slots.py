@@ -12,6 +12,8 @@ import typing
 
 import tensorflow as tf
 
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
+
 # Of a quotient that is a whole number, but for rounding.
 _ROUNDING = 1e-6
 
@@ -20,8 +22,8 @@ class Places(typing.NamedTuple):
     """Who takes which tokens.
 
     Args:
-        taken: int32 [g, n, E], 1 where the expert takes the token.
-        position: int32 [g, n, E], the token's number among those that the expert takes of the
+        taken: int64 [g, n, E], 1 where the expert takes the token.
+        position: int64 [g, n, E], the token's number among those that the expert takes of the
             group here, where it takes it.
     """
 
@@ -56,14 +58,14 @@ def places(
     """Return which experts take which tokens.
 
     Args:
-        chosen: int32 [g, n, E], 1 where the token is to be sent to the expert.
+        chosen: int64 [g, n, E], 1 where the token is to be sent to the expert.
         most: number of tokens that an expert takes of a group; None for all.
-        before: int32 [g, E], the number of tokens of the same group, held elsewhere, that come
+        before: int64 [g, E], the number of tokens of the same group, held elsewhere, that come
             first and are to be sent to the expert; None for none.
 
     Example:
 
-    >>> sent_to_one_expert = tf.ones((1, 3, 1), "int32")
+    >>> sent_to_one_expert = tf.ones((1, 3, 1), "int64")
     >>> places(sent_to_one_expert, most=2).taken.numpy().ravel().tolist()
     [1, 1, 0]
     """
@@ -71,4 +73,4 @@ def places(
     if most is None:
         return Places(chosen, position)
     in_group = position if before is None else position + before[..., None, :]
-    return Places(chosen * tf.cast(in_group < most, "int32"), position)
+    return Places(chosen * tf.cast(in_group < tf.cast(most, INDEX_TYPE), INDEX_TYPE), position)

@@ -28,7 +28,7 @@ def apply_experts(
             has `column_parallel`, `row_parallel` and `add_bias`, which compute for each expert.
         x: tensor [g, n, h].
         taken: the `Places` of the tokens.
-        choices: int32 [g, n, k].
+        choices: int64 [g, n, k].
         gates: float32 [g, n, k].
         groups: the `TokenGroups`.
         most: number of tokens that an expert takes of a group; None for all.

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.expert_parallel.capacity_slots import Places
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
 
 class SortedTokens:
@@ -15,7 +16,7 @@ class SortedTokens:
 
     Args:
         taken: the `Places` of the tokens.
-        choices: int32 [g, n, k], the experts chosen for each token.
+        choices: int64 [g, n, k], the experts chosen for each token.
     """
 
     def __init__(self, taken: Places, choices: tf.Tensor):
@@ -30,7 +31,7 @@ class SortedTokens:
         # Row of each choice [N, k], and the other way around: choice of each row [M].
         self._rows = tf.gather(row, choices, batch_dims=1)
         flat = tf.reshape(self._rows, [-1, 1])
-        numbers = tf.range(tf.shape(flat)[0])
+        numbers = tf.range(tf.shape(flat, INDEX_TYPE)[0])
         self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:

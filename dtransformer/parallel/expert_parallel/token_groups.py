@@ -31,7 +31,7 @@ class Totals:
     Args:
         load: float32 [g, E] or [1, E], the number of tokens that each expert was chosen for.
         tokens: float32 [g] or [1], the number of tokens, padding not counted.
-        positions: the number n of tokens of a group, padding counted: an int or an int32 scalar.
+        positions: the number n of tokens of a group, padding counted: an int or an int scalar.
         before: as that of `places`.
         parts: a number: of how many parts like those here the groups are.
     """
@@ -125,8 +125,8 @@ class TokenGroups:
         """Return what is known of the groups, once every rank that shares them is asked.
 
         Args:
-            chosen: int32 [g, n, E], 1 where the token is to be sent to the expert.
-            is_token: int32 [g, n], 0 where there is padding.
+            chosen: int64 [g, n, E], 1 where the token is to be sent to the expert.
+            is_token: int64 [g, n], 0 where there is padding.
             name: of the layer.
         """
         load = tf.reduce_sum(chosen, axis=-2)
@@ -153,7 +153,7 @@ class TokenGroups:
     def _of_ranks(self, load, tokens, size, name):
         """All-gather the counts of every replica; each has one part of the group."""
         group, rows = job.data_parallel_group(), self._shape[0]
-        own = tf.concat([load[0], tokens, [size, rows]], 0)
+        own = tf.concat([load[0], tokens, tf.cast([size, rows], load.dtype)], 0)
         everyone = transport.all_gather(never_constant(own), group, f"{name}/counts")
         *load, tokens, size, all_rows = tf.unstack(everyone, axis=1)
         load = tf.stack(load, axis=1)  # [ranks, E]

@@ -76,24 +76,24 @@ def put_numbers(numbers) -> tf.Tensor:
     """Put numbers that differ from step to step on the mesh, replicated.
 
     DTensor takes tensors of less than 256 elements for constants, and compiles the function
-    again when they change.
+    again when they change. They are copied from device to device: the host reads none.
     """
-    numbers = np.reshape(numbers, [-1])
-    return put_replicated(np.resize(numbers, max(256, numbers.size)))
+    numbers = tf.reshape(numbers, [-1])
+    return put_replicated(tf.pad(numbers, [[0, max(0, 256 - numbers.shape[0])]]))
 
 
 def put_replicated(value) -> tf.Tensor:
     """Put a tensor on every device of the mesh."""
-    value = np.asarray(value)
-    return _pack([value] * job.mesh().num_local_devices(), (None,) * value.ndim)
+    value = tf.convert_to_tensor(value)
+    return _pack([value] * job.mesh().num_local_devices(), (None,) * value.shape.rank)
 
 
 def _pack(shards, specs):
-    """Return a DTensor of arrays, one for each local device."""
+    """Return a DTensor of arrays or tensors, one for each local device."""
     tensors = []
     for device, shard in zip(job.mesh().local_devices(), shards):
         with tf.device(device):
-            tensors.append(tf.constant(shard))
+            tensors.append(tf.identity(shard))
     return dtensor.pack(tensors, make_layout(specs))
 
 

@@ -1,4 +1,4 @@
-"""Kernels of libraries that XLA calls on GPUs: where there are any."""
+"""What GPUs compute, and what they call: integers on the device, and kernels of libraries."""
 
 import functools
 
@@ -7,6 +7,9 @@ import tensorflow as tf
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.parallel.tracing import trace
 
+# Of integers that a device computes: on a GPU TensorFlow's kernels of int32 (sums, products,
+# comparisons, even a reshape) have their inputs and results in the host's memory.
+INDEX_TYPE = "int64"
 _LEAST_CAPABILITY = 8, 0
 
 

@@ -40,9 +40,12 @@ class LocalExecutor:
     Attributes:
         compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
         takes_open_shapes: whether a function that is compiled once may take several shapes.
+        measures: whether functions wait on GPUs for what they compute, so that their times are
+            true. Nothing else needs that: what a rank sends follows on the device.
     """
 
     compiles_whole_graphs, takes_open_shapes = False, True
+    measures = False
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -52,7 +55,7 @@ class LocalExecutor:
         Its first argument is what `weights()` of it returns: what gradients are taken of. The
         others are weights that it reads, too.
         """
-        return _Function(function, trained)
+        return _Function(function, trained, self.wait)
 
     def cache_key(self, dataflow: Dataflow):
         """Return what of a `Dataflow` a function is compiled for: names, as shapes may vary."""
@@ -109,8 +112,9 @@ class LocalExecutor:
         return results
 
     def wait(self, results):
-        """Wait until nested results are computed."""
-        _wait_for_gpus()
+        """Wait until nested results are computed, where that is measured."""
+        if self.measures and device_type() == "GPU":
+            tf.test.experimental.sync_devices()
 
 
 class _Function:
@@ -125,8 +129,8 @@ class _Function:
 
     is_new, compiled, calls = False, (), types.MappingProxyType({})
 
-    def __init__(self, function, trained):
-        self.trained = trained
+    def __init__(self, function, trained, wait):
+        self.trained, self._wait = trained, wait
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would count the traces of all chunks as those of one function.
         _compat.expect_many_traces(self._function)
@@ -141,13 +145,8 @@ class _Function:
 
     def __call__(self, weights, *args):
         results = self._function(*args)
-        _wait_for_gpus()
+        self._wait(results)
         return results
-
-
-def _wait_for_gpus():
-    if device_type() == "GPU":
-        tf.test.experimental.sync_devices()
 
 
 class MeshExecutor(LocalExecutor):

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, constrain, relayout
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.vocabulary import look_up_in_shards
 from dtransformer.parallel.tracing import trace
 
@@ -25,7 +26,7 @@ def token_nll(
 
     Args:
         logits: tensor [..., V'].
-        labels: int32 tensor [...].
+        labels: int tensor [...].
         label_smoothing: ε, in [0, 1).
         vocab_size: V ≤ V'; columns from V on never count.
         z_loss: what is added of logsumexp² (Chowdhery et al., 2022, "PaLM", arXiv 2204.02311, §5).
@@ -37,7 +38,7 @@ def token_nll(
         flat = tf.reshape(logits, [-1, logits.shape[-1]])
         values = token_nll(flat, tf.reshape(labels, [-1]), label_smoothing, vocab_size, z_loss)
         return tf.reshape(values, tf.shape(labels))
-    width = logits.shape[-1]
+    width, labels = logits.shape[-1], tf.cast(labels, INDEX_TYPE)
     vocab_size = vocab_size or width
     on, off = 1.0 - label_smoothing, label_smoothing / vocab_size
     is_entry = tf.range(width) < vocab_size if vocab_size < width else None
@@ -66,7 +67,7 @@ def token_nll(
             if label_smoothing:
                 smoothed = dx - off * upstream
                 dx = smoothed if is_entry is None else tf.where(is_entry, smoothed, 0.0)
-            is_label = tf.range(width) == labels[..., None]
+            is_label = tf.range(width, dtype=INDEX_TYPE) == labels[..., None]
             dx = tf.where(is_label, dx - on * upstream, dx)
             return tf.cast(constrain(dx, _axes(dx)), logits.dtype)
 
@@ -94,7 +95,7 @@ def label_values(x: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     num_shards = axis_size(axis)
     shards = tf.reshape(x, [*leading, num_shards, x.shape[-1] // num_shards])
     shards = relayout(shards, (*batch, axis, None))
-    values = look_up_in_shards(shards, tf.cast(labels, "int32"), -2, (*batch, axis))
+    values = look_up_in_shards(shards, labels, -2, (*batch, axis))
     return relayout(tf.reduce_sum(values, axis=-1), batch)
 
 

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import Specs, relayout
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -45,7 +46,7 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
     Args:
         shards: tensor on the mesh: [t, V/t, h] of a table, with `shard_dim` 0; or
             [..., t, V/t] of values of each id, with `shard_dim` -2.
-        ids: int32 tensor [...].
+        ids: int tensor [...].
         shard_dim: the dimension of the shards, of which each device has its own.
         specs: the mesh axis, or None, that shards each dimension of [t, ...], or [..., t]:
             the ids of each shard.
@@ -56,14 +57,16 @@ def look_up_in_shards(shards: tf.Tensor, ids: tf.Tensor, shard_dim: int, specs: 
     dim = shard_dim % len(shards.shape)
     num_shards, shard_size = shards.shape[dim], shards.shape[dim + 1]
     of_each = [num_shards if d == dim else 1 for d in range(len(specs))]
-    starts = tf.reshape(shard_size * tf.range(num_shards), of_each)
+    ids = tf.cast(ids, INDEX_TYPE)
+    starts = tf.reshape(shard_size * tf.range(num_shards, dtype=INDEX_TYPE), of_each)
     starts = relayout(starts, [spec if d == dim else None for d, spec in enumerate(specs)])
     # The number of an id in its shard, and whether it is there.
     local = tf.reshape(ids, [*ids.shape[:dim], 1, *ids.shape[dim:]]) - starts
     local = relayout(local, specs)
+    zero = tf.zeros([], INDEX_TYPE)
     is_here = (local >= 0) & (local < shard_size)
     is_elsewhere = (local >= -starts) & (local < num_shards * shard_size - starts)
-    numbers = tf.where(is_here, local, tf.where(is_elsewhere, 0, -1))
+    numbers = tf.where(is_here, local, tf.where(is_elsewhere, zero, zero - 1))
     found = tf.gather(shards, numbers, axis=dim + 1, batch_dims=dim + 1)
     if len(found.shape) > len(is_here.shape):
         is_here = is_here[..., None]

@@ -39,7 +39,7 @@ def dropout_seed(seed: tf.Tensor) -> Iterator[None]:
     masks again.
 
     Args:
-        seed: int32 tensor [2].
+        seed: int tensor [2].
     """
     with trace.scope(dropout_seed=seed):
         yield
@@ -77,7 +77,7 @@ def kept_elements(
     Args:
         shape: list of ints, or scalars where a dimension is not known.
         rate: the probability, in [0, 1).
-        seed: int32 tensor [2].
+        seed: int tensor [2].
         number: int in [0, 2³¹), or an int32 scalar: masks of one seed differ by it.
         part: int in [0, 2³¹): masks of one number differ by it.
     """
@@ -90,7 +90,7 @@ def random_floats(shape: Sequence, seed: tf.Tensor, number: int | tf.Tensor = 0)
 
     Args:
         shape: list of ints, or scalars where a dimension is not known.
-        seed: int32 tensor [2].
+        seed: int tensor [2].
         number: as of `kept_elements`.
     """
     # Of a word's last bits, as TensorFlow's own are; XLA's would be of the first.

@@ -48,7 +48,7 @@ def rows_of(batch, i, number, num_rows):
 
 def seed_of(seed, i, number):
     """Return the seed of the dropout masks of the i-th of a number of micro-batches."""
-    return tf.stack([seed[0], seed[1] * number + i])
+    return tf.stack([seed[0], seed[1] * number + tf.cast(i, seed.dtype)])
 
 
 def _map(function, *structures):

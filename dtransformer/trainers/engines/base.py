@@ -32,7 +32,7 @@ class Numbers(typing.NamedTuple):
         counts: float32 [n], what is counted of the global batch before the forward pass; see
             `Objective.counts`.
         loss_scale: float32 scalar that the loss is multiplied with.
-        seed: int32 [2], of the dropout masks.
+        seed: int64 [2], of the dropout masks.
     """
 
     counts: tf.Tensor
@@ -81,7 +81,8 @@ class ForwardStep:
 
     def counts(self, inputs, labels, sample_weight):
         """Return `Numbers.counts` of a batch, from this rank's share of it."""
-        own = self.objective.counts(inputs, labels, sample_weight)
+        with tf.device("CPU:0"):  # where labels are: a check of them there waits for no device
+            own = self.objective.counts(inputs, labels, sample_weight)
         return reduce_sum({"counts": own}, name="counts")["counts"] if self.parts.adds_up else own
 
     def outputs(self, inputs, training=False, layers=None):

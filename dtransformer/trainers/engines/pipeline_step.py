@@ -23,7 +23,7 @@ class PipelineStep:
             functions take them.
         num_rows: number of rows of each, those that were added for the mesh not counted.
         counts, loss_scale: numbers as compiled functions take them.
-        seed: int32 tensor [2].
+        seed: int64 tensor [2].
 
     Attributes:
         dataflow: the `Dataflow` of a micro-batch.

@@ -26,7 +26,7 @@ def test_capacity(tokens, fields, expected):
 
 
 def test_those_that_come_first_are_taken():
-    chosen = np.array([[[1, 0], [1, 1], [0, 1], [1, 0], [1, 1]]], "int32")
+    chosen = np.array([[[1, 0], [1, 1], [0, 1], [1, 0], [1, 1]]], "int64")
     found = places(tf.constant(chosen), most=2)
     assert found.taken.numpy()[0].tolist() == [[1, 0], [1, 1], [0, 1], [0, 0], [0, 0]]
     assert found.position.numpy()[0, :2].tolist() == [[0, 0], [1, 0]]
@@ -34,11 +34,11 @@ def test_those_that_come_first_are_taken():
 
 def test_parts_of_a_group_take_what_the_whole_does():
     rng = np.random.default_rng(0)
-    chosen = (rng.random((1, 24, 5)) < 0.4).astype("int32")
+    chosen = (rng.random((1, 24, 5)) < 0.4).astype("int64")
     whole = places(tf.constant(chosen), most=4).taken.numpy()[0]
     parts = chosen.reshape(4, 6, 5)
     counts = parts.sum(axis=1)
     before = np.cumsum(counts, axis=0) - counts
-    found = places(tf.constant(parts), 4, tf.constant(before, "int32"))
+    found = places(tf.constant(parts), 4, tf.constant(before, "int64"))
     np.testing.assert_array_equal(found.taken.numpy().reshape(24, 5), whole)
     assert whole.sum() < chosen.sum(), "the case is to drop something"
