@@ -44,8 +44,32 @@ TEXTS = {
     "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
     "stablelm": Row(
         {"use_qkv_bias": True},
-        ({"use_parallel_residual": True}, "use_parallel_residual=true is not built"),
+        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
     ),
+    "stablelm_parallel": Row(
+        {"use_parallel_residual": True},
+        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
+        "stablelm",
+    ),
+    "gpt_neox": Row({}, ({"attention_bias": False}, "attention_bias=false is not built")),
+    "gpt_neox_in_turn": Row({"use_parallel_residual": False}, NOT_ROTARY, "gpt_neox"),
+    "phi": Row({}, ({"qk_layernorm": True}, "qk_layernorm=true is not built")),
+    "falcon": Row({"multi_query": True}, ({"alibi": True}, "alibi=true is not built")),
+    "falcon_groups": Row(
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48},
+        ({"parallel_attn": False}, "parallel_attn=false is not built"),
+        "falcon",
+    ),
+    "cohere": Row({}, ({"use_qk_norm": True}, "use_qk_norm=true is not built")),
+    "cohere2": Row(
+        {"num_hidden_layers": 4, "sliding_window": 5},
+        ({"sliding_window": None}, "sliding_window=null, blocks without positions"),
+    ),
+    "arcee": Row({}, NO_BIAS),
+    "nemotron": Row({}, NO_BIAS),
+    "helium": Row({"head_dim": 8}, NO_BIAS),
+    "ernie4_5": Row({"head_dim": 12, "use_bias": True}, NOT_ROTARY),
+    "exaone4": Row({"num_hidden_layers": 4, "sliding_window": 5}, NOT_ROTARY),
     "seed_oss": Row(
         {"head_dim": 12, "residual_dropout": 0.0},
         ({"attention_out_bias": True}, "attention_out_bias=true is not built"),

@@ -43,7 +43,7 @@ FORMS = {
     "GPT2": (
         "GPT2Config",
         {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0, **IDS},
-        (SEQUENCE,),
+        (SEQUENCE, TOKENS),
     ),
 }
 # Others of decoders, whose heads are alike: in the long suite.
@@ -52,9 +52,11 @@ ALIKE = {
     for endings, names in (
         ((SEQUENCE,), ("Olmo2", "Olmo3")),
         ((SEQUENCE, TOKENS), ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3")),
+        ((SEQUENCE, TOKENS), ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4")),
     )
     for base in names
 }
+ALIKE["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
 FORMS |= ALIKE
 NAMES = [
     pytest.param(base + ending, marks=[pytest.mark.long] * (base in ALIKE))
@@ -171,9 +173,9 @@ def test_a_head_of_another_form_is_refused(folder_of, tmp_path):
 
 
 def test_a_class_without_a_form_is_refused(folder_of):
-    folder = folder_of("GPT2ForSequenceClassification")
+    folder = folder_of("Olmo2ForSequenceClassification")
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["GPT2ForTokenClassification"]
+    config["architectures"] = ["Olmo2ForTokenClassification"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="GPT2ForTokenClassification: its head is not built here"):
+    with pytest.raises(InputError, match="Olmo2ForTokenClassification: its head is not built here"):
         from_pretrained(folder)
