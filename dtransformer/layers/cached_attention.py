@@ -72,8 +72,9 @@ def with_new_positions(
         parts = [(near, length), (seen, static_or_dynamic_shape(positions)[0])]
         seen = tf.concat([tf.broadcast_to(x, [*rows, t]) for x, t in parts], axis=-1)
         positions = tf.concat([before, positions], 0)
-        names = "prefix_key", "prefix_value"
-        entries = [[cache[name], *own] for name, own in zip(names, entries, strict=True)]
+        entries = [
+            [cache[f"prefix_{x}"], *y] for x, y in zip(("key", "value"), entries, strict=True)
+        ]
     if bias is not None:
         queries = new[:1] if isinstance(num_new, int) and num_new == 1 else new
         bias = bias.of_positions(queries, positions)

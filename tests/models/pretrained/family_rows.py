@@ -208,4 +208,30 @@ PAIRS = {
     ),
 }
 ROWS = {**TEXTS, **MASKED, **PAIRS}
+# Families whose presets begin with something else than the family's name, regular expressions.
+PRESETS_OF = {
+    "llama": r"llama[\d.]*_",
+    "phi3": "phi3_|phi4",
+    "gpt_neox": "gpt_neox_|pythia_",
+    "qwen3": r"qwen3_(?!.*_a\d)",
+    "qwen3_moe": r"qwen3_.*_a\d",
+    "gemma3_text": "gemma3_",
+    "glm": "glm4_9b$",
+    "glm4": "glm4_9b_0414",
+    "m2m_100": "nllb_",
+    "xlm-roberta": "xlm_roberta_",
+}
+# Families whose blocks another network of the harness has than most of their kind.
+FORM_OF = {
+    "gpt2": "causal",
+    "mixtral": "moe",
+    "modernbert": "modernbert",
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
+    **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
+    **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
+    **dict.fromkeys(("t5", "mt5"), "t5"),
+}
+# Rows whose adapters are compared with those of `peft`.
+ADAPTERS = "llama", "mistral", "qwen2", "gpt2", "glm"
 FAMILIES = {name: row.family or name for name, row in ROWS.items()}

@@ -17,13 +17,13 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained, load_lora, merge_lora, save_lora
 from dtransformer.models.pretrained import peft
 from dtransformer.trainers import Trainer
+from tests.models.pretrained.family_rows import ADAPTERS
 from tests.models.pretrained.published import published
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
     reason="needs peft, transformers and PyTorch: pip install -e '.[reference]'",
 )
-NAMES = "llama", "mistral", "qwen2", "gpt2", "glm"
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def assert_logits(network, expected):
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_three_steps_of_training(name):
     """All but the factors is frozen; their losses and they themselves are those of PyTorch."""
     expected = dict(np.load(made() / f"{name}.npz"))
@@ -74,7 +74,7 @@ def test_three_steps_of_training(name):
 
 
 def test_what_is_saved_is_loaded_by_peft(tmp_path):
-    for name in NAMES:
+    for name in ADAPTERS:
         network = network_with(name, made() / name)
         save_lora(network, tmp_path / name, family=name)
         merge_lora(network)

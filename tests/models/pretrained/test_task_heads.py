@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dtransformer.errors import InputError
-from dtransformer.layers.heads import SequenceHead
+from dtransformer.layers.heads import PoolingHead, SequenceHead
 from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.models.task_heads import with_task_head
 from harness.tolerances import PARITY_LOGITS
@@ -152,6 +152,23 @@ def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
     np.testing.assert_allclose(from_pretrained(tmp_path / "saved")(inputs), network(inputs))
     saved = json.loads((tmp_path / "saved/modules.json").read_text())
     assert [x["type"] for x in saved] == types
+
+
+def test_a_name_that_is_taken_keeps_its_modules(folder_of, tmp_path):
+    """Other pooling, of the same weights, is a folder beside it, whole; nothing is left half."""
+    target, pooling = tmp_path / "saved", "1_Pooling/config.json"
+    for number, way in enumerate(("mean", "first", "mean")):
+        network = from_pretrained(folder_of("BertForTokenClassification"))
+        with_task_head(network, PoolingHead(way, normalize=False))
+        if number == 1:
+            with pytest.warns(UserWarning, match="is there already, and is kept"):
+                assert save_pretrained(network, target) == tmp_path / "saved-2"
+        else:
+            assert save_pretrained(network, target) == target
+    for folder, mode in ((target, "mean_tokens"), (tmp_path / "saved-2", "cls_token")):
+        assert json.loads((folder / pooling).read_text())[f"pooling_mode_{mode}"]
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "saved-2"}
+    assert sorted(path.name for path in target.iterdir() if path.is_dir()) == ["1_Pooling"]
 
 
 def test_modules_that_are_not_built_are_named(folder_of):

@@ -9,7 +9,7 @@ arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium and ERNIE 4.5 by the
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
-from dtransformer.models.pretrained.families.parallel import parallel_residual
+from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
@@ -138,10 +138,7 @@ GRANITE = Stack(
     refused=_PLAIN,
     ids=USUAL_IDS,
 ).family()
-_UP = {
-    "mlp.up_proj": ("feed_forward/mapping",),
-    "mlp.down_proj": ("feed_forward/projection",),
-}
+_UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
 _RELU2 = Activation(usual="relu2")
 ARCEE = Stack(
     "ArceeForCausalLM",

@@ -160,10 +160,8 @@ class _FalconHeads:
 
 
 def _falcon_norms(arguments):
-    names = _FalconHeads().written(arguments).get("num_ln_in_parallel_attn")
-    if names == 2:
-        return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"}
-    return PRE
+    has_two = arguments["norm_placement"] == "parallel"
+    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else PRE
 
 
 FALCON = Stack(

@@ -144,6 +144,11 @@ _OF_KIND = {
 }
 
 
+def has_vectors(kind: str) -> bool:
+    """Return whether a family has folders of sentence-transformers here."""
+    return kind in _BARE
+
+
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
     """Return the heads of a family by what the names of their classes end with.
 
