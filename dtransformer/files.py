@@ -218,8 +218,7 @@ def _move(fresh, folder):
 
 def _names(folder):
     """Return the names of all files of a folder, with those of the folders in it, in their order."""
-    paths = folder.rglob("*")
-    return sorted(x.relative_to(folder).as_posix() for x in paths if not x.is_dir())
+    return sorted(x.relative_to(folder).as_posix() for x in folder.rglob("*") if not x.is_dir())
 
 
 @contextlib.contextmanager

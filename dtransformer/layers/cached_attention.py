@@ -63,18 +63,17 @@ def with_new_positions(
         seen &= mask
     if "prefix_key" in cache:
         length = static_or_dynamic_shape(cache["prefix_key"])[2]
-        before = tf.range(length) - length
-        near = is_near(new, before, causal=True, window=window)[None, None, :, :]
+        places = tf.range(length) - length
+        near = is_near(new, places, causal=True, window=window)[None, None, :, :]
         if prefix_mask is not None:
             first = static_or_dynamic_shape(prefix_mask)[1] - length
             near &= expand_mask(prefix_mask[:, first:])
         rows = [b, 1, num_new * hypotheses]
         parts = [(near, length), (seen, static_or_dynamic_shape(positions)[0])]
         seen = tf.concat([tf.broadcast_to(x, [*rows, t]) for x, t in parts], axis=-1)
-        positions = tf.concat([before, positions], 0)
-        entries = [
-            [cache[f"prefix_{x}"], *y] for x, y in zip(("key", "value"), entries, strict=True)
-        ]
+        positions = tf.concat([places, positions], 0)
+        before = cache["prefix_key"], cache["prefix_value"]
+        entries = [[x, *own] for x, own in zip(before, entries, strict=True)]
     if bias is not None:
         queries = new[:1] if isinstance(num_new, int) and num_new == 1 else new
         bias = bias.of_positions(queries, positions)

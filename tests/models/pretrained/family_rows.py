@@ -232,6 +232,31 @@ FORM_OF = {
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
 }
+# Families whose default config in `transformers` is a published size, and its preset.
+DEFAULT_SIZES = {
+    "gpt2": "gpt2_small",
+    "llama": "llama_7b",
+    "mistral": "mistral_7b",
+    "phi3": "phi3_mini",
+    "mixtral": "mixtral_8x7b",
+    "smollm3": "smollm3_3b",
+    "gemma": "gemma_7b",
+    "gemma2": "gemma2_2b",
+    "starcoder2": "starcoder2_3b",
+    "stablelm": "stablelm_3b",
+    "glm": "glm4_9b",
+    "glm4": "glm4_9b_0414",
+    "gpt_neox": "gpt_neox_20b",
+    "phi": "phi_1",
+    "falcon": "falcon_7b",
+    "cohere": "cohere_command_r",
+    "helium": "helium_2b",
+    "ernie4_5": "ernie4_5_0.3b",
+    "modernbert": "modernbert_base",
+    "t5": "t5_small",
+    "distilbert": "distilbert_base",
+    "bart": "bart_large",
+}
 # Rows whose adapters are compared with those of `peft`.
 ADAPTERS = "llama", "mistral", "qwen2", "gpt2", "glm"
 FAMILIES = {name: row.family or name for name, row in ROWS.items()}

@@ -149,9 +149,9 @@ class _FalconHeads:
         Raises:
             InputError: the blocks are not parallel.
         """
-        norms = {_ONE_NORM: 1, "parallel": 2}.get(arguments["norm_placement"])
+        placement = arguments["norm_placement"]
+        norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
         if norms is None:
-            placement = arguments["norm_placement"]
             raise InputError(f"the network has norm_placement={placement!r}, Falcon's are parallel")
         heads = arguments["num_kv_heads"] or arguments["num_heads"]
         is_new = norms == 2 or heads not in (1, arguments["num_heads"])
