@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from dtransformer.block_forms import PLACEMENTS, arguments_of_block, has_experts, shortest
-from dtransformer.layers import TransformerEncoder
+from dtransformer.layers import TransformerDecoder, TransformerEncoder
 
 BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
 NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
@@ -73,6 +73,11 @@ def test_each_block_computes_by_its_own_arguments():
 def test_what_does_not_fit(options, told):
     with pytest.raises(ValueError, match=told):
         TransformerEncoder(2, **BLOCK, **options)
+
+
+def test_blocks_with_a_memory_have_their_sublayers_in_turn():
+    with pytest.raises(ValueError, match="'parallel' is not of blocks with a memory"):
+        TransformerDecoder(1, **BLOCK, norm_placement="parallel")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
