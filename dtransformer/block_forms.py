@@ -85,16 +85,21 @@ class Placement:
         of_input: whether what f sees is normalized.
         of_output: whether what f gives is, before it is added.
         of_sum: whether the sum is.
+        is_parallel: whether attention and the feed-forward layer have the same input x, and both
+            are added to it: x + f(norm x) + g(norm x).
+        shares_norm: whether they have one norm, then, in place of one each.
     """
 
     of_input: bool = False
     of_output: bool = False
     of_sum: bool = False
+    is_parallel: bool = False
+    shares_norm: bool = False
 
     @property
-    def number(self) -> int:
-        """The number of norms of a sublayer."""
-        return self.of_input + self.of_output + self.of_sum
+    def number(self) -> int | float:
+        """The number of norms of a sublayer: half a one where two share it."""
+        return 0.5 if self.shares_norm else self.of_input + self.of_output + self.of_sum
 
 
 # The name of a placement -> where norms are.
@@ -103,6 +108,9 @@ PLACEMENTS = {
     "post": Placement(of_sum=True),  # norm(x + f(x)): Vaswani et al., 2017, section 3.1
     "output": Placement(of_output=True),  # x + norm(f(x)): OLMo 2, arXiv 2501.00656, section 3.1
     "sandwich": Placement(of_input=True, of_output=True),  # x + norm(f(norm(x))): Gemma 2
+    # GPT-NeoX (Black et al., 2022, arXiv 2204.06745, section 2.1), and, of one norm, GPT-J.
+    "parallel": Placement(of_input=True, is_parallel=True),
+    "parallel_one_norm": Placement(of_input=True, is_parallel=True, shares_norm=True),
 }
 
 

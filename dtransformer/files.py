@@ -197,20 +197,28 @@ def _fresh_in(folder):
 
 def _taken(fresh, folder, others=()):
     """Return the first file that new ones would replace, or be hidden by; None for none."""
-    for path in sorted(fresh.iterdir()):
-        target = folder / path.name
-        if os.path.lexists(target) and not filecmp.cmp(path, target, shallow=False):
+    for name in _names(fresh):
+        target = folder / name
+        if not target.parent.is_dir() and os.path.lexists(target.parent):
+            return target.parent
+        if os.path.lexists(target) and not filecmp.cmp(fresh / name, target, shallow=False):
             return target
     hiding = (path for pattern in others for path in folder.glob(pattern))
     return next((path for path in hiding if not (fresh / path.name).exists()), None)
 
 
 def _move(fresh, folder):
-    """Move all files into a folder; return their names."""
-    names = sorted(path.name for path in fresh.iterdir())
+    """Move all files into a folder, those of folders too; return their names."""
+    names = _names(fresh)
     for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(fresh / name, folder / name)
     return names
+
+
+def _names(folder):
+    """Return the names of all files of a folder, with those of the folders in it, in their order."""
+    return sorted(x.relative_to(folder).as_posix() for x in folder.rglob("*") if not x.is_dir())
 
 
 @contextlib.contextmanager

@@ -33,6 +33,14 @@ def olmo(vocab_size, num_layers):
     return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own, block_pattern=pattern)
 
 
+def falcon(vocab_size, num_layers):
+    """Falcon's form with one norm, Command R's norms, and Nemotron's activation without a gate."""
+    own = {"norm_placement": "parallel_one_norm", "norm": "layer_norm_without_beta"}
+    own |= {"gated": False, "hidden_act": "relu2", "rotary_fraction": 0.5, "logits_scale": 0.5}
+    pattern = [{"window": 4}, {"rotary_base": None}]
+    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, block_pattern=pattern)
+
+
 def glm_experts(vocab_size, num_layers):
     """GLM-4.5's form: a dense block first, experts of their own size; no positions in some blocks."""
     experts = MoEConfig(
@@ -72,5 +80,5 @@ def modernbert(vocab_size, num_layers):
 
 
 # Their names in the harness: their batches are those of `causal` and `bert`.
-DECODERS = {"gemma": gemma, "olmo": olmo, "glm_experts": glm_experts}
+DECODERS = {"gemma": gemma, "olmo": olmo, "falcon": falcon, "glm_experts": glm_experts}
 ENCODERS = {"modernbert": modernbert}

@@ -72,6 +72,14 @@ def test_the_command_lines_page_is_what_the_code_says():
     assert module.PAGE.read_text("utf-8") == module.page(), "run docs/command_line.py"
 
 
+@pytest.mark.tensorflow
+def test_the_table_of_families_is_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("model_table", ROOT / "docs/model_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text("utf-8") == module.page(), "run python -m docs.model_table"
+
+
 def shown_names():
     """Yield what docs and examples import of the package: (module, name)."""
     scripts = [path.read_text("utf-8") for path in ROOT.glob("examples/**/*.py")]

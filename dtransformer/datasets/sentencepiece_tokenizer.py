@@ -25,6 +25,8 @@ _CLASSES = {
     "T5Tokenizer": (False, True),
 }
 _PIECES, _TEXT, _TYPE = 1, 1, 3  # numbers of fields
+_NORMALIZER, _PREFIXES, _REMOVES_SPACES = 3, 3, 4
+_SPACE = "▁"
 _CONTROL = 3  # a type of pieces
 
 
@@ -39,7 +41,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
 
     Raises:
         InputError: it is no such file, or the files beside it do not fit, or say that the ids of
-            its model are others.
+            its model are others, or that there are tokens that it lacks.
     """
 
     def __init__(self, path: pathlib.Path, data: bytes):
@@ -50,6 +52,12 @@ class SentencePieceTokenizer(PublishedTokenizer):
         special = SpecialTokens.of(path.parent, ids.get, _USUAL)
         super().__init__(path, len(pieces), special)
         self._data, self._ids, self._tokenizer = data, ids, None
+        self._pieces = [text for text, _ in pieces]
+        self._check_added(special.config)
+        rules = dict(
+            _fields(next((x for number, x in _fields(data) if number == _NORMALIZER), b""))
+        )
+        self._keeps_spaces = not rules.get(_REMOVES_SPACES, 1) and rules.get(_PREFIXES, 1)
         silent = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
         self._silent = silent | {self.pad_id, self.start_id, self.end_id}
         kind = special.config.get("tokenizer_class")
@@ -63,6 +71,16 @@ class SentencePieceTokenizer(PublishedTokenizer):
             special.config.get(f"add_{end}_token", usual)
             for end, usual in zip(("bos", "eos"), _CLASSES[name], strict=True)
         )
+
+    def _check_added(self, config):
+        """Refuse a config with tokens, by their ids, that the model lacks: they stand in texts."""
+        for number, token in (config.get("added_tokens_decoder") or {}).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if self._ids.get(text) != int(number):
+                raise InputError(
+                    f"{self._path.parent / CONFIG}: added_tokens_decoder has {shown(text)}, which is "
+                    f"not in {self._path.name}: put the model's tokenizer.json into the folder"
+                )
 
     def _id_of(self, token):
         return self._ids.get(token)
@@ -84,7 +102,18 @@ class SentencePieceTokenizer(PublishedTokenizer):
             return []
         rows = [[one for one in row if one not in self._silent] for row in rows]
         found = self._made().detokenize(tf.ragged.constant(rows, "int32", ragged_rank=1))
-        return [text.decode("utf-8", "replace") for text in found.numpy()]
+        texts = [text.decode("utf-8", "replace") for text in found.numpy()]
+        return [" " * self._lost_spaces(row) + text for row, text in zip(rows, texts, strict=True)]
+
+    def _lost_spaces(self, row):
+        """Return how many spaces before a text TensorFlow's SentencePiece drops, and later ones do not.
+
+        It drops one of each piece as long as the text is empty, not of the first piece alone.
+        """
+        marks = next((i for i, one in enumerate(row) if self._pieces[one] != _SPACE), len(row))
+        if not marks or not self._keeps_spaces:
+            return 0
+        return marks - 1 + (marks < len(row) and self._pieces[row[marks]].startswith(_SPACE))
 
     def _made(self):
         """Return TensorFlow's tokenizer, made where it is used: a mesh forgets earlier ones."""

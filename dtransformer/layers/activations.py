@@ -33,6 +33,16 @@ def gelu_tanh(x: tf.Tensor) -> tf.Tensor:
     return _computed_again(_gelu_tanh, x)
 
 
+@register
+def relu2(x: tf.Tensor) -> tf.Tensor:
+    """Return max(x, 0)², squared ReLU (So et al., 2021, "Primer", arXiv 2109.08668, §3.1)."""
+    return _computed_again(_relu2, x)
+
+
+def _relu2(x):
+    return tf.square(tf.nn.relu(x))
+
+
 def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Return activation(gate) · x, elementwise, of tensors of one shape and type.
 
@@ -77,11 +87,11 @@ def _computed_again(compute, *args):
 
 
 # Names that are not Keras', or whose gradient is not.
-_ACTIVATIONS = {"gelu": gelu, "gelu_tanh": gelu_tanh}
+_ACTIVATIONS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def get_activation(identifier: str | dict | Callable) -> Callable:
-    """Return an activation by its Keras name, or "gelu_tanh"; or the callable itself.
+    """Return an activation by its Keras name, or "gelu_tanh" or "relu2"; or the callable itself.
 
     Raises:
         ValueError: the name is unknown; lists what exists.

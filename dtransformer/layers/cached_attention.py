@@ -4,31 +4,12 @@ Shapes are those of `decoding.cache`; a prefix has p positions, which all hypoth
 With a window of w positions a cache keeps w - 1 of the prefix and w of each hypothesis at most.
 """
 
-import typing
-
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import expand_mask, is_near
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
-
-
-class Attended(typing.NamedTuple):
-    """What new positions attend to.
-
-    Args:
-        cache: the next one.
-        keys, values: lists of tensors [b, m, t, d] whose t together are those of all entries.
-        mask: bool tensor [b or 1, 1, s·k, t], which of them may be seen.
-        bias: tensor [n, s·k or 1, t], what positions add to scores; None for nothing.
-    """
-
-    cache: dict
-    keys: list[tf.Tensor]
-    values: list[tf.Tensor]
-    mask: tf.Tensor
-    bias: tf.Tensor | None
 
 
 def with_new_positions(
@@ -39,8 +20,8 @@ def with_new_positions(
     prefix_mask: tf.Tensor | None,
     window: int | None,
     bias: PositionBias | None,
-) -> Attended:
-    """Put new positions into a cache, and return what they attend to.
+) -> tuple[dict, list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor | None]:
+    """Put new positions into a cache.
 
     Args:
         cache: as `MultiHeadAttention`'s.
@@ -50,6 +31,11 @@ def with_new_positions(
         prefix_mask: bool tensor [b, p]; None for all.
         window: how many positions are seen; None for all.
         bias: a `PositionBias`, or None.
+
+    Returns:
+        The next cache; what the positions attend to, keys and values, lists of tensors [b, m, t, d]
+        whose t together are those of all entries; a bool mask [b or 1, 1, s·k, t] of what may be seen
+        of them; and the bias [n, s·k or 1, t], or None.
     """
     b, _, size, _ = static_or_dynamic_shape(cache["key"])
     rows, _, num_new, _ = static_or_dynamic_shape(k)
@@ -77,23 +63,21 @@ def with_new_positions(
         seen &= mask
     if "prefix_key" in cache:
         length = static_or_dynamic_shape(cache["prefix_key"])[2]
-        before = tf.range(length) - length
-        near = is_near(new, before, causal=True, window=window)[None, None, :, :]
+        places = tf.range(length) - length
+        near = is_near(new, places, causal=True, window=window)[None, None, :, :]
         if prefix_mask is not None:
             first = static_or_dynamic_shape(prefix_mask)[1] - length
             near &= expand_mask(prefix_mask[:, first:])
         rows = [b, 1, num_new * hypotheses]
-        parts = near, seen
-        sizes = [static_or_dynamic_shape(x)[0] for x in (before, positions)]
-        seen = [tf.broadcast_to(x, [*rows, t]) for x, t in zip(parts, sizes, strict=True)]
-        seen = tf.concat(seen, axis=-1)
-        positions = tf.concat([before, positions], 0)
-        names = "prefix_key", "prefix_value"
-        entries = [[cache[name], *own] for name, own in zip(names, entries, strict=True)]
+        parts = [(near, length), (seen, static_or_dynamic_shape(positions)[0])]
+        seen = tf.concat([tf.broadcast_to(x, [*rows, t]) for x, t in parts], axis=-1)
+        positions = tf.concat([places, positions], 0)
+        before = cache["prefix_key"], cache["prefix_value"]
+        entries = [[x, *own] for x, own in zip(before, entries, strict=True)]
     if bias is not None:
         queries = new[:1] if isinstance(num_new, int) and num_new == 1 else new
         bias = bias.of_positions(queries, positions)
-    return Attended(extended, *entries, seen, bias)
+    return extended, *entries, seen, bias
 
 
 def of_prefix(k: tf.Tensor, v: tf.Tensor, window: int | None) -> dict:

@@ -47,6 +47,10 @@ class TransformerDecoderLayer(TransformerEncoderLayer):
     """
 
     def add_sublayers(self) -> None:
+        if self.placement.is_parallel:
+            raise ValueError(
+                f"norm_placement={self.arguments['norm_placement']!r} is not of blocks with a memory"
+            )
         self.add_norms("self_attention", self.arguments["attention_norm"])
         self.self_attention = self.make_attention("self_attention")
         self.add_norms("cross_attention")

@@ -115,7 +115,8 @@ class TransformerEncoderLayer(TransformerBlock):
         """Make the sublayers: attention and the feed-forward layer, and their norms."""
         self.add_norms("attention", self.arguments["attention_norm"])
         self.attention = self.make_attention("attention")
-        self.add_norms("feed_forward")
+        if not self.placement.shares_norm:
+            self.add_norms("feed_forward")
         self.add_feed_forward()
 
     def add_norms(self, sublayer: str, of_input: bool = True) -> None:
@@ -203,6 +204,13 @@ class TransformerEncoderLayer(TransformerBlock):
             x = (output_norm or norm)(x)
         return add(inputs, self._scaled(x))
 
+    def _side_by_side(self, attend, feed, inputs):
+        """Add attention and the feed-forward layer, of the same input, to it."""
+        names = ["attention_norm", "feed_forward_norm"][: 1 if self.placement.shares_norm else 2]
+        norms = [getattr(self, name, None) for name in names]
+        normed = [inputs if norm is None else norm(inputs) for norm in norms]
+        return add(inputs, self._scaled(add(attend(normed[0]), feed(normed[-1]))))
+
     def _scaled(self, x):
         factor = self.arguments["residual_scale"]
         return x if factor == 1 else scale(x, tf.cast(factor, x.dtype))
@@ -239,8 +247,7 @@ class TransformerEncoderLayer(TransformerBlock):
     def _compute(self, inputs, attention_mask, training, position_table=None):
         options = {"position_table": position_table, "training": training}
         attend = lambda x: self.attention(x, x, x, attention_mask, **options)
-        x = self.residual("attention", attend, inputs)
-        return self._fed_forward(x, training, attention_mask)
+        return self._in_turn(attend, inputs, training, attention_mask)
 
     def _decode(self, inputs, attention_mask, cache, prefix_mask, position_table):
         new = {}
@@ -251,14 +258,24 @@ class TransformerEncoderLayer(TransformerBlock):
             new.update(extended)
             return output
 
+        return self._in_turn(attend, inputs, drops=False), new
+
+    def _in_turn(self, attend, inputs, training=False, mask=None, drops=True):
+        """Apply attention, then the feed-forward layer; or both to the inputs."""
+        if self.placement.is_parallel:
+            feed = lambda x: self._feed(x, training, mask, drops)
+            return self._side_by_side(attend, feed, inputs)
         x = self.residual("attention", attend, inputs)
-        return self._fed_forward(x, drops=False), new
+        return self._fed_forward(x, training, mask, drops)
 
     def _fed_forward(self, x, training=False, mask=None, drops=True):
+        apply = lambda x: self._feed(x, training, mask, drops)
+        return self.residual("feed_forward", apply, x)
+
+    def _feed(self, x, training, mask, drops):
         """Apply the feed-forward layer; experts take no padding, and in decoding every token."""
         options = {"mask": tokens_of_mask(mask), "drops": drops} if self.has_experts else {}
-        apply = lambda x: self.feed_forward(x, training=training, **options)
-        return self.residual("feed_forward", apply, x)
+        return self.feed_forward(x, training=training, **options)
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1

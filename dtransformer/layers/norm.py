@@ -13,12 +13,11 @@ from dtransformer.parallel.recompute.recompute import recomputed
 class _Norm(Layer):
     """What all share: a gain for every feature and the type to compute in."""
 
-    gain_initializer = "ones"
-
-    def __init__(self, epsilon, compute_type="float32", **kwargs):
+    def __init__(self, epsilon, compute_type="float32", unit_offset=False, **kwargs):
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.epsilon = epsilon
+        self.epsilon, self.unit_offset = epsilon, unit_offset
+        self.gain_initializer = "zeros" if unit_offset else "ones"
         self.compute_type = compute_type
 
     def build(self, input_shape):
@@ -40,6 +39,9 @@ class _Norm(Layer):
     def weight(self, variable: keras.Variable) -> tf.Tensor:
         return tf.cast(variable, self.compute_type)
 
+    def gain(self) -> tf.Tensor:
+        return self.weight(self.gamma) + 1 if self.unit_offset else self.weight(self.gamma)
+
     def compute_output_shape(self, input_shape):
         return input_shape
 
@@ -54,6 +56,7 @@ class LayerNorm(_Norm):
         epsilon: added to the variance.
         compute_type: type to compute in; the result has the layer's compute type.
         use_beta: whether there is a shift.
+        unit_offset: whether the scale is 1 + gamma, which is 0 at first.
 
     Input shape:
         [..., h]
@@ -63,9 +66,14 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self, epsilon: float = 1e-5, compute_type: str = "float32", use_beta: bool = True, **kwargs
+        self,
+        epsilon: float = 1e-5,
+        compute_type: str = "float32",
+        use_beta: bool = True,
+        unit_offset: bool = False,
+        **kwargs,
     ):
-        super().__init__(epsilon, compute_type, **kwargs)
+        super().__init__(epsilon, compute_type, unit_offset, **kwargs)
         self.use_beta = use_beta
 
     def build(self, input_shape: tuple) -> None:
@@ -90,7 +98,7 @@ class LayerNorm(_Norm):
             return unit * gamma + beta[0] if beta else unit * gamma, gradient
 
         beta = [self.weight(self.beta)] if self.use_beta else []
-        return layer_norm(x, self.weight(self.gamma), *beta)
+        return layer_norm(x, self.gain(), *beta)
 
 
 @register
@@ -122,9 +130,7 @@ class RMSNorm(_Norm):
         unit_offset: bool = False,
         **kwargs,
     ):
-        super().__init__(epsilon, compute_type, **kwargs)
-        self.unit_offset = unit_offset
-        self.gain_initializer = "zeros" if unit_offset else "ones"
+        super().__init__(epsilon, compute_type, unit_offset, **kwargs)
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
@@ -138,11 +144,7 @@ class RMSNorm(_Norm):
 
             return unit * gamma, gradient
 
-        return rms_norm(x, self.weight(self.gamma))
-
-    def weight(self, variable: keras.Variable) -> tf.Tensor:
-        gain = super().weight(variable)
-        return gain + 1 if self.unit_offset else gain
+        return rms_norm(x, self.gain())
 
 
 @register
@@ -216,6 +218,7 @@ def _rms_gradient(dy, unit, gamma, axes=-1):
 _NORMS = {
     "layer_norm": (LayerNorm, {}),
     "layer_norm_without_beta": (LayerNorm, {"use_beta": False}),
+    "layer_norm_unit_offset": (LayerNorm, {"unit_offset": True}),
     "rms_norm": (RMSNorm, {}),
     "rms_norm_unit_offset": (RMSNorm, {"unit_offset": True}),
     "rms_norm_all_heads": (AllHeadsRMSNorm, {}),
@@ -226,8 +229,8 @@ def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) 
     """Return a norm by its name.
 
     Args:
-        kind: `"layer_norm"`, `"layer_norm_without_beta"`, `"rms_norm"`, `"rms_norm_unit_offset"`,
-            or, of queries and keys alone, `"rms_norm_all_heads"`.
+        kind: `"layer_norm"`, `"layer_norm_without_beta"`, `"layer_norm_unit_offset"`, `"rms_norm"`,
+            `"rms_norm_unit_offset"`, or, of queries and keys alone, `"rms_norm_all_heads"`.
         epsilon: the norm's own default where it is None.
         **kwargs: other arguments of the norm.
 

@@ -91,7 +91,8 @@ def _stack(name, arguments, number=None, attentions: Iterable[str] = ("attention
     has_experts, shapes = arguments["has_experts"][name.split("/")[-1]], {}
     for i in range(number):
         own = _experts(arguments) if has_experts[i] else _feed_forward(arguments)
-        block = {**_sublayer("feed_forward", own, arguments)}
+        has_norm = not placement_of(arguments).shares_norm
+        block = {**_sublayer("feed_forward", own, arguments, has_norm)}
         for attention in attentions:
             is_normed = arguments_of_block(arguments, i).get("attention_norm", True)
             is_normed |= attention != attentions[0]
@@ -146,7 +147,7 @@ def _experts(arguments):
 
 def _norm(name, arguments):
     h = arguments["hidden_size"]
-    has_beta = arguments.get("norm", "layer_norm") == "layer_norm"
+    has_beta = arguments.get("norm", "layer_norm") in ("layer_norm", "layer_norm_unit_offset")
     return {f"{name}/gamma": (h,), **({f"{name}/beta": (h,)} if has_beta else {})}
 
 

@@ -81,7 +81,7 @@ def kept_bytes(
             and the experts' outputs are kept, too.
         experts_chosen: experts that each token is sent to.
         shared_experts: experts that every token is sent to besides.
-        sublayer_norms: number of norms of each sublayer.
+        sublayer_norms: number of norms of each sublayer; 0.5 where two share one, and what it gives.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
@@ -99,7 +99,8 @@ def kept_bytes(
             / np.where(np.logical_or(is_sequence_sharded, is_input_sharded), t, 1)
         )
     norms = (number + 1) * sublayer_norms * item
-    replicated = norms + (number + 1) * (item + 1)  # inputs of products; masks
+    inputs = (number + 1) * min(sublayer_norms, 1) * item  # of products
+    replicated = norms + inputs + (number + 1)  # a mask each
     heads = sum(num_heads * length + num_kv_heads * other for other in attended)
     sharded = 2 * item * head_dim * heads
     for other, is_by_blocks in zip(attended, [*by_blocks, *[False] * number]):

@@ -66,7 +66,7 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         "gated": bool(given.get("gated", False)),
         "use_bias": given.get("use_bias", True),
         "qkv_bias": given.get("qkv_bias"),
-        "rms_norm": given.get("norm", "layer_norm") != "layer_norm",
+        "rms_norm": given.get("norm", "layer_norm") not in ("layer_norm", "layer_norm_unit_offset"),
         "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **given}).number,
         "other_block_parameters": _qk_norms(given),
         "tied_head": given.get("tied_head", True),

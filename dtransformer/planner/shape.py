@@ -67,7 +67,8 @@ class ModelShape:
         biased_choice: whether the choice of experts has biases.
         expert_hidden_size: inner size of an expert; f by default.
         dense_blocks: numbers of the blocks of the one stack that have no experts, from 0.
-        sublayer_norms: number of norms of each sublayer: 2 where its output has one, too.
+        sublayer_norms: number of norms of each sublayer: 2 where its output has one, too, 0.5 where
+            attention and the feed-forward layer share one.
         other_block_parameters: of a block, what else there is: norms of queries and keys.
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
@@ -108,7 +109,7 @@ class ModelShape:
     biased_choice: bool = False
     expert_hidden_size: int | None = None
     dense_blocks: tuple[int, ...] = ()
-    sublayer_norms: int = 1
+    sublayer_norms: float = 1
     other_block_parameters: int = 0
     capacity_factor: float = 1.0
     frozen_blocks: int = 0
@@ -237,7 +238,8 @@ class ModelShape:
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         biases = number * (qkv_bias * (heads + 2 * shared) + self.use_bias * h)
         found = number * self.attention_parameters() + biases
-        found += (number + 1) * self.sublayer_norms * self._norm() + self.other_block_parameters
+        found += int((number + 1) * self.sublayer_norms) * self._norm()
+        found += self.other_block_parameters
         if not kind.has_experts:
             return found + each
         # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.

@@ -72,6 +72,7 @@ LONG = """
     lamb/dp2@2x1+whole2 deep_tied.used/pp2m2-interleaved2@2x1 deep_tied/dp2pp2m2-1f1b@4x1+shard2
     llama/mp2@2x1 long_causal/cp2@2x1+ring gemma/dp2@2x1+shard3 deep_gemma/pp2m2-1f1b@2x1
     olmo/mp2@1x2+rows+sp olmo/dp2@2x1+shard3 deep_olmo/pp2m2-1f1b@2x1
+    falcon/mp2@1x2+rows+sp falcon/dp2@2x1+shard3 deep_falcon/pp2m2-1f1b@2x1 falcon.used/mp2@1x2
     glm_experts/mp2@1x2+rows+sp glm_experts/dp2@2x1+shard3 deep_glm_experts/pp2m2-1f1b@2x1
     modernbert/mp2@1x2+rows+sp modernbert/dp2@2x1+shard3 deep_modernbert/pp2m2-1f1b@2x1
     gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute

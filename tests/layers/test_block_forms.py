@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.block_forms import arguments_of_block, has_experts, shortest
-from dtransformer.layers import TransformerEncoder
+from dtransformer.block_forms import PLACEMENTS, arguments_of_block, has_experts, shortest
+from dtransformer.layers import TransformerDecoder, TransformerEncoder
 
 BLOCK = {"hidden_size": 8, "num_heads": 2, "ffn_hidden_size": 12, "causal": True}
 NO_DROPOUT = {"attention_dropout_rate": 0.0, "hidden_dropout_rate": 0.0}
@@ -63,7 +63,10 @@ def test_each_block_computes_by_its_own_arguments():
         ({"block_pattern": []}, "block_pattern is empty"),
         ({"block_pattern": [{"hidden_size": 3}]}, "block_pattern has 'hidden_size', expected some"),
         ({"block_pattern": [{"experts": True}]}, "has no experts to use"),
-        ({"norm_placement": "both"}, "norm_placement must be one of pre, post, output, sandwich"),
+        (
+            {"norm_placement": "both"},
+            "norm_placement must be one of pre, post, output, sandwich, para",
+        ),
         ({"norm_placement": "pre", "post_layernorm_residual": True}, "differ: give one"),
     ],
 )
@@ -72,7 +75,12 @@ def test_what_does_not_fit(options, told):
         TransformerEncoder(2, **BLOCK, **options)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post", "output", "sandwich"])
+def test_blocks_with_a_memory_have_their_sublayers_in_turn():
+    with pytest.raises(ValueError, match="'parallel' is not of blocks with a memory"):
+        TransformerDecoder(1, **BLOCK, norm_placement="parallel")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_where_norms_are(placement):
     """Against the formulas of each placement, by the block's own sublayers."""
     options = {"norm": "rms_norm", "norm_placement": placement, "residual_scale": 0.5}
@@ -86,6 +94,12 @@ def test_where_norms_are(placement):
             )
     y = stack(x)
     attend = lambda x: block.attention(x, x, x)
+    if block.placement.is_parallel:
+        one, norm = block.attention_norm, getattr(block, "feed_forward_norm", block.attention_norm)
+        assert (norm is one) == (placement == "parallel_one_norm")
+        x += 0.5 * (attend(one(x)) + block.feed_forward(norm(x)))
+        np.testing.assert_allclose(y, stack.final_norm(x), rtol=1e-5, atol=1e-6)
+        return
     for name, apply in {"attention": attend, "feed_forward": block.feed_forward}.items():
         norm = getattr(block, f"{name}_norm")
         x = {

@@ -52,6 +52,17 @@ PUBLISHED = {
     "gemma3_1b": 999_885_952,
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
+    "gpt_neox_20b": 20_554_567_680,
+    "pythia_160m": 162_322_944,
+    "pythia_1b": 1_011_781_632,
+    "phi_1": 1_418_270_720,
+    "phi_2": 2_779_683_840,
+    "falcon_7b": 6_921_720_704,
+    "cohere_command_r": 34_980_831_232,
+    "starcoder2_3b": 3_030_371_328,
+    "stablelm_3b": 2_795_443_200,
+    "glm4_9b": 9_399_951_360,
+    "glm4_9b_0414": 9_400_279_040,
     "distilbert_base": 66_985_530,
     "xlm_roberta_base": 278_295_186,
     "xlm_roberta_large": 560_142_482,
@@ -93,7 +104,8 @@ def check_planner(name, network):
     assert from_network(network).parameters() == named(name).parameters()
 
 
-# In billions, as printed; table 1 of Narayanan et al., 2021, and table 3 of Vaswani et al., 2017.
+# In billions, as printed; table 1 of Narayanan et al., 2021, model cards, and table 3 of Vaswani et al.,
+# 2017.
 ROUNDED = {
     "gpt_1.7b": (1.7, 1),
     "gpt_3.6b": (3.6, 1),
@@ -107,6 +119,12 @@ ROUNDED = {
     "gpt_310b": (310.1, 1),
     "gpt_530b": (529.6, 1),
     "gpt_1t": (1008.0, 1),
+    "cohere2_command_r7b": (8.03, 2),
+    "arcee_4.5b": (4.62, 2),
+    "nemotron_mini_4b": (4.19, 2),
+    "helium_2b": (2.17, 2),
+    "ernie4_5_0.3b": (0.36, 2),
+    "exaone4_1.2b": (1.28, 2),
     "transformer_base": (0.063, 3),  # 65 M there, with other pieces
     "transformer_big": (0.214, 3),
 }

@@ -24,6 +24,9 @@ SMALL_EXPERTS = MoEConfig(expert_num=4, num_experts_chosen=2, ffn_hidden_size=9,
 NETWORKS = {
     "gemma": lambda: CausalLM(23, **SIZES, **{**LLAMA, **GEMMA}),
     "olmo": lambda: CausalLM(23, **SIZES, **LLAMA, **OLMO),
+    "neox": lambda: CausalLM(23, **SIZES, norm_placement="parallel"),
+    "falcon": lambda: CausalLM(23, **SIZES, **LLAMA, norm_placement="parallel_one_norm"),
+    "nemotron": lambda: CausalLM(23, **SIZES, norm="layer_norm_unit_offset", hidden_act="relu2"),
     "dense_first": lambda: CausalLM(
         23, **SIZES, moe_config=SMALL_EXPERTS, block_pattern=[{"experts": False}, {}]
     ),

@@ -92,12 +92,11 @@ def save_pretrained(
         save_file(arrays, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         _add_tokenizer(network, tokenizer, fresh)
+        head = getattr(network, "head", None)
+        if isinstance(head, PoolingHead):
+            write_modules(fresh, head, network.arguments["hidden_size"])
 
-    landed = saved_by_chief(folder, write, overwrite, _HIDE)
-    head = getattr(network, "head", None)
-    if isinstance(head, PoolingHead) and job.is_chief():
-        write_modules(landed, head, network.arguments["hidden_size"])
-    return landed
+    return saved_by_chief(folder, write, overwrite, _HIDE)
 
 
 def check_family(network: TokenModel, family: str | None = None) -> None:

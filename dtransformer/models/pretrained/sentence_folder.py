@@ -65,8 +65,7 @@ def write_modules(folder: pathlib.Path, head: PoolingHead, hidden_size: int) -> 
         {"idx": number, "name": str(number), "path": path, "type": _TYPES + kind}
         for number, (path, kind) in enumerate(listed)
     ]
-    for path, _ in listed[1:]:
-        (folder / path).mkdir(exist_ok=True)
+    (folder / _POOLING).mkdir()
     found = {
         MODULES: modules,
         f"{_POOLING}/config.json": {"word_embedding_dimension": hidden_size, **pooling},

@@ -21,6 +21,8 @@ class StoredTensor:
             their first dimension. None where they are of no experts.
         order: of the last dimension of our weights: number i of ours is number `order[i]` there.
             None for the same order.
+        groups: number of parts of the weights' outputs: the first part of each weight comes before
+            the second ones. 1 for each weight as a whole.
     """
 
     name: str
@@ -30,6 +32,7 @@ class StoredTensor:
     is_row: bool = False
     expert: int | None = None
     order: tuple[int, ...] | None = None
+    groups: int = 1
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tensor's shape, from those of our weights.
@@ -50,12 +53,15 @@ class StoredTensor:
     def of(self, stored: np.ndarray, number: int, shapes: list[tuple[int, ...]]) -> np.ndarray:
         """Return one of our weights, or an expert's, as a view of the tensor: nothing is read.
 
-        Where the order is another one it is a copy.
+        Where the order is another one, or there are groups, it is a copy.
         """
         shapes = self._own(shapes)
-        ends = np.cumsum([0, *(math.prod(shape[self._inputs(shape) :]) for shape in shapes)])
-        columns = (stored.T if self.is_transposed else stored)[..., ends[number] : ends[number + 1]]
-        own = columns.reshape(shapes[number])
+        sizes = [math.prod(shape[self._inputs(shape) :]) // self.groups for shape in shapes]
+        ends = np.cumsum([0, *sizes])
+        columns = stored.T if self.is_transposed else stored
+        if self.groups > 1:
+            columns = columns.reshape([*columns.shape[:-1], self.groups, -1])
+        own = columns[..., ends[number] : ends[number + 1]].reshape(shapes[number])
         return own if self.order is None else own[..., list(self.order)]
 
     def join(self, values: list[np.ndarray]) -> np.ndarray:
@@ -65,8 +71,9 @@ class StoredTensor:
             if self.order is not None:
                 value = value[..., np.argsort(self.order)]
             rows = value.shape[: self._inputs(value.shape)]
-            flat.append(value.reshape([math.prod(rows), -1] if rows else [-1]))
+            flat.append(value.reshape([*([math.prod(rows)] if rows else []), self.groups, -1]))
         joint = np.concatenate(flat, axis=-1)
+        joint = joint.reshape([*joint.shape[:-2], -1])
         joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 

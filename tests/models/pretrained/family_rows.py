@@ -44,8 +44,32 @@ TEXTS = {
     "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
     "stablelm": Row(
         {"use_qkv_bias": True},
-        ({"use_parallel_residual": True}, "use_parallel_residual=true is not built"),
+        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
     ),
+    "stablelm_parallel": Row(
+        {"use_parallel_residual": True},
+        ({"qk_layernorm": True}, "qk_layernorm=true is not built"),
+        "stablelm",
+    ),
+    "gpt_neox": Row({}, ({"attention_bias": False}, "attention_bias=false is not built")),
+    "gpt_neox_in_turn": Row({"use_parallel_residual": False}, NOT_ROTARY, "gpt_neox"),
+    "phi": Row({}, ({"qk_layernorm": True}, "qk_layernorm=true is not built")),
+    "falcon": Row({"multi_query": True}, ({"alibi": True}, "alibi=true is not built")),
+    "falcon_groups": Row(
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 48},
+        ({"parallel_attn": False}, "parallel_attn=false is not built"),
+        "falcon",
+    ),
+    "cohere": Row({}, ({"use_qk_norm": True}, "use_qk_norm=true is not built")),
+    "cohere2": Row(
+        {"num_hidden_layers": 4, "sliding_window": 5},
+        ({"sliding_window": None}, "sliding_window=null, blocks without positions"),
+    ),
+    "arcee": Row({}, NO_BIAS),
+    "nemotron": Row({}, NO_BIAS),
+    "helium": Row({"head_dim": 8}, NO_BIAS),
+    "ernie4_5": Row({"head_dim": 12, "use_bias": True}, NOT_ROTARY),
+    "exaone4": Row({"num_hidden_layers": 4, "sliding_window": 5}, NOT_ROTARY),
     "seed_oss": Row(
         {"head_dim": 12, "residual_dropout": 0.0},
         ({"attention_out_bias": True}, "attention_out_bias=true is not built"),
@@ -184,4 +208,55 @@ PAIRS = {
     ),
 }
 ROWS = {**TEXTS, **MASKED, **PAIRS}
+# Families whose presets begin with something else than the family's name, regular expressions.
+PRESETS_OF = {
+    "llama": r"llama[\d.]*_",
+    "phi3": "phi3_|phi4",
+    "gpt_neox": "gpt_neox_|pythia_",
+    "qwen3": r"qwen3_(?!.*_a\d)",
+    "qwen3_moe": r"qwen3_.*_a\d",
+    "gemma3_text": "gemma3_",
+    "glm": "glm4_9b$",
+    "glm4": "glm4_9b_0414",
+    "m2m_100": "nllb_",
+    "xlm-roberta": "xlm_roberta_",
+}
+# Families whose blocks another network of the harness has than most of their kind.
+FORM_OF = {
+    "gpt2": "causal",
+    "mixtral": "moe",
+    "modernbert": "modernbert",
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
+    **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
+    **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
+    **dict.fromkeys(("t5", "mt5"), "t5"),
+}
+# Families whose default config in `transformers` is a published size, and its preset.
+DEFAULT_SIZES = {
+    "gpt2": "gpt2_small",
+    "llama": "llama_7b",
+    "mistral": "mistral_7b",
+    "phi3": "phi3_mini",
+    "mixtral": "mixtral_8x7b",
+    "smollm3": "smollm3_3b",
+    "gemma": "gemma_7b",
+    "gemma2": "gemma2_2b",
+    "starcoder2": "starcoder2_3b",
+    "stablelm": "stablelm_3b",
+    "glm": "glm4_9b",
+    "glm4": "glm4_9b_0414",
+    "gpt_neox": "gpt_neox_20b",
+    "phi": "phi_1",
+    "falcon": "falcon_7b",
+    "cohere": "cohere_command_r",
+    "helium": "helium_2b",
+    "ernie4_5": "ernie4_5_0.3b",
+    "modernbert": "modernbert_base",
+    "t5": "t5_small",
+    "distilbert": "distilbert_base",
+    "bart": "bart_large",
+}
+# Rows whose adapters are compared with those of `peft`.
+ADAPTERS = "llama", "mistral", "qwen2", "gpt2", "glm"
 FAMILIES = {name: row.family or name for name, row in ROWS.items()}

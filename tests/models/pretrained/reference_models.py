@@ -156,7 +156,16 @@ def save_fields(path):
     """Save the fields of the kinds of configs, with their usual values."""
     kinds = {kind: transformers.CONFIG_MAPPING[kind]().to_dict() for kind in FAMILIES}
     generation = sorted(vars(transformers.GenerationConfig()))
-    path.write_text(json.dumps({"configs": kinds, "generation": generation}))
+    classes = {
+        model_class.config_class.model_type: model_class for model_class, _, _ in MODELS.values()
+    }
+    with torch.device("meta"):
+        models = {
+            kind: classes[kind](classes[kind].config_class()) for kind in family_rows.DEFAULT_SIZES
+        }
+    numbers = {kind: sum(x.numel() for x in model.parameters()) for kind, model in models.items()}
+    fields = {"configs": kinds, "generation": generation, "parameters": numbers}
+    path.write_text(json.dumps(fields))
 
 
 def make(folder):

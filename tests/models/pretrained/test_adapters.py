@@ -17,13 +17,14 @@ from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import from_pretrained, load_lora, merge_lora, save_lora
 from dtransformer.models.pretrained import peft
 from dtransformer.trainers import Trainer
+from tests.models.pretrained.family_rows import ADAPTERS
 from tests.models.pretrained.published import published
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None,
     reason="needs peft, transformers and PyTorch: pip install -e '.[reference]'",
 )
-NAMES = "llama", "mistral", "qwen2", "gpt2", "glm", "llama_dora", "gpt2_dora", "glm_dora"
+NAMES = *ADAPTERS, "llama_dora", "gpt2_dora", "glm_dora"
 
 
 @functools.cache

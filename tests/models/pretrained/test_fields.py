@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.models import CausalLM, EncoderDecoderLM, from_pretrained
+from dtransformer.models import CausalLM, EncoderDecoderLM, from_preset, from_pretrained
 from dtransformer.models.generation import rules as generation_rules
 from dtransformer.models.generation.rules import options_of
 from dtransformer.models.pretrained.config_fields import KNOWN, SILENT, ReadFields
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.load import network_arguments
+from tests.models.pretrained.family_rows import DEFAULT_SIZES
 from tests.models.pretrained.published import NEW_TOKENS, published, results, with_transformers
 from tests.models.pretrained.search_cases import FOLDER_RULES
 from tests.models.pretrained.test_wrong_folders import BART, LLAMA, change_config, saved
@@ -42,6 +43,13 @@ def test_each_field_of_a_config_is_known(family):
             assert "lacks the field" in str(error)
         else:
             assert found == expected, name
+
+
+@with_transformers
+@pytest.mark.parametrize("family", DEFAULT_SIZES)
+def test_default_configs_of_published_sizes_have_as_many_parameters(family):
+    """Counted there on the device `meta`: nothing is made."""
+    assert from_preset(DEFAULT_SIZES[family]).num_parameters() == fields()["parameters"][family]
 
 
 @with_transformers

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dtransformer.errors import InputError
-from dtransformer.layers.heads import SequenceHead
+from dtransformer.layers.heads import PoolingHead, SequenceHead
 from dtransformer.models import from_pretrained, save_pretrained
 from dtransformer.models.task_heads import with_task_head
 from harness.tolerances import PARITY_LOGITS
@@ -43,7 +43,7 @@ FORMS = {
     "GPT2": (
         "GPT2Config",
         {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0, **IDS},
-        (SEQUENCE,),
+        (SEQUENCE, TOKENS),
     ),
 }
 # Others of decoders, whose heads are alike: in the long suite.
@@ -52,9 +52,11 @@ ALIKE = {
     for endings, names in (
         ((SEQUENCE,), ("Olmo2", "Olmo3")),
         ((SEQUENCE, TOKENS), ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3")),
+        ((SEQUENCE, TOKENS), ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4")),
     )
     for base in names
 }
+ALIKE["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
 FORMS |= ALIKE
 NAMES = [
     pytest.param(base + ending, marks=[pytest.mark.long] * (base in ALIKE))
@@ -152,6 +154,23 @@ def test_vectors_of_sentence_transformers(base, mode, normalizes, tmp_path):
     assert [x["type"] for x in saved] == types
 
 
+def test_a_name_that_is_taken_keeps_its_modules(folder_of, tmp_path):
+    """Other pooling, of the same weights, is a folder beside it, whole; nothing is left half."""
+    target, pooling = tmp_path / "saved", "1_Pooling/config.json"
+    for number, way in enumerate(("mean", "first", "mean")):
+        network = from_pretrained(folder_of("BertForTokenClassification"))
+        with_task_head(network, PoolingHead(way, normalize=False))
+        if number == 1:
+            with pytest.warns(UserWarning, match="is there already, and is kept"):
+                assert save_pretrained(network, target) == tmp_path / "saved-2"
+        else:
+            assert save_pretrained(network, target) == target
+    for folder, mode in ((target, "mean_tokens"), (tmp_path / "saved-2", "cls_token")):
+        assert json.loads((folder / pooling).read_text())[f"pooling_mode_{mode}"]
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "saved-2"}
+    assert sorted(path.name for path in target.iterdir() if path.is_dir()) == ["1_Pooling"]
+
+
 def test_modules_that_are_not_built_are_named(folder_of):
     folder = folder_of("BertForTokenClassification")
     config = json.loads((folder / "config.json").read_text())
@@ -171,9 +190,9 @@ def test_a_head_of_another_form_is_refused(folder_of, tmp_path):
 
 
 def test_a_class_without_a_form_is_refused(folder_of):
-    folder = folder_of("GPT2ForSequenceClassification")
+    folder = folder_of("Olmo2ForSequenceClassification")
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["GPT2ForTokenClassification"]
+    config["architectures"] = ["Olmo2ForTokenClassification"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="GPT2ForTokenClassification: its head is not built here"):
+    with pytest.raises(InputError, match="Olmo2ForTokenClassification: its head is not built here"):
         from_pretrained(folder)

@@ -178,8 +178,8 @@ def test_an_index_that_does_not_fit(folder):
         ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' has no name in published configs"),
         ("llama", {"rotary_fraction": 0.5}, "rotary_fraction=0.5, the published family 1.0"),
         ("mistral", {"qkv_bias": True}, "qkv_bias=True, the published family False"),
-        ("gpt2", {**GPT_2, "num_kv_heads": 2}, "num_kv_heads=2, the published family 4"),
-        ("gpt2", {**GPT_2, "head_dim": 8}, "head_dim=8, the published family 4"),
+        ("gpt2", {**GPT_2, "num_kv_heads": 2}, "num_kv_heads=2, the published family None"),
+        ("gpt2", {**GPT_2, "head_dim": 8}, "head_dim=8, the published family None"),
         ("gpt2", {**GPT_2, "window": 8}, "window=8, the published family None"),
     ],
 )

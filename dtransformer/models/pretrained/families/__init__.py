@@ -1,5 +1,6 @@
 """The families of published models, a file for each: what their configs say, where weights lie."""
 
+from dtransformer.models.pretrained.families import llama
 from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
 from dtransformer.models.pretrained.families.encoders import DISTILBERT, MODERNBERT
@@ -8,39 +9,38 @@ from dtransformer.models.pretrained.families.family import Family, as_class
 from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
 from dtransformer.models.pretrained.families.gpt2 import GPT2
-from dtransformer.models.pretrained.families.llama import (
-    GRANITE,
-    LLAMA,
-    MISTRAL,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SEED_OSS,
-    SMOLLM3,
-    STABLELM,
-    STARCODER2,
-)
-from dtransformer.models.pretrained.families.olmo import OLMO2, OLMO3, OLMOE
+from dtransformer.models.pretrained.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
+from dtransformer.models.pretrained.families.parallel import COHERE, COHERE2, FALCON, GPT_NEOX, PHI
 from dtransformer.models.pretrained.families.t5 import MT5, T5
 
 # The `model_type` of a config -> the family.
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
+    "llama": llama.LLAMA,
+    "mistral": llama.MISTRAL,
     "mixtral": MIXTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
+    "qwen2": llama.QWEN2,
+    "qwen3": llama.QWEN3,
     "qwen3_moe": QWEN3_MOE,
-    "phi3": PHI3,
-    "starcoder2": STARCODER2,
-    "stablelm": STABLELM,
-    "seed_oss": SEED_OSS,
-    "smollm3": SMOLLM3,
-    "granite": GRANITE,
+    "phi3": llama.PHI3,
+    "starcoder2": llama.STARCODER2,
+    "stablelm": llama.STABLELM,
+    "seed_oss": llama.SEED_OSS,
+    "smollm3": llama.SMOLLM3,
+    "granite": llama.GRANITE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gpt_neox": GPT_NEOX,
+    "phi": PHI,
+    "falcon": FALCON,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "arcee": llama.ARCEE,
+    "nemotron": llama.NEMOTRON,
+    "helium": llama.HELIUM,
+    "ernie4_5": llama.ERNIE4_5,
+    "exaone4": EXAONE4,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "olmoe": OLMOE,

@@ -39,6 +39,8 @@ class Blocks:
             layer where others have experts, and one of the list of that by block that returns the
             fields which say it; None where all blocks are alike.
         is_first_plain: whether the first block has no norm of attention's input.
+        fields: names of fields of older configs that say the base and the fraction.
+        are_full_turned: whether blocks that do not slide have rotary positions where others slide.
         turns: name of a field that lists whether each block has rotary positions, and how often
             they are left out where it lacks; None for everywhere.
     """
@@ -57,6 +59,8 @@ class Blocks:
     sliding_base: float | None = None
     dense: tuple[Callable, Callable] | None = None
     is_first_plain: bool = False
+    fields: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    are_full_turned: bool = True
     turns: tuple[str, str, int] | None = None
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
@@ -94,8 +98,14 @@ class Blocks:
         window = None
         if self.kind_of is not None:
             window = config.get(self.window_field, self.window)
-        window = None if kind == FULL or window is None else self.window_of[0](window)
-        return {"window": window, **self._rotary(config, kind)}
+        found = {"window": None, **self._rotary(config, kind)}
+        if window is not None and kind == FULL and not self.are_full_turned:
+            return {**found, "rotary_base": None}
+        return (
+            found
+            if window is None or kind == FULL
+            else found | {"window": self.window_of[0](window)}
+        )
 
     def _rotary(self, config, kind):
         """Return the arguments of rotary positions, which configs hold in one of three forms."""
@@ -106,12 +116,12 @@ class Blocks:
             scaling = {} if is_local else config.get("rope_scaling") or {}
             own = {**scaling, **(given if not is_local else {})}
         usual = self.sliding_base if is_local and self.sliding_base else self.base
-        field = self.older.get(kind, "rope_theta")
+        field = self.older.get(kind, self.fields[0])
         base = own.pop("rope_theta", None) or config.get(field) or usual
         name = own.pop("rope_type", None) or own.pop("type", "default")
         own.pop("type", None)
         own.pop("max_position_embeddings", None)
-        fraction = own.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+        fraction = own.pop("partial_rotary_factor", None) or config.get(self.fields[1])
         own = {key: value for key, value in own.items() if value is not None}
         return {
             "rotary_base": float(base),
@@ -167,9 +177,10 @@ class Blocks:
             found |= self.dense[1]([not block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
             _refuse("blocks with experts", {"some"}, "all")
-        if self.turns is None and len(turning) < len(blocks):
+        turns = [self.are_full_turned or not windows or _kind(block) == SLIDING for block in blocks]
+        if self.turns is None and [block["rotary_base"] is not None for block in blocks] != turns:
             raise InputError(
-                "some of the network's blocks have no rotary positions: its family's do"
+                "some of the network's blocks have no rotary positions: its family's do, or others"
             )
         if self.by_kind:
             own = {kind: _parameters(group[0]) for kind, group in by_kind.items() if group}

@@ -18,6 +18,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Special tokens of texts: our arguments -> fields of published configs.
 TEXT_IDS = {"pad_id": "pad_token_id", "start_id": "bos_token_id", "end_id": "eos_token_id"}

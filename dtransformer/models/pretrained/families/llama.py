@@ -4,11 +4,12 @@ References: Touvron et al., 2023, "LLaMA", arXiv 2302.13971; Grattafiori et al.,
 herd of models", arXiv 2407.21783; Jiang et al., 2023, "Mistral 7B", arXiv 2310.06825; Yang et al.,
 2024, "Qwen2 technical report", arXiv 2407.10671, and 2025, "Qwen3 technical report", arXiv
 2505.09388; Abdin et al., 2024, "Phi-3", arXiv 2404.14219; Lozhkov et al., 2024, "StarCoder 2", arXiv
-2402.19173; Bellagente et al., 2024, "Stable LM 2", arXiv 2402.17834; Seed-OSS, SmolLM3 and Granite by
-their published code.
+2402.19173; Bellagente et al., 2024, "Stable LM 2", arXiv 2402.17834; Parmar et al., 2024, "Nemotron-4",
+arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium and ERNIE 4.5 by their published code.
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
+from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
@@ -92,9 +93,10 @@ STABLELM = Stack(
         Blocks(fraction=0.25),
         Field("qkv_bias", "use_qkv_bias", False),
         Field("dropout_rate", "hidden_dropout", 0.0),
+        parallel_residual(False, "parallel_one_norm"),
     ),
     fixed={"norm": "layer_norm"},
-    refused={"use_parallel_residual": False, "qk_layernorm": False},
+    refused={"qk_layernorm": False},
     ids={"bos_token_id": 0, "eos_token_id": 0},
 ).family()
 SEED_OSS = Stack(
@@ -135,4 +137,42 @@ GRANITE = Stack(
     ),
     refused=_PLAIN,
     ids=USUAL_IDS,
+).family()
+_UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
+_RELU2 = Activation(usual="relu2")
+ARCEE = Stack(
+    "ArceeForCausalLM",
+    parts=(epsilon(1e-5), _RELU2),
+    fixed={"gated": False},
+    refused=_PLAIN,
+    dense=_UP,
+    ids={"bos_token_id": 128000, "eos_token_id": 128001},
+).family()
+NEMOTRON = Stack(
+    "NemotronForCausalLM",
+    parts=(epsilon(1e-5, "norm_eps", own=1e-5), _RELU2, Blocks(fraction=0.5)),
+    fixed={"norm": "layer_norm_unit_offset", "gated": False},
+    refused=_PLAIN,
+    dense=_UP,
+    ids={"bos_token_id": 2, "eos_token_id": 3},
+).family()
+HELIUM = Stack(
+    "HeliumForCausalLM",
+    parts=(epsilon(1e-8), kv_heads(20), head_dim(128), Blocks(base=1e5)),
+    refused=_PLAIN,
+    is_interleaved=True,
+    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
+).family()
+ERNIE4_5 = Stack(
+    "Ernie4_5ForCausalLM",
+    parts=(
+        epsilon(1e-5),
+        kv_heads(2),
+        head_dim(128),
+        Blocks(base=5e5),
+        Field("use_bias", "use_bias", False, same=("qkv_bias",)),
+        Field("tied_head", "tie_word_embeddings", True),
+    ),
+    is_interleaved=True,
+    ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 ).family()

@@ -1,12 +1,12 @@
-"""OLMo 2 and 3, and OLMoE.
+"""OLMo 2 and 3, OLMoE, and EXAONE 4, whose norms are of outputs, too.
 
 References: OLMo Team, 2025, "2 OLMo 2 Furious", arXiv 2501.00656; Muennighoff et al., 2024, "OLMoE",
-arXiv 2409.02060; OLMo 3 by its published code.
+arXiv 2409.02060; LG AI Research, 2025, "EXAONE 4.0", arXiv 2507.11407; OLMo 3 by its published code.
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
 from dtransformer.models.pretrained.families.experts import Experts
-from dtransformer.models.pretrained.families.parts import epsilon
+from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
 from dtransformer.models.pretrained.families.stack import PRE, Stack
 
 _FIXED = {"qk_norm": "rms_norm_all_heads"}
@@ -61,4 +61,28 @@ OLMOE = Stack(
     fixed=_FIXED,
     refused={"attention_bias": False, "clip_qkv": None},
     ids=_IDS,
+).family()
+
+
+def _slides(config, number):
+    """Return the kind of a block of EXAONE 4's; letters are those of a period, the last one is full."""
+    period = config.get("sliding_window_pattern", 4)
+    if config.get("sliding_window", 4096) is None or not period:
+        return FULL
+    if isinstance(period, str):
+        is_last = number == config["num_hidden_layers"] - 1
+        return SLIDING if period[number % len(period)] == "L" and not is_last else FULL
+    return every(period)(config, number)
+
+
+EXAONE4 = Stack(
+    "Exaone4ForCausalLM",
+    parts=(
+        _EPSILON,
+        kv_heads(32),
+        Blocks(kind_of=_slides, window=4096, has_types=True, are_full_turned=False),
+    ),
+    fixed={"qk_norm": "rms_norm", "norm_placement": "output"},
+    ids={"bos_token_id": 0, "eos_token_id": 2},
+    norms=_NORMS,
 ).family()

@@ -12,7 +12,6 @@ from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.experts import experts_by_arguments
 from dtransformer.models.pretrained.families.blocks import Blocks
-from dtransformer.models.pretrained.families.causal import PLAIN
 from dtransformer.models.pretrained.families.family import Family, bias, linear, refuse, table
 from dtransformer.models.pretrained.families.parts import (
     HEADS,
@@ -27,7 +26,19 @@ from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
 # What configs of language models cannot say otherwise, where no part of theirs does.
 _FIXED = {
-    **PLAIN,
+    "embedding_scale": 1.0,
+    "head_bias": False,
+    "post_layernorm_residual": False,
+    "norm_placement": None,
+    "residual_scale": 1.0,
+    "logits_scale": 1.0,
+    "logits_soft_cap": None,
+    "query_scale": None,
+    "soft_cap": None,
+    "qk_norm": None,
+    "prefix": False,
+    "moe_config": None,
+    "block_pattern": None,
     "positions": "rotary",
     "norm": "rms_norm",
     "gated": True,
@@ -105,9 +116,12 @@ class Stack:
         refused: fields, and the only values that are built.
         ids: what fields of special tokens mean that a config lacks.
         attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
-            those of feed-forward layers, and of what is beside experts.
+            those of feed-forward layers, and of what is beside experts. The norms' may be a function
+            of the arguments.
         router: what the router's kernel is called.
         router_bias: the whole name of its bias.
+        is_grouped: whether queries, keys and values of one tensor are by groups of heads.
+        is_transposed: whether products are stored as PyTorch's `Linear` has them.
         is_interleaved: whether neighbouring features turn together: theirs are put in our order.
         block: what names of a block's tensors begin with; `{}` is its number.
         tables, top, vectors: names of the tensors outside of blocks, and ours: tables, norms and
@@ -127,9 +141,11 @@ class Stack:
     attention: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: ATTENTION)
     dense: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: GATED)
     experts: Mapping[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
-    norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: PRE)
+    norms: Mapping[str, str] | Callable = dataclasses.field(default_factory=lambda: PRE)
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
+    is_grouped: bool = False
+    is_transposed: bool = True
     is_interleaved: bool = False
     block: str = "model.layers.{}."
     tables: Mapping[str, str] = dataclasses.field(
@@ -205,7 +221,8 @@ class Stack:
     def _block(self, shapes, arguments):
         """Return the tensors of a block's weights, by their paths within it."""
         has_experts, found = "feed_forward/router/kernel" in shapes, []
-        for name, ours in self.norms.items():
+        norms = self.norms(arguments) if callable(self.norms) else self.norms
+        for name, ours in norms.items():
             found += _vectors(name, ours, shapes)
         for name, ours in {**self.attention, **self.dense}.items():
             is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
@@ -223,14 +240,15 @@ class Stack:
 
     def _product(self, name, ours, shapes, arguments):
         kernels = [f"{path}_kernel" for path in ours]
+        groups = shapes["attention/key_kernel"][1] if self.is_grouped and len(ours) == 3 else 1
         order, inputs = None, 2 if ours == ("attention/output",) else 1
         if self.is_interleaved and ours in (("attention/query",), ("attention/key",)):
             features = shapes[kernels[0]][-1]
             order = _evens_first(features, int(features * arguments["rotary_fraction"]))
-        found = [linear(f"{name}.weight", *kernels, num_inputs=inputs)]
+        found = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
         if f"{ours[0]}_bias" in shapes:
             found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
-        return [dataclasses.replace(tensor, order=order) for tensor in found]
+        return [dataclasses.replace(tensor, order=order, groups=groups) for tensor in found]
 
     def family(self) -> Family:
         """Return the `Family` of the row."""
@@ -256,9 +274,9 @@ def _meant(arguments, name):
     value = arguments[name]
     if name == "qkv_bias" and value is None:
         return arguments["use_bias"]
-    if name == "norm_placement" and value == "pre":
-        return None
-    return value
+    size, heads = arguments["hidden_size"], arguments["num_heads"]
+    usual = {"norm_placement": "pre", "num_kv_heads": heads, "head_dim": size // heads}
+    return None if name in usual and value == usual[name] else value
 
 
 def _evens_first(features, turning):

@@ -40,6 +40,7 @@ class TaskHead:
         arguments: those of the layer, besides the number of labels and dropout.
         fields: the fields of a config that say other arguments of the layer.
         dropouts: fields of the rate of dropout, of which the first that is given counts.
+        usual_dropout: the rate where none is.
     """
 
     layer: Callable
@@ -47,6 +48,7 @@ class TaskHead:
     arguments: Mapping = dataclasses.field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     dropouts: tuple[str, ...] = ("classifier_dropout", "hidden_dropout_prob")
+    usual_dropout: float = 0.0
 
     def head(
         self, labels: Sequence[str], network: keras.Model, rate: float, config: Mapping
@@ -95,11 +97,9 @@ def _first(pooler, classifier, activation="tanh"):
 
 _ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
 # Of decoders: the last token that is no padding; `score` of tokens has a bias.
-_DECODER = _heads(
-    {"dense": {"score": "classifier"}, "arguments": {"pooling": "last", "use_bias": False}},
-    "score",
-    dropouts=("classifier_dropout", "hidden_dropout"),
-)
+_LAST = {"dense": {"score": "classifier"}, "arguments": {"pooling": "last", "use_bias": False}}
+_RATES = ("classifier_dropout", "hidden_dropout")
+_DECODER = _heads(_LAST, "score", dropouts=_RATES)
 _POOLINGS = {"cls": "first", "mean": "mean"}
 _MODERNBERT = {
     "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
@@ -119,10 +119,15 @@ _POOLING = Field(
     theirs={ours: theirs for theirs, ours in _POOLINGS.items()}.get,
 )
 _OF_KIND = {
-    # Of these tokens have no class there, or, of GPT-2's, one of another form.
-    **{kind: {SEQUENCE: _DECODER[SEQUENCE]} for kind in ("gpt2", "olmo2", "olmo3")},
-    # And these have none, or, of Gemma 3's, of another model.
+    # Of these tokens have no class there.
+    **{kind: {SEQUENCE: _DECODER[SEQUENCE]} for kind in ("olmo2", "olmo3")},
+    **{
+        kind: _heads(_LAST, dropouts=_RATES, usual_dropout=0.1)
+        for kind in ("gpt2", "gpt_neox", "falcon")
+    },
+    # And these have none, or, of Gemma 3's, of another name.
     **{kind: {} for kind in ("granite", "olmoe", "glm4_moe", "gemma3_text")},
+    **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
     "bert": _heads(_first("bert.pooler.dense", "classifier")),
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
@@ -137,6 +142,11 @@ _OF_KIND = {
         TOKENS: TaskHead(TokenHead, **_MODERNBERT),
     },
 }
+
+
+def has_vectors(kind: str) -> bool:
+    """Return whether a family has folders of sentence-transformers here."""
+    return kind in _BARE
 
 
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
@@ -165,7 +175,7 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     if form is None:
         raise InputError(f"{name}: its head is not built here")
     rates = (config.get(field) for field in form.dropouts)
-    rate = next((rate for rate in rates if rate is not None), 0.0)
+    rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
     return with_task_head(network, form.head(labels_of(config), network, rate, config))
 
 

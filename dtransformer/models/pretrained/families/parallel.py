@@ -1,0 +1,203 @@
+"""GPT-NeoX, Phi, Falcon and Command R: attention and feed-forward layer of one input.
+
+References: Black et al., 2022, "GPT-NeoX-20B", arXiv 2204.06745, §2.1, and Biderman et al., 2023,
+"Pythia", arXiv 2304.01373; Li et al., 2023, "Textbooks are all you need II", arXiv 2309.05463;
+Almazrouei et al., 2023, "The Falcon series", arXiv 2311.16867; Command R and R7B by their published
+code.
+"""
+
+from collections.abc import Mapping
+
+from dtransformer.errors import InputError
+from dtransformer.models.pretrained.families.blocks import Blocks, every
+from dtransformer.models.pretrained.families.parts import (
+    Activation,
+    Derived,
+    Field,
+    epsilon,
+)
+from dtransformer.models.pretrained.families.stack import LLAMA_PARTS, PRE, Stack
+
+# What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
+CLASSIC = {
+    "norm": "layer_norm",
+    "gated": False,
+    "use_bias": True,
+    "qkv_bias": True,
+    "num_kv_heads": None,
+    "head_dim": None,
+}
+FUSED = ("attention/query", "attention/key", "attention/value")
+_EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
+_TIED = Field("tied_head", "tie_word_embeddings", True)
+MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
+_ONE_NORM = "parallel_one_norm"
+
+
+def _without(*arguments: str) -> tuple:
+    """Return Llama's parts without those of some arguments, of which configs say nothing."""
+    return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
+
+
+def parallel_residual(usual: bool, placement: str) -> Field:
+    """Return the field of whether attention and feed-forward layer have one input.
+
+    Args:
+        usual: where nothing is said.
+        placement: the name of their norms' placement, of `block_forms.PLACEMENTS`.
+    """
+    ours = lambda value: placement if value else None
+    theirs = {placement: True, None: False, "pre": False}.get
+    return Field("norm_placement", "use_parallel_residual", usual, ours, theirs)
+
+
+GPT_NEOX = Stack(
+    "GPTNeoXForCausalLM",
+    parts=(
+        _EPSILON,
+        Activation(usual="gelu"),
+        Blocks(fraction=0.25, fields=("rotary_emb_base", "rotary_pct")),
+        Field("dropout_rate", "hidden_dropout", 0.0, same=("embedding_dropout_rate",)),
+        parallel_residual(True, "parallel"),
+    ),
+    usual_parts=_without("num_kv_heads", "head_dim"),
+    fixed=CLASSIC,
+    refused={"attention_bias": True, "is_decoder": False},
+    ids={"bos_token_id": 0, "eos_token_id": 2},
+    attention={"attention.query_key_value": FUSED, "attention.dense": ("attention/output",)},
+    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    is_grouped=True,
+    block="gpt_neox.layers.{}.",
+    tables={"gpt_neox.embed_in.weight": "embedding/table"},
+    top={"gpt_neox.final_layer_norm": "blocks/final_norm", "embed_out": "head"},
+    others={
+        "copies": ("embed_out.weight",),
+        "renamed": {"lm_head.weight": "embed_out.weight"},
+        "ignored": ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+    },
+).family()
+PHI = Stack(
+    "PhiForCausalLM",
+    parts=(
+        _EPSILON,
+        Activation(usual="gelu_new"),
+        Blocks(fraction=0.5),
+        Field("dropout_rate", "resid_pdrop", 0.0),
+        Field("embedding_dropout_rate", "embd_pdrop", 0.0),
+    ),
+    fixed={**CLASSIC, "norm_placement": _ONE_NORM, "head_bias": True},
+    refused={"qk_layernorm": False},
+    ids={"bos_token_id": 1, "eos_token_id": 2},
+    attention={
+        **{f"self_attn.{x[0]}_proj": (f"attention/{x}",) for x in ("query", "key", "value")},
+        "self_attn.dense": ("attention/output",),
+    },
+    dense={"mlp.fc1": MAPPING, "mlp.fc2": PROJECTION},
+    top={"model.final_layernorm": "blocks/final_norm", "lm_head": "head"},
+).family()
+
+
+def _slides(config, number):
+    """Return the kind of a block of Command R7B's: each fourth is full, and has no positions."""
+    if config.get("sliding_window", 4096) is None:
+        raise InputError("sliding_window=null, blocks without positions, is not built for Cohere 2")
+    return every(config.get("sliding_window_pattern") or 4)(config, number)
+
+
+_COHERE = {
+    "fixed": {"norm": "layer_norm_without_beta", "norm_placement": _ONE_NORM},
+    "ids": {"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0},
+    "is_interleaved": True,
+}
+_COHERE_PARTS = _EPSILON, _TIED, Field("logits_scale", "logit_scale", 0.0625)
+COHERE = Stack(
+    "CohereForCausalLM",
+    parts=(*_COHERE_PARTS, Blocks(base=5e5)),
+    refused={"attention_bias": False, "use_qk_norm": False},
+    **_COHERE,
+).family()
+COHERE2 = Stack(
+    "Cohere2ForCausalLM",
+    parts=(
+        *_COHERE_PARTS,
+        Blocks(kind_of=_slides, window=4096, has_types=True, are_full_turned=False),
+    ),
+    refused={"attention_bias": False},
+    **_COHERE,
+).family()
+
+
+class _FalconHeads:
+    """The fields of Falcon's heads and norms: one head of keys and values, or groups of heads."""
+
+    arguments = "num_kv_heads", "norm_placement"
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        heads, is_one = config.get("num_kv_heads"), config.get("multi_query", True)
+        has_two = config.get("num_ln_in_parallel_attn") != 1
+        if not config.get("new_decoder_architecture"):
+            heads, has_two = 1 if is_one else None, False
+        return {
+            "num_kv_heads": heads or config["num_attention_heads"],
+            "norm_placement": "parallel" if has_two else _ONE_NORM,
+        }
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the blocks are not parallel.
+        """
+        placement = arguments["norm_placement"]
+        norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
+        if norms is None:
+            raise InputError(f"the network has norm_placement={placement!r}, Falcon's are parallel")
+        heads = arguments["num_kv_heads"] or arguments["num_heads"]
+        is_new = norms == 2 or heads not in (1, arguments["num_heads"])
+        fields = {"num_kv_heads": heads, "num_ln_in_parallel_attn": norms} if is_new else {}
+        return {"new_decoder_architecture": is_new, "multi_query": heads == 1, **fields}
+
+
+def _falcon_norms(arguments):
+    has_two = arguments["norm_placement"] == "parallel"
+    return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else PRE
+
+
+FALCON = Stack(
+    "FalconForCausalLM",
+    parts=(
+        _FalconHeads(),
+        epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
+        Activation("activation", "gelu"),
+        _TIED,
+        Field("use_bias", "bias", False, same=("qkv_bias",)),
+        Derived(
+            "ffn_hidden_size",
+            "ffn_hidden_size",
+            lambda config: 4 * config["hidden_size"],
+            lambda arguments: 4 * arguments["hidden_size"],
+        ),
+        Field("max_length", "max_position_embeddings", 2048),
+    ),
+    usual_parts=_without("head_dim", "attention_dropout_rate"),
+    fixed={"norm": "layer_norm", "gated": False, "head_dim": None, "attention_dropout_rate": 0.0},
+    # Dropout is of the sum of both there, and that of attention of ALiBi alone.
+    refused={
+        "alibi": False,
+        "parallel_attn": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    ids={"bos_token_id": 11, "eos_token_id": 11},
+    attention={
+        "self_attention.query_key_value": FUSED,
+        "self_attention.dense": ("attention/output",),
+    },
+    dense={"mlp.dense_h_to_4h": MAPPING, "mlp.dense_4h_to_h": PROJECTION},
+    norms=_falcon_norms,
+    is_grouped=True,
+    block="transformer.h.{}.",
+    tables={"transformer.word_embeddings.weight": "embedding/table"},
+    top={"transformer.ln_f": "blocks/final_norm", "lm_head": "head"},
+).family()
