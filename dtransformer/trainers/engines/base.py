@@ -125,9 +125,7 @@ class ForwardStep:
                 )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(reported)
-            if found:
-                sums |= self.states.shares(found, self.share(inputs, numbers.counts))
+            sums |= named(reported) | self.changes(found, inputs, numbers.counts)
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
@@ -137,9 +135,7 @@ class ForwardStep:
         """Return the outputs, where they are wanted, and this rank's sums."""
         outputs, found = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        if found:
-            sums |= self.states.shares(found, self.share(inputs, counts))
-        return self.kept(outputs), sums
+        return self.kept(outputs), sums | self.changes(found, inputs, counts)
 
     def kept(self, outputs):
         """Return (outputs, their masks by `_compat.masks_of`) for metrics; None where none looks."""
@@ -175,6 +171,10 @@ class ForwardStep:
         # The mean over no rows is no number.
         parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
         return tf.add_n(parts)
+
+    def changes(self, found, inputs, counts):
+        """Return what `outputs_and_states` found, as it adds up over the shares of a step."""
+        return self.states.shares(found, self.share(inputs, counts)) if found else {}
 
     def share(self, inputs, counts):
         """Return the share of the global batch's rows that `inputs` are."""
