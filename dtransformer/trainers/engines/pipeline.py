@@ -40,7 +40,6 @@ from dtransformer.trainers.data import batch_specs, check_rows, input_specs, inp
 from dtransformer.trainers.engines.accumulation import rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from dtransformer.trainers.step_metrics import named
 
 
 class PipelineEngine:
@@ -185,7 +184,7 @@ class PipelineEngine:
         context = {"dropout_seed": devices.numbers(seed, [2]), "auxiliary_metrics": {}}
         with trace.scope(trains=True, **context) as reported, defers as deferred:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = named(reported.auxiliary_metrics) | step.changes(found, inputs, counts)
+        sums = step.of_layers(found, inputs, counts, reported.auxiliary_metrics)
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
@@ -244,7 +243,7 @@ class PipelineEngine:
         outputs, found = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
-        own = self._step.changes(found, inputs, counts)
+        own = self._step.of_layers(found, inputs, counts)
         own["added"] = self._step.added(losses, inputs, counts)
         return (self._step.kept(outputs), sums), self.devices.replicate(own)
 
