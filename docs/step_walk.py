@@ -33,12 +33,13 @@ LAYOUTS = {
     ),
 }
 NETWORK = tuple(f"{PACKAGE}/{folder}/" for folder in ("layers", "models"))
-BACKWARD = "GradientTape.gradient"  # TensorFlow calls the gradients of layers' operations there
+# In which TensorFlow calls the gradients of layers' operations.
+BACKWARD = "GradientTape.gradient", "_GradientsHelper"
 
 
 def is_of_network(code):
     """Return whether a code object is a method of a layer, or the backward pass."""
-    return code.co_filename.startswith(NETWORK) or code.co_qualname == BACKWARD
+    return code.co_filename.startswith(NETWORK) or code.co_qualname in BACKWARD
 
 
 def walk(layout):

@@ -140,6 +140,22 @@ def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float):
         own["_learning_rate"] = rate
 
 
+@contextlib.contextmanager
+def without_values():
+    """Inside the `with` block Keras variables are made that have shapes, and never values.
+
+    Unnecessary if a layer could tell the shapes of its weights before it is built.
+    """
+    name = "uninitialized_variables"  # to which Keras would give values later
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(name, [])
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        global_state.set_global_attribute(name, before)
+
+
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable) -> bool:
     """Return whether an optimizer lets a variable decay. Unnecessary as `known_as`."""
     return bool(optimizer._use_weight_decay(variable))

@@ -20,7 +20,7 @@ from dtransformer.parallel.initialize import init, shutdown
 from dtransformer.parallel.mesh.axis_rules import relayout
 from dtransformer.parallel.mesh.batch import put_replicated
 from dtransformer.parallel.mesh.function import MeshFunction
-from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.p2p import peers
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.clusters import Constants, Device, Link
@@ -209,15 +209,15 @@ def _all_reduce_seconds(size):
 
 def _send_seconds(size):
     """Return the seconds to send from stage 0 to stage 1, of there and back; others wait."""
-    peers, x, specs = PeerToPeer(), tf.zeros([size // 4]), [([size // 4], "float32")]
+    link, x, specs = peers(), tf.zeros([size // 4]), [([size // 4], "float32")]
 
     def there_and_back():
         if job.stage()[0] == 0:
-            peers.send([x], 1, "measure_there")
-            peers.receive(specs, 1, "measure_back").result()
+            link.send([x], 1, "measure_there")
+            link.receive(specs, 1, "measure_back").result()
         elif job.stage()[0] == 1:
-            peers.receive(specs, 0, "measure_there").result()
-            peers.send([x], 0, "measure_back").result()
+            link.receive(specs, 0, "measure_there").result()
+            link.send([x], 0, "measure_back").result()
 
     return _waited_seconds(there_and_back) / 2
 

@@ -99,19 +99,6 @@ class LabelHead(Layer):
         self.classifier.build((None, h))
         self.built = True
 
-    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights by their paths below the head, built or not."""
-        h, n = hidden_size, self.num_labels
-        shapes = {
-            "pooler/kernel": self.hidden_act is not None and (h, h),
-            "pooler/bias": self.hidden_act is not None and self.hidden_bias and (h,),
-            "norm/gamma": self.norm is not None and (h,),
-            "norm/beta": self.norm == "layer_norm" and (h,),
-            "classifier/kernel": (h, n),
-            "classifier/bias": self.use_bias and (n,),
-        }
-        return {path: shape for path, shape in shapes.items() if shape}
-
     def logits(self, x: tf.Tensor, training: bool) -> tf.Tensor:
         """Return the logits [..., num_labels] of vectors [..., h]."""
         if self.pooler is not None:
@@ -245,10 +232,6 @@ class PoolingHead(Layer):
         if not self.normalize:
             return x
         return x * tf.math.rsqrt(tf.reduce_sum(x * x, axis=-1, keepdims=True) + 1e-12)
-
-    def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See `SequenceHead.weight_shapes`."""
-        return {}
 
     def compute_mask(self, *args) -> None:
         return None  # of a vector there is none

@@ -10,6 +10,7 @@ from dtransformer.layers.arguments import checked
 from dtransformer.layers.base import check_rate, check_size
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
+from dtransformer.models import weight_shapes
 from dtransformer.models.experts import active_share
 from dtransformer.models.input_keys import InputKeys
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -87,7 +88,7 @@ class TokenModel(KeepsSettings, keras.Model):
 
         They are those of every layout: a vocabulary's without its padding.
         """
-        raise NotImplementedError
+        return weight_shapes.of_network(type(self), self.arguments)
 
     def num_parameters(self) -> int:
         """Return the number of elements of all weights, before any is made.

@@ -12,7 +12,6 @@ from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
-from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
@@ -243,9 +242,6 @@ class CausalLM(OneStackModel):
         """
         layers = self.embedding, self.positions, self.dropout
         return self._embed_ids(ids, *layers, start=start, segments=segments, training=training)
-
-    def _vocabulary_shapes(self, arguments):
-        return weight_shapes.causal_lm(arguments)
 
     def generate(
         self,

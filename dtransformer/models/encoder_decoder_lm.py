@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
@@ -138,6 +137,3 @@ class EncoderDecoderLM(EncoderDecoderModel):
             target_length=max_length,
             shared=True,
         )
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.encoder_decoder_lm(self.arguments_and_experts())

@@ -1,13 +1,10 @@
-"""Counts of networks with mixtures of experts: weights, and products for each token.
+"""Counts of networks with mixtures of experts: products for each token, and active weights.
 
 All are functions of a network's arguments, and of which of its blocks have experts.
 """
 
-from dtransformer.block_forms import has_experts
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def experts_of(arguments: dict) -> MoEConfig | None:
@@ -29,36 +26,6 @@ def with_experts(arguments: dict, **stacks) -> dict:
         for name, stack in stacks.items()
     }
     return {**arguments, "has_experts": found}
-
-
-def experts_by_arguments(arguments: dict) -> dict:
-    """Return the arguments of a network of one stack, and which blocks its arguments give experts."""
-    number, is_there = arguments["num_layers"], experts_of(arguments) is not None
-    found = [is_there and has_experts(arguments, i) for i in range(number)]
-    return {**arguments, "has_experts": {"blocks": found}}
-
-
-def moe_shapes(arguments: dict, feed_forward: Shapes) -> Shapes:
-    """Return the shapes of a `MoE`'s weights, of those of one expert alone."""
-    config, h = experts_of(arguments), arguments["hidden_size"]
-    experts = config.expert_num
-    shapes = {name: (experts, *shape) for name, shape in feed_forward.items()}
-    shapes["router/kernel"] = (h, experts)
-    if config.router_type == "sigmoid":
-        shapes["router/bias"] = (experts,)
-    if config.shared_experts:
-        for name, shape in feed_forward.items():
-            sizes = _SIZES_OF[name.split("_")[-1]][name.startswith("projection")]
-            of_layer = tuple(
-                size * config.shared_experts if is_inner else size
-                for size, is_inner in zip(shape, sizes)
-            )
-            shapes[f"shared_experts/{name}"] = of_layer
-    return shapes
-
-
-# Which dimensions of a mapping's, and of the projection's, kernel or bias are features inside.
-_SIZES_OF = {"kernel": ((False, True), (True, False)), "bias": ((True,), (False,))}
 
 
 def feed_forward_products(arguments: dict, stack: str) -> float:

@@ -12,7 +12,6 @@ from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
-from dtransformer.models import weight_shapes
 from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
@@ -228,9 +227,6 @@ class MaskedLM(OneStackModel):
         if self.sentence_head is None:
             return logits
         return {"masked_lm": logits, "next_sentence": self.sentence_head(x)}
-
-    def _vocabulary_shapes(self, arguments):
-        return weight_shapes.masked_lm(arguments)
 
     def _normed(self, x, types):
         if self.token_types is not None:

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
+from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel, first_given
 from dtransformer.models.experts import feed_forward_products, with_experts
 
@@ -32,16 +33,12 @@ class OneStackModel(TokenModel):
         return self.head.num_labels if self.has_task_head else self.vocab_size
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = self._vocabulary_shapes(self.arguments_and_experts())
+        shapes = super().weight_shapes()
         if not self.has_task_head:
             return shapes
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
-        own = self.head.weight_shapes(self.arguments["hidden_size"])
+        own = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
         return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
-
-    def _vocabulary_shapes(self, arguments):
-        """Return the shapes of all weights with the head of the vocabulary."""
-        raise NotImplementedError
 
     def arguments_and_experts(self) -> dict:
         return with_experts(self.arguments, blocks=self.blocks)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.base import register
-from dtransformer.models import weight_shapes
 from dtransformer.models.base import completed, first_given
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.parallel.config.config import MoEConfig
@@ -114,6 +113,3 @@ class TranslationTransformer(EncoderDecoderModel):
             target_length=max_target_length,
             shared=shared_embeddings,
         )
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return weight_shapes.translation_transformer(self.arguments_and_experts())

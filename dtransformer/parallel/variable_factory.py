@@ -13,7 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.parallel.config.config import get_parallel_config
+from dtransformer.parallel.config.config import (
+    TransformerOpParallelConfig,
+    get_parallel_config,
+    parallel_config,
+)
 from dtransformer.parallel.mesh.axis_rules import Specs, axis_size, mesh_axis, weight_specs
 from dtransformer.parallel.mesh.variable import MeshVariable
 from dtransformer.parallel.runtime import job
@@ -36,6 +40,14 @@ def values_from(read: ReadStored) -> Iterator[None]:
             returns this rectangle.
     """
     with trace.scope(stored_values=read):
+        yield
+
+
+@contextlib.contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Weights that are made in the `with` block are those of one device, with shapes and no values."""
+    one_device = parallel_config(TransformerOpParallelConfig())
+    with job.alone(), one_device, _compat.without_values():
         yield
 
 

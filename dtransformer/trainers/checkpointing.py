@@ -166,7 +166,7 @@ class Checkpointing(keras.Model):
         with job.doing("saving"):
             restored = restore(self.training_state(), path, strict, weights_only, check)
         if job.seed() != seed:
-            self.train_function = None  # traced with the other seed
+            self.train_function = self._for_other_rows = None  # traced with the other seed
         self._data_position = None
         if not weights_only:
             self._restored_position = restored.position

@@ -34,6 +34,8 @@ from dtransformer.trainers.resume_state import ResumeState, check_callbacks
 from dtransformer.trainers.step_errors import LossWarning, errors_in_one_line
 from dtransformer.trainers.step_functions import StepFunctions, StepLogs
 
+_FUNCTIONS = "train_function", "test_function", "predict_function"  # that Keras compiles
+
 
 class FitLoop(StepFunctions):
     """Fit, evaluate and predict as Keras does, with what several ranks need around it.
@@ -43,6 +45,9 @@ class FitLoop(StepFunctions):
     compute with.
     """
 
+    _for_other_rows = (
+        None  # dict of the functions that take all rows, while these take own ones; or so
+    )
     _is_unchecked = False  # whether a dataset's first batch is still to be compared
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running
@@ -248,14 +253,13 @@ class FitLoop(StepFunctions):
     @contextlib.contextmanager
     def _apart_from_fit(self):
         """Let a `fit` that is running go on as before after the `with` block, as a callback's call."""
-        shards, train_function = self._shards_rows, self.train_function
-        is_unchecked = self._is_unchecked
+        shards, is_unchecked = self._shards_rows, self._is_unchecked
         try:
             yield
         finally:
             if self._beginning is not None:
                 self._set_sharding(shards)
-                self.train_function, self._is_unchecked = train_function, is_unchecked
+                self._is_unchecked = is_unchecked
 
     def _take_data(self, x, shard, batch_size, trains=True):
         """Return a first batch, and the data as Keras takes them, checked between the ranks."""
@@ -292,7 +296,10 @@ class FitLoop(StepFunctions):
 
     def _set_sharding(self, shards):
         if shards != self._shards_rows:  # what is compiled takes its rows, or all of them
-            self.train_function = self.test_function = self.predict_function = None
+            others = self._for_other_rows or dict.fromkeys(_FUNCTIONS)
+            self._for_other_rows = {name: getattr(self, name) for name in _FUNCTIONS}
+            for name, function in others.items():
+                setattr(self, name, function)
         self._shards_rows = shards
 
     def _own(self, data):

@@ -27,6 +27,27 @@ class Counted(typing.NamedTuple):
     tokens: tf.Tensor
 
 
+def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
+    """Check in a step that numbers are those of entries.
+
+    Args:
+        ids: int tensor [...].
+        what: what they are, for the error.
+        size: number of entries; None where it is not known.
+
+    Returns:
+        An operation, which fails with what `errors_in_one_line` makes one line of.
+    """
+    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
+    is_inside = (lowest >= 0) | (tf.size(ids) == 0)
+    expected = "0 or more"
+    if size is not None:
+        is_inside &= (highest < size) | (tf.size(ids) == 0)
+        expected = f"0 to {size - 1}"
+    line = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
+    return tf.debugging.Assert(is_inside, [line, lowest, highest])
+
+
 class Share(typing.NamedTuple):
     """This share's part of a loss.
 

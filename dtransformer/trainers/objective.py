@@ -6,8 +6,7 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.loss import CrossEntropyLoss, class_numbers, hits
 from dtransformer.parallel.tracing import trace
-from dtransformer.trainers.loss_terms import Counted, check_loss, share_of
-from dtransformer.trainers.step_errors import check_range
+from dtransformer.trainers.loss_terms import Counted, check_loss, check_range, share_of
 
 _BY_SHAPE = "crossentropy", "ce"  # which Keras chooses by the shapes of an output
 _COUNTS = len(Counted._fields)  # of each output's labels

@@ -8,8 +8,8 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
 from dtransformer.trainers.engines.accumulation import in_micro_batches
 from dtransformer.trainers.engines.base import Numbers
+from dtransformer.trainers.expert_loads import EXPERTS, ExpertLoads
 from dtransformer.trainers.optimizer.reduce import reduce_sum
-from dtransformer.trainers.step_metrics import ExpertLoads
 
 
 class Step:
@@ -105,7 +105,9 @@ class Step:
         if loss_scale.is_used:
             logs["loss_scale"] = result["loss_scale"]
             logs["skipped_steps"] = tf.identity(loss_scale.skipped_steps)
-        logs |= self._metrics_of_layers() | self.expert_loads.update(totals)
+        if any(name.startswith(EXPERTS) for name in totals):
+            logs |= self.expert_loads.update(totals)
+        logs |= self._metrics_of_layers()
         logs |= {"step_loss": loss, "gradient_norm": result["norm"]}
         return {**logs, "learning_rate": result["learning_rate"]}
 

@@ -14,32 +14,11 @@ from dtransformer.errors import InputError, is_of_another_rank
 _NOT_COUNTED = (
     ": labels of -100 are left out by CrossEntropyLoss(ignore_id=-100), or ignore_class=-100"
 )
-# As an operation of a graph tells it, or one that is run by itself.
+# What `loss_terms.check_range` says, as an operation of a graph tells it, or one that is run by itself.
 _CHECKED = re.compile(r"dtransformer: ([^'\]]*)['\]]\s+\[?(-?\d+)\]?\s+\[?(-?\d+)")
 _LOOKED_UP = re.compile(r"= (-?\d+) is not in \[0, (\d+)\)")
 _LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 _REFUSED = re.compile(r"InputError: ([^\n]*)")
-
-
-def check_range(ids: tf.Tensor, what: str, size: int | None) -> tf.Operation:
-    """Check in a step that numbers are those of entries.
-
-    Args:
-        ids: int tensor [...].
-        what: what they are, for the error.
-        size: number of entries; None where it is not known.
-
-    Returns:
-        An operation, which fails with what `errors_in_one_line` makes one line of.
-    """
-    lowest, highest = tf.reduce_min(ids), tf.reduce_max(ids)
-    is_inside = (lowest >= 0) | (tf.size(ids) == 0)
-    expected = "0 or more"
-    if size is not None:
-        is_inside &= (highest < size) | (tf.size(ids) == 0)
-        expected = f"0 to {size - 1}"
-    line = f"dtransformer: {what}, expected {expected}; the least and the greatest of the batch are"
-    return tf.debugging.Assert(is_inside, [line, lowest, highest])
 
 
 @contextlib.contextmanager

@@ -165,6 +165,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
             if not isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
         self._compiler = StepCompiler(jit_compile, run_eagerly)
+        self._for_other_rows = None
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
             log_every = 10 if device_type() == "GPU" else 1

@@ -44,7 +44,8 @@ class StoredWeights:
         message = [f"it lacks {x.name}" for x in tensors if x.name not in names]
         message += [f"it also has {name}" for name in sorted(unused)]
         held = {weight for tensor in tensors for weight in tensor.weights}
-        others = network.weight_shapes().keys() - held
+        self._shapes = network.weight_shapes()
+        others = self._shapes.keys() - held
         message += [f"the network also has {weight}" for weight in sorted(others)]
         if message:
             raise InputError(_message(content.path, message))
@@ -53,7 +54,6 @@ class StoredWeights:
             for tensor in tensors
             for number, weight in enumerate(tensor.weights)
         }
-        self._shapes = network.weight_shapes()
         self._check_shapes(tensors, names)
 
     def _check_shapes(self, tensors, names):

@@ -7,7 +7,6 @@ from dtransformer.parallel.pipeline_parallel.shared_chunks import SharedChunk, s
 from dtransformer.parallel.pipeline_parallel.stage_assignment import weights_of
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.tracing.dropout_seed import dropout_numbers
-from dtransformer.parallel.zero.gather import unsharding
 
 
 class ChunkFunctions:
@@ -18,14 +17,13 @@ class ChunkFunctions:
         compute: a function of (chunk, *args) that calls the network's layers and returns nested
             results of the chunk.
         devices: where this rank's stage computes, see `stage_devices`.
-        name: str, of the computation.
         shares: whether chunks that are alike may share a function, on a mesh: what `compute` gives
             must not depend on which of them it is.
     """
 
-    def __init__(self, network, compute, devices, name, shares=False):
+    def __init__(self, network, compute, devices, shares=False):
         self._network, self._compute, self._devices = network, compute, devices
-        self._name, self._shares = name, shares and devices.compiles_whole_graphs
+        self._shares = shares and devices.compiles_whole_graphs
         self._compiled = {}
         self._shared = {}  # key of a `Signature` -> the first chunk's, and its function
 
@@ -79,7 +77,7 @@ class ChunkFunctions:
                 put, *args = args
                 numbers = self._devices.numbers(put, [len(dropouts)])
                 drawn = dropout_numbers({id(x): numbers[i] for i, x in enumerate(dropouts)})
-            with drawn, unsharding(self._name), view(calls):
+            with drawn, view(calls):
                 results = self._compute(chunk, *args)
             return relayout(calls.sent), results
 

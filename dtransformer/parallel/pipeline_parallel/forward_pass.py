@@ -5,7 +5,7 @@ import tensorflow as tf
 from dtransformer.parallel.collectives import transport
 from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctions
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
-from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.p2p import peers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import has_outputs, own_chunks
 from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.runtime import job
@@ -33,8 +33,8 @@ class ForwardPass:
 
     def __init__(self, network, function, name, shares=False):
         self._function, self._name = function, name
-        self.devices, self._peers = stage_devices(), PeerToPeer()
-        self._functions = ChunkFunctions(network, self._compute, self.devices, name, shares)
+        self.devices, self._peers = stage_devices(), peers()
+        self._functions = ChunkFunctions(network, self._compute, self.devices, shares)
         self._dataflows = {}
 
     def __call__(self, inputs, states=None):

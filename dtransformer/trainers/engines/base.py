@@ -6,6 +6,7 @@ or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
 
 import contextlib
 import dataclasses
+import types
 import typing
 import warnings
 
@@ -19,10 +20,10 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.parallel.weights.sharded_variable import trained_value
 from dtransformer.parallel.zero.gather import current_unsharding, unsharding
+from dtransformer.trainers.expert_loads import EXPERTS
 from dtransformer.trainers.layer_states import LayerStates
 from dtransformer.trainers.optimizer.gradients import with_zeros
 from dtransformer.trainers.optimizer.reduce import reduce_sum
-from dtransformer.trainers.step_metrics import named
 
 
 class Numbers(typing.NamedTuple):
@@ -126,9 +127,7 @@ class ForwardStep:
                 )
             batch = inputs, outputs, labels, sample_weight
             sums = self.sums(*batch, numbers.counts, self.network.losses, training=True)
-            sums |= named(reported)
-            if found:
-                sums |= self.states.shares(found, self.share(inputs, numbers.counts))
+            sums |= self.of_layers(found, inputs, numbers.counts, reported)
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
@@ -138,9 +137,7 @@ class ForwardStep:
         """Return the outputs, where they are wanted, and this rank's sums."""
         outputs, found = self.outputs_and_states(inputs)
         sums = self.sums(inputs, outputs, labels, sample_weight, counts, self.network.losses)
-        if found:
-            sums |= self.states.shares(found, self.share(inputs, counts))
-        return self.kept(outputs), sums
+        return self.kept(outputs), sums | self.of_layers(found, inputs, counts)
 
     def kept(self, outputs):
         """Return (outputs, their masks by `_compat.masks_of`) for metrics; None where none looks."""
@@ -176,6 +173,18 @@ class ForwardStep:
         # The mean over no rows is no number.
         parts = [tf.math.multiply_no_nan(tf.cast(loss, "float32"), share) for loss in losses]
         return tf.add_n(parts)
+
+    def of_layers(self, found, inputs, counts, reported=types.MappingProxyType({})):
+        """Return what layers set and reported, as it adds up over the shares of a step.
+
+        Args:
+            found: what `outputs_and_states` returned of states.
+            inputs: nested tensors [b, ...].
+            counts: as from `counts`, of the global batch.
+            reported: dict of auxiliary metrics.
+        """
+        sums = {f"{EXPERTS}{layer}": value for layer, value in reported.items()}
+        return sums | self.states.shares(found, self.share(inputs, counts)) if found else sums
 
     def share(self, inputs, counts):
         """Return the share of the global batch's rows that `inputs` are."""

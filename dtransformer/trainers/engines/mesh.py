@@ -53,6 +53,7 @@ class MeshEngine:
         network = self._step.network
         if not network.built:
             network(input_symbols(first))
+        _tell_of_chunks(network)
         self._train = MeshFunction(self._train_on_mesh, network.variables, gradients=True)
         self._test = MeshFunction(self._test_on_mesh, network.variables)
         self._predict = MeshFunction(self._predict_on_mesh, network.variables)
@@ -63,8 +64,6 @@ class MeshEngine:
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
         self._consistency.check((inputs, labels, sample_weight), "train")
-        if self.input_shapes is None:
-            _tell_of_chunks(self._step.network)
         batch = put_batch(inputs, labels, sample_weight)
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(np.shape(x)), inputs)
         gradients, outputs, sums = self._train(*batch, *map(put_numbers, numbers))

@@ -17,7 +17,7 @@ from dtransformer.parallel.pipeline_parallel.chunk_functions import ChunkFunctio
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.forward_pass import ForwardPass, from_last, zeros_like
 from dtransformer.parallel.pipeline_parallel.measured_timeline import gather_timeline
-from dtransformer.parallel.pipeline_parallel.p2p import PeerToPeer
+from dtransformer.parallel.pipeline_parallel.p2p import peers
 from dtransformer.parallel.pipeline_parallel.stage_assignment import (
     has_state,
     layers_of,
@@ -41,7 +41,6 @@ from dtransformer.trainers.data import batch_specs, check_rows, input_specs, inp
 from dtransformer.trainers.engines.accumulation import rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
-from dtransformer.trainers.step_metrics import named
 
 
 class PipelineEngine:
@@ -62,8 +61,8 @@ class PipelineEngine:
         self._instructions = schedules.instructions(
             config.pipeline_schedule, self.placement, self._num_micro_batches
         )
-        self.devices, self.peers = stage_devices(), PeerToPeer()
-        self._functions = ChunkFunctions(self.network, self._forward, self.devices, "train", True)
+        self.devices, self.peers = stage_devices(), peers()
+        self._functions = ChunkFunctions(self.network, self._forward, self.devices, shares=True)
         self._predict = ForwardPass(
             self.network, lambda x, _: (step.outputs(x, layers=self._layers()), None), "call", True
         )
@@ -186,9 +185,7 @@ class PipelineEngine:
         context = {"dropout_seed": devices.numbers(seed, [2]), "auxiliary_metrics": {}}
         with trace.scope(trains=True, **context) as reported, defers as deferred:
             outputs, found = step.outputs_and_states(inputs, True, self._layers(chunk))
-        sums = named(reported.auxiliary_metrics) | step.states.shares(
-            found, step.share(inputs, counts)
-        )
+        sums = step.of_layers(found, inputs, counts, reported.auxiliary_metrics)
         if chunk == self.placement.last_chunk:
             batch = inputs, outputs, labels, sample_weight
             sums |= step.sums(*batch, counts, training=True)
@@ -247,7 +244,7 @@ class PipelineEngine:
         outputs, found = self._step.outputs_and_states(inputs, layers=self._layers())
         sums = self._step.sums(inputs, outputs, labels, sample_weight, counts)
         losses = losses_of(self.network, current_chunk(), self.placement)
-        own = self._step.states.shares(found, self._step.share(inputs, counts))
+        own = self._step.of_layers(found, inputs, counts)
         own["added"] = self._step.added(losses, inputs, counts)
         return (self._step.kept(outputs), sums), self.devices.replicate(own)
 

@@ -4,7 +4,6 @@ References: Sanh et al., 2019, "DistilBERT", arXiv 1910.01108; Warner et al., 20
 2412.13663.
 """
 
-from dtransformer.models import weight_shapes
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
 from dtransformer.models.pretrained.families.parts import HEADS, Activation, Field
@@ -31,7 +30,6 @@ _ENCODER = {
     "base": _PLAIN,
     "usual_parts": (),
     "network": MaskedLM,
-    "shapes": weight_shapes.masked_lm,
 }
 _IDS = {"special_ids": {"pad_id": "pad_token_id"}}
 DISTILBERT = Stack(

@@ -4,13 +4,12 @@ What a row does not say is Llama's.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
-from dtransformer.models.experts import experts_by_arguments
 from dtransformer.models.pretrained.families.blocks import Blocks
 from dtransformer.models.pretrained.families.family import Family, bias, linear, refuse, table
 from dtransformer.models.pretrained.families.parts import (
@@ -129,7 +128,6 @@ class Stack:
         base: what `fixed` is besides.
         usual_parts: the parts that `parts` come besides.
         network: the class of the networks.
-        shapes: the function of `weight_shapes` for it.
         others: other fields of `Family`.
     """
 
@@ -158,7 +156,6 @@ class Stack:
     base: Mapping = dataclasses.field(default_factory=lambda: _FIXED)
     usual_parts: tuple[Part, ...] = dataclasses.field(default_factory=lambda: LLAMA_PARTS)
     network: type[TokenModel] = CausalLM
-    shapes: Callable[[dict], dict] = weight_shapes.causal_lm
     others: Mapping = dataclasses.field(default_factory=dict)
 
     def all_parts(self) -> list[Part]:
@@ -200,7 +197,7 @@ class Stack:
 
     def tensors(self, arguments: Mapping) -> list[StoredTensor]:
         """Return the tensors of a file of a network of some arguments."""
-        shapes = self.shapes(experts_by_arguments(arguments))
+        shapes = weight_shapes.of_network(self.network, arguments)
         found = [table(name, ours) for name, ours in self.tables.items() if ours in shapes]
         for name, ours in self.top.items():
             found += _vectors(name, ours, shapes)

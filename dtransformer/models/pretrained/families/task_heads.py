@@ -8,6 +8,7 @@ import keras
 
 from dtransformer.errors import InputError
 from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, TokenHead
+from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
 from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel
@@ -69,7 +70,7 @@ class TaskHead:
 
     def tensors(self, head: LabelHead) -> list[StoredTensor]:
         """Return the tensors of a file that are a head's."""
-        shapes = head.weight_shapes(1)
+        shapes = weight_shapes.of_layer(head, (None, None, 1))
         names = {"kernel": ("weight", linear), "gamma": ("weight", bias)}
         names |= {"bias": ("bias", bias), "beta": ("bias", bias)}
         return [
