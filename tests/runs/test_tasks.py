@@ -127,14 +127,19 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
     lines = (place / "runs/preference/metrics.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     assert first["step_loss"] == pytest.approx(np.log(2), rel=1e-5) and first["margin"] == 0
+    last = json.loads(lines[-1])
+    capsys.readouterr()
+    assert main(["evaluate", "--run", "runs/preference", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+    expected = {name: pytest.approx(last[f"val_{name}"], rel=1e-5, abs=1e-6) for name in names}
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_tasks(name, place, capsys):
     losses = train(name, place)
     assert np.isfinite(losses).all() and losses[-1] <= losses[0]
-    if name == "reward":
-        return
     assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["loss"] == pytest.approx(min(losses), rel=1e-4)

@@ -1,7 +1,5 @@
 """Checks of an optimizer that is to update shards of weights."""
 
-import contextlib
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -46,18 +44,9 @@ def check_overwritten(weights):
         )
 
 
-@contextlib.contextmanager
 def without_clipping(optimizer):
     """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
-    names = ("clipvalue", "clipnorm", "global_clipnorm")
-    given = {name: getattr(optimizer, name) for name in names}
-    try:
-        for name in names:
-            setattr(optimizer, name, None)
-        yield
-    finally:
-        for name, value in given.items():
-            setattr(optimizer, name, value)
+    return _compat.meanwhile(optimizer, clipvalue=None, clipnorm=None, global_clipnorm=None)
 
 
 # What Keras' optimizers compute from all elements of a weight together.
@@ -111,12 +100,14 @@ def check_shards(optimizer):
     Raises:
         ValueError: names the option.
     """
-    for name in ("use_ema", "gradient_accumulation_steps"):
+    for name, hint in (
+        ("ema_overwrite_frequency", "leave it out, and take averages when training ends"),
+        ("gradient_accumulation_steps", "use micro_batch_num instead"),
+    ):
         if getattr(optimizer, name):
             raise ValueError(
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
-                "work where a mesh or optimizer_shard shards weights"
-                + ("" if name == "use_ema" else ": use micro_batch_num instead")
+                f"work where a mesh or optimizer_shard shards weights: {hint}"
             )
 
 
