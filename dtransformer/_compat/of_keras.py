@@ -121,23 +121,62 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer):
 
 
 @contextlib.contextmanager
-def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float):
-    """Inside the `with` block an optimizer's learning rate is multiplied with a factor.
+def meanwhile(owner: object, **attributes):
+    """Inside the `with` block attributes of an object are others, past Keras' tracking of them.
+
+    Unnecessary if what Keras calls took as arguments what is set here.
+    """
+    own = vars(owner)
+    kept = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(kept)
+
+
+def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) -> dict:
+    """Return attributes with which an optimizer's learning rate is multiplied with a factor.
 
     Unnecessary if Keras' optimizers had groups of weights.
     """
-    rate, own = optimizer._learning_rate, vars(optimizer)
+    rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
 
     def product():
         value = rate(optimizer.iterations) if is_schedule else rate() if callable(rate) else rate
         return keras.ops.multiply(value, factor)
 
-    try:
-        own["_learning_rate"] = product
-        yield
-    finally:
-        own["_learning_rate"] = rate
+    return {"_learning_rate": product}
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
+    """Return a built optimizer's averages with `use_ema`, None for overwritten variables; else [].
+
+    Unnecessary if they were public.
+    """
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+def averaging_alone(
+    optimizer: keras.optimizers.Optimizer, numbers: list[int], variables: list
+) -> dict:
+    """Return attributes with which an optimizer with `use_ema` averages some variables alone.
+
+    Unnecessary if `apply` averaged what it is given, in place of all variables.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        numbers: of the variables in the order that it was built with.
+        variables: what stands for them.
+    """
+    averages = averages_of(optimizer)
+    if not averages:
+        return {}
+    own = [averages[i] for i in numbers]
+    return {"_trainable_variables": variables, "_model_variables_moving_average": own}
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     elif arguments.action == "verify":
         verify(arguments.path)
     else:
-        places = arguments.path, arguments.out
-        export_weights(*places, arguments.with_optimizer, arguments.overwrite)
+        own = {"with_optimizer": arguments.with_optimizer, "overwrite": arguments.overwrite}
+        print(f"{arguments.out}: {export(arguments.path, arguments.out, **own)} tensors")
 
 
 def inspect(path: str | os.PathLike, as_json: bool = False) -> None:
@@ -90,14 +90,3 @@ def verify(path: str | os.PathLike) -> None:
             f"{path}: {damaged} damaged; restoring takes the newest intact one, and replaces files "
             "that have a replica"
         )
-
-
-def export_weights(
-    path: str | os.PathLike,
-    out: str | os.PathLike,
-    with_optimizer: bool = False,
-    overwrite: bool = False,
-) -> None:
-    """Write the weights of a checkpoint to a file for one process; see `checkpoint.export`."""
-    number = export(path, out, with_optimizer=with_optimizer, overwrite=overwrite)
-    print(f"{out}: {number} tensors")

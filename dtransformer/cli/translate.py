@@ -94,13 +94,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
     metric = BLEU()
     translations = make_translator(arguments.run, arguments.beam_size)(source)
     score = metric.corpus_score(translations, [references])
+    signature = str(metric.get_signature())
     if arguments.json:
-        result = {
-            "bleu": score.score,
-            "signature": str(metric.get_signature()),
-            "sentences": len(source),
-            "details": str(score),
-        }
-        print(json.dumps(result))
+        result = {"bleu": score.score, "signature": signature, "sentences": len(source)}
+        print(json.dumps({**result, "details": str(score)}))
     else:
-        print(score.format(signature=str(metric.get_signature())))
+        print(score.format(signature=signature))

@@ -1,6 +1,5 @@
 """Layers whose kernels may have low-rank additions: factors that are added, and taken away."""
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable
@@ -55,40 +54,30 @@ class TakesLowRank(keras.layers.Layer):
 
     def _add_factors_of(self, kernel, asked):
         rank, number, axes = asked["rank"], kernel.num_inputs, kernel.logical_axes
-        shape = tuple(getattr(kernel, "true_shape", kernel.shape))
+        shape = tuple(kernel.shape)
+        true_shape = tuple(getattr(kernel, "true_shape", shape))
+
+        def add(letter, initializer, part, **options):
+            return self.add_weight(
+                part(shape, rank),
+                initializer,
+                axes=part(axes, None),
+                true_shape=part(true_shape, rank),
+                name=f"{kernel.name}_lora_{letter}",
+                dtype="float32",
+                **options,
+            )
+
         uniform = keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform")
-        a = self.add_weight(
-            (*kernel.shape[:number], rank),
-            FlattenedInitializer(uniform, number),
-            axes=(*axes[:number], None),
-            true_shape=(*shape[:number], rank),
-            name=f"{kernel.name}_lora_a",
-            dtype="float32",
-        )
-        b = self.add_weight(
-            (rank, *kernel.shape[number:]),
-            "zeros",
-            axes=(None, *axes[number:]),
-            true_shape=(rank, *shape[number:]),
-            name=f"{kernel.name}_lora_b",
-            dtype="float32",
-        )
-        rate = asked.get("dropout")
-        dropout = InputDropout(rate, kernel.path) if rate else None
-        added = LowRank(a, b, asked["alpha"] / rank, dropout)
+        a = add("a", FlattenedInitializer(uniform, number), lambda x, r: (*x[:number], r))
+        b = add("b", "zeros", lambda x, r: (r, *x[number:]))
+        m, rate = None, asked.get("dropout")
         if asked.get("kind") == "dora":
             norms = np.linalg.norm(np.float32(kernel.numpy()), axis=tuple(range(number)))
-            m = self.add_weight(
-                kernel.shape[number:],
-                lambda shape, dtype: tf.constant(norms, dtype),
-                axes=axes[number:],
-                true_shape=shape[number:],
-                name=f"{kernel.name}_lora_m",
-                dtype="float32",
-                autocast=False,
-            )
-            added = dataclasses.replace(added, m=m)
-        kernel.low_rank = added
+            begin = lambda shape, dtype: tf.constant(norms, dtype)
+            m = add("m", begin, lambda x, _: x[number:], autocast=False)
+        dropout = InputDropout(rate, kernel.path) if rate else None
+        kernel.low_rank = LowRank(a, b, asked["alpha"] / rank, dropout, m)
 
     @property
     def mask_drawers(self) -> list[InputDropout]:

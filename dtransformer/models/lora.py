@@ -135,25 +135,21 @@ def merge_lora(network: keras.Model) -> list[str]:
         addition = kernel.low_rank
         a, b, *m = (np.asarray(x.numpy(), "float32") for x in addition.factors.values())
         number, scale = len(a.shape) - 1, np.float32(addition.scale)
-        gain = np.ones(b.shape[1:], "float32")
-        if m:
-            norms = np.float32(kernel.numpy()) + np.tensordot(a, b * scale, 1)
-            norms = np.linalg.norm(norms, axis=tuple(range(number)))
-            gain = np.divide(m[0], norms, out=np.zeros_like(norms), where=norms > 0)
 
         def product(bounds, a=a, b=b, number=number, scale=scale):
             rows, columns = (tuple(slice(*ends) for ends in x) for x in _divided(bounds, number))
             return np.tensordot(a[rows], b[(slice(None), *columns)] * scale, 1)
 
-        def gains(bounds, gain=gain, number=number):
-            columns = tuple(slice(*ends) for ends in bounds[number:])
-            return np.broadcast_to(gain[columns], [end - start for start, end in bounds])
-
+        if m:
+            full = np.float32(kernel.numpy()) + np.tensordot(a, b * scale, 1)
+            norms = np.linalg.norm(full, axis=tuple(range(number)))
+            full *= np.divide(m[0], norms, out=np.zeros_like(norms), where=norms > 0)
+            product = lambda bounds, full=full: full[tuple(slice(*ends) for ends in bounds)]
         tensors = tensors_of(path, kernel)
         for tensor in tensors:
             if tensor.is_saved:
-                new = tf.cast(tensor.read(), "float32") + tensor.assemble(product)
-                tensor.assign(new * tensor.assemble(gains) if m else new)
+                new = tensor.assemble(product)
+                tensor.assign(new if m else tf.cast(tensor.read(), "float32") + new)
         if not all(tensor.is_saved for tensor in tensors):  # a copy in 16 bits is made anew
             kernel.assign(kernel.numpy())
     for layer in _layers(network):

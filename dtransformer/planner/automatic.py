@@ -22,6 +22,7 @@ def automatic_plan(
     precision: str = "float32",
     optimizer: str = "adamw",
     fixed: Mapping | None = None,
+    averages: bool = False,
 ) -> Plan:
     """Return the plan of this job: that of as many devices as its ranks drive.
 
@@ -36,6 +37,7 @@ def automatic_plan(
         precision: of the job, as `Job` has it.
         optimizer: name of a Keras optimizer.
         fixed: dict of fields of the config that are given.
+        averages: as `Job` has it.
 
     Raises:
         InputError: nothing fits, or no layout has what is fixed; one line.
@@ -47,7 +49,7 @@ def automatic_plan(
     if cluster is None:
         device = device_named(device) if isinstance(device, str) else device
         cluster = this_cluster(device, local_devices)
-    found = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}))
+    found = plan(model, cluster, Job(global_batch, precision, optimizer, fixed or {}, averages))
     if not found.fits:
         raise InputError(f"{report.fit_line(found.best)} {found.why}")
     return found

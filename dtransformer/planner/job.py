@@ -80,6 +80,7 @@ class Job:
             "bfloat16", whose are not; None for the mixed 16 bits of the device, see `on`.
         optimizer: name of a Keras optimizer.
         fixed: dict of fields of `TransformerOpParallelConfig` that are given.
+        averages: whether the optimizer keeps moving averages of the weights, too.
 
     Raises:
         InputError: a value is not one that there is.
@@ -89,6 +90,7 @@ class Job:
     precision: str | None = None
     optimizer: str = "adamw"
     fixed: Mapping = dataclasses.field(default_factory=dict)
+    averages: bool = False
 
     def __post_init__(self):
         check_int("global_batch", self.global_batch)
@@ -142,7 +144,7 @@ class Job:
             name="dtransformer",
             weight_bytes=number,
             gradient_bytes=number,
-            state_bytes=number * OPTIMIZERS[self.optimizer],
+            state_bytes=number * (OPTIMIZERS[self.optimizer] + self.averages),
             sent_gradient_bytes=number if self.fixed_config().gradient_dtype == "float32" else 2,
             hidden_share=0.5,  # assumed: one compiled function, whose reductions run beside products
             hides_on_mesh=False,

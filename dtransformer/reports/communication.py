@@ -241,10 +241,8 @@ def _rank(weight, of_inputs=False):
 
 def _norms(weight):
     """Return how many norms that magnitudes are divided by are sums over the mesh axis."""
-    addition = low_rank_of(weight)
-    if addition is None or addition.m is None or mesh_axis(weight.logical_axes[0]) != "model":
-        return 0
-    return math.prod(addition.m.shape)
+    m = getattr(low_rank_of(weight), "m", None)
+    return 0 if m is None or mesh_axis(weight.logical_axes[0]) != "model" else math.prod(m.shape)
 
 
 def _layer_path(scope, names):

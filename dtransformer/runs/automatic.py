@@ -11,16 +11,9 @@ from dtransformer.planner.models import from_architecture
 from dtransformer.planner.report import fields_of
 from dtransformer.planner.search import Plan
 from dtransformer.planner.shape import ModelShape
-from dtransformer.runs.config import TRANSLATION, RunConfig
-from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.config import RunConfig
+from dtransformer.runs.options import USUAL_VOCABULARY, TranslationData
 
-# What a task trains where its model is of sizes; all others train a decoder.
-_KINDS = {
-    **dict.fromkeys(("masked_lm", "next_sentence"), "MaskedLM"),
-    **dict.fromkeys(("classification", "token_classification", "regression"), "MaskedLM"),
-    **dict.fromkeys(("span_corruption", "seq2seq"), "EncoderDecoderLM"),
-    "embedding": "MaskedLM",
-}
 _ATTENTION = (
     *("blocks/block_0/attention", "transformer/encoder/block_0/attention"),
     *(f"transformer/decoder/block_0/{kind}_attention" for kind in ("self", "cross")),
@@ -37,7 +30,6 @@ _ADAPTED = {
     )
     for name in names
 } | {"head": ["head/kernel"]}
-_OF_PAIRS = "preference", "reward", "embedding"
 # Sentences are of all lengths up to `data.max_length`: batches are planned as if of this share.
 _USUAL_SHARE = 4
 
@@ -65,6 +57,7 @@ def plan_of_run(
         cluster=cluster,
         precision=training.precision,
         optimizer=training.optimizer,
+        averages=bool(training.ema),
         fixed=fields_of(config.parallel) if fixed is None else fixed,
     )
 
@@ -72,9 +65,8 @@ def plan_of_run(
 def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
     """Return the usual length of a run's rows in tokens, and the number of rows of a batch."""
     data = config.data
-    if config.task != TRANSLATION:
-        pairs = 2 if config.task in _OF_PAIRS else 1
-        return data.length, pairs * config.training.batch_size
+    if not isinstance(data, TranslationData):
+        return data.length, _class_of(config).num_sequences * config.training.batch_size
     length = data.packed_length or max(data.max_length // _USUAL_SHARE, 8)
     rows = data.batch_size or max(data.batch_tokens // length, 1)
     return length, 2 ** (max(rows // devices, 1).bit_length() - 1) * devices  # divisible many times
@@ -83,9 +75,9 @@ def batch_of_run(config: RunConfig, devices: int) -> tuple[int, int]:
 def shape_of_run(config: RunConfig, length: int) -> ModelShape:
     """Return the shape of a run's model, for rows of some length."""
     vocab_size = config.tokenizer.vocab_size or USUAL_VOCABULARY
-    if config.task != TRANSLATION:
+    if not isinstance(config.data, TranslationData):
         networks = importlib.import_module("dtransformer.runs.networks")  # imports TensorFlow
-        found = networks.architecture(config, _KINDS.get(config.task, "CausalLM"), vocab_size)
+        found = networks.architecture(config, _class_of(config).kind.__name__, vocab_size)
         adapters = config.model.adapters
         asked = {}
         if adapters is not None:
@@ -105,6 +97,10 @@ def shape_of_run(config: RunConfig, length: int) -> ModelShape:
         sequence_length=length,
         learned_positions=2 * longest if config.model.positions == "learned" else 0,
     )
+
+
+def _class_of(config):
+    return importlib.import_module("dtransformer.runs.tasks").class_of(config)  # as above
 
 
 def _targets(patterns):

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from dtransformer.errors import InputError, one_line
 from dtransformer.files import partial_path
-from dtransformer.models.base import TokenModel
-from dtransformer.models.lora_folder import save_lora
 from dtransformer.parallel.collectives.objects import from_chief, together
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.folder import RunFolder
@@ -40,26 +38,19 @@ class TimeLimit(keras.callbacks.Callback):
 
 
 class BestWeights(keras.callbacks.Callback):
-    """Writes the weights of the best epoch, or of the last one, with the run's seal.
-
-    The file is that of an epoch, complete, at any moment.
+    """Saves the weights of the best epoch, or of the last one.
 
     Args:
-        path: the file.
-        run: the SHA-256 of the run's `run.json`.
+        save: a function that writes them, in place of those that are there; all ranks call.
         monitor: name of the log by which the least is best; None to take every epoch.
         best: what the log has to be below of; None for any.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike,
-        run: str,
-        monitor: str | None = None,
-        best: float | None = None,
+        self, save: Callable[[], object], monitor: str | None = None, best: float | None = None
     ):
         super().__init__()
-        self.path, self.run, self.monitor = pathlib.Path(path), run, monitor
+        self._save, self.monitor = save, monitor
         self.best = math.inf if best is None else best
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -70,40 +61,26 @@ class BestWeights(keras.callbacks.Callback):
             self.best = value
         self._save()
 
-    def _save(self):
-        fresh = partial_path(self.path)
-        self.model.save_weights(fresh)
-        from_chief(lambda: self._take(fresh), "run/weights")
 
-    def _take(self, fresh):
+def save_sealed(trainer: keras.Model, path: pathlib.Path, run: str) -> None:
+    """Write a trainer's weights with a run's seal; the file is complete at any moment.
+
+    Args:
+        trainer: the trainer; all ranks call.
+        path: the file.
+        run: the SHA-256 of the run's `run.json`.
+    """
+    fresh = partial_path(path)
+
+    def take():
         try:
-            seal(fresh, self.run)
-            os.replace(fresh, self.path)
+            seal(fresh, run)
+            os.replace(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)
 
-
-class BestAdapters(BestWeights):
-    """Writes the adapters of the best epoch, or of the last one, in place of all weights.
-
-    Args:
-        path: the folder.
-        core: the network that has them.
-        monitor, best: as of `BestWeights`.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike,
-        core: TokenModel,
-        monitor: str | None = None,
-        best: float | None = None,
-    ):
-        super().__init__(path, "", monitor, best)
-        self._core = core
-
-    def _save(self):
-        save_lora(self._core, self.path, family="dtransformer", overwrite=True)
+    trainer.save_weights(fresh)
+    from_chief(take, "run/weights")
 
 
 class StepLimit(keras.callbacks.Callback):
@@ -139,7 +116,8 @@ class EverySteps(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         before, self._before = self._before, self.model.num_steps
         if self.every_steps and before // self.every_steps < self._before // self.every_steps:
-            self.look(f"step: {self._before}")
+            with self.model.averaged_weights():
+                self.look(f"step: {self._before}")
 
 
 class Evaluations(EverySteps):

@@ -151,14 +151,16 @@ def set_option(config: RunConfig, key: str, value: object, origin: str) -> None:
 
     Args:
         config: the config.
-        key: "section.key".
+        key: "section.key", or "section.key.field" of one that is a mapping and was set before.
         value: as YAML has it.
         origin: where it comes from, for messages.
 
     Raises:
         InputError: there is no such option, or it may not have this value.
     """
-    known = config.keys()
+    known, (outer, _, inner) = config.keys(), key.rpartition(".")
+    if outer in known and dataclasses.is_dataclass(own := config.option(outer)):
+        return set_option(config, outer, {**dataclasses.asdict(own), inner: value}, origin)
     if key not in known:
         raise InputError(f"{origin}: unknown key {key[:_MAX_KEY]}; {_nearest(config, key)}")
     section, name = key.split(".")

@@ -11,7 +11,7 @@ from dtransformer.parallel.config.elastic_config import refit
 from dtransformer.parallel.runtime import job
 from dtransformer.planner.machine import num_ranks
 from dtransformer.runs.config import set_option
-from dtransformer.runs.loading import check_run, load_run, start_job
+from dtransformer.runs.loading import check_run, load_run, load_trained, start_job
 from dtransformer.runs.run import make_trainer
 
 
@@ -35,7 +35,7 @@ def evaluate_run(
     config = check_run(folder)
     config.parallel = refit(config.parallel, num_ranks() * config.training.local_devices)
     start_job(config)
-    task = load_run(folder)
+    task = load_run(folder, trained=False)
     if data:
         set_option(task.config, "data.dev", list(data), "--data")
     task.needed("data", "dev")
@@ -45,7 +45,10 @@ def evaluate_run(
     task.folder = beside(folder, ".evaluated")
     try:
         task.read("dev")
-        results = task.results(make_trainer(task, 1), task.batches("dev"))
+        trainer = make_trainer(task, 1)
+        task.before_training(trainer)
+        load_trained(task)
+        results = task.results(trainer, task.batches("dev"))
     finally:
         if job.is_chief():
             shutil.rmtree(task.folder, ignore_errors=True)

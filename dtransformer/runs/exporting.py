@@ -11,6 +11,7 @@ from dtransformer.models.lora import adapters_of, only_adapters_are_trained
 from dtransformer.models.pretrained.save import check_family
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import ADAPTERS, WEIGHTS
+from dtransformer.runs.loading import is_run
 from dtransformer.runs.tasks.base import Task
 
 
@@ -74,9 +75,11 @@ def export(
             return None
     if adapters_of(network):
         if not options.merge_adapters:
-            landed = save_lora(network, options.folder, options.family, overwrite)
             base = task.config.model.from_
-            use = f"dtransformer generate --model {base} --adapters {landed}, and peft"
+            # Of a run's weights there is no published folder, beside which peft could load them.
+            family, also = ("dtransformer", "") if is_run(base) else (options.family, ", and peft")
+            landed = save_lora(network, options.folder, family, overwrite)
+            use = f"dtransformer generate --model {base} --adapters {landed}{also}"
             return _told(landed, "The adapters are", use)
         merge_lora(network)
     landed = save_pretrained(

@@ -9,6 +9,7 @@ import dtransformer
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.inputs.weights_file import load_weights
+from dtransformer.models.lora import adapters_of, merge_lora
 from dtransformer.models.lora_folder import load_lora
 from dtransformer.models.pretrained.load import from_pretrained
 from dtransformer.parallel.runtime import job
@@ -18,6 +19,7 @@ from dtransformer.runs.folder import replaced_run
 from dtransformer.runs.identity import ADAPTERS, CONFIG, RUN, TOKENIZER, WEIGHTS, RunIdentity
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
+from dtransformer.runs.unread import like
 
 
 def start_job(config: RunConfig) -> None:
@@ -40,7 +42,10 @@ def is_run(folder: str | os.PathLike) -> bool:
 
 
 def load_run(
-    folder: str | os.PathLike, precision: str = "float32", task: str | None = None
+    folder: str | os.PathLike,
+    precision: str = "float32",
+    task: str | None = None,
+    trained: bool = True,
 ) -> Task:
     """Read a run's folder; all ranks call.
 
@@ -48,6 +53,7 @@ def load_run(
         folder: its path.
         precision: of the network's computations; weights are float32 anyway.
         task: the task that the run has to be of; None for any.
+        trained: whether the network gets the run's weights, or is as training began.
 
     Returns:
         Its task, with tokenizer and network; records are not read.
@@ -57,16 +63,23 @@ def load_run(
     """
     folder = pathlib.Path(folder)
     config = check_run(folder)
-    if task is not None and config.task != task:
+    if task is not None and like(config.task) != task:
         raise InputError(f"{folder}: is a run of task {config.task}, expected {task}")
     own = task_of(config, old_run=folder, folder=folder)
     own.load_tokenizer(folder)
     own.make_network(precision)
-    if (folder / ADAPTERS).exists():
-        load_lora(own.core, folder / ADAPTERS)
-    else:
-        load_weights(own.network, folder / WEIGHTS)
+    if trained:
+        load_trained(own)
     return own
+
+
+def load_trained(task: Task) -> None:
+    """Give the network of a run's task the run's weights; all ranks call."""
+    folder = task.old_run
+    if (folder / ADAPTERS).exists():
+        load_lora(task.core, folder / ADAPTERS)
+    else:
+        load_weights(task.network, folder / WEIGHTS)
 
 
 def opened(
@@ -85,7 +98,7 @@ def opened(
     folder = pathlib.Path(folder)
     if is_run(folder):
         run = load_run(folder, precision)
-        if run.config.task == "translation":
+        if like(run.config.task) == "translation":
             raise InputError(
                 f"{folder}: is the run of a translation model: dtransformer translate --run {folder}"
             )
@@ -102,6 +115,8 @@ def opened(
             f"{model.vocab_size}: are the files of one model?"
         )
     if adapters is not None:
+        if adapters_of(model):  # of a run, which those that are given were trained beside
+            merge_lora(model)
         load_lora(model, adapters)
     return tokenizer, model
 

@@ -58,13 +58,14 @@ def _mlflow(experiment, path, config, resumes):
     return LogSink(lambda numbers, step: module.log_metrics(numbers, step=step), module.end_run)
 
 
+def _tensorboard(_, path, *also):
+    return keras.callbacks.TensorBoard(path / TENSORBOARD)
+
+
 # Key of `logs` -> what makes its callback, and the package that it needs.
 _LOGS = {
     "csv": (lambda _, path, *also: keras.callbacks.CSVLogger(path / CSV, append=also[-1]), None),
-    "tensorboard": (
-        lambda _, path, *also: keras.callbacks.TensorBoard(path / TENSORBOARD),
-        "tensorboard",
-    ),
+    "tensorboard": (_tensorboard, "tensorboard"),
     "wandb": (_wandb, "wandb"),
     "mlflow": (_mlflow, "mlflow"),
 }

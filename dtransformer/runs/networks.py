@@ -195,18 +195,6 @@ def adapt(network: TokenModel, config: RunConfig, always: str | None = None) -> 
         raise InputError(f"model.adapters, model.freeze: {error}") from None
     if alpha := getattr(config.training, "neftune_alpha", 0.0):
         network.embedding_noise = EmbeddingNoise(alpha, f"{network.name}/embedding_noise")
-    if job.is_chief() and (options.adapters is not None or options.freeze is not None):
-        trained, all_ = (
-            sum(map(_size, weights)) for weights in (network.trainable_variables, network.variables)
-        )
-        print(f"Trained: {trained:,} of {all_:,} numbers")
-
-
-def _size(variable):
-    size = 1
-    for length in variable.shape:
-        size *= length
-    return size
 
 
 def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:

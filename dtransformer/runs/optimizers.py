@@ -79,6 +79,8 @@ def _optimizer(config, total_steps):
         schedule["final_learning_rate"] = options.final_learning_rate
         schedule |= {name: getattr(options, name) for name in _ENDING[options.schedule]}
     keywords = {"learning_rate": lr_schedules.get(options.schedule, **schedule)}
+    if options.ema:
+        keywords |= {"use_ema": True, "ema_momentum": options.ema}
     if options.clip_norm:
         keywords["global_clipnorm"] = options.clip_norm
     if options.weight_decay:

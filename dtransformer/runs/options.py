@@ -128,9 +128,7 @@ class RecordData:
     length: Count = 512  # most tokens of a record, and those of a row
     longer: Literal["leave_out", "cut"] = "leave_out"  # what becomes of longer records
     packed: bool = False  # several records in a row, kept apart in attention and positions
-    mixture: Literal["repeat", "once", "first_ends"] = (
-        "once"  # when an epoch of several sources ends
-    )
+    mixture: Literal["repeat", "once", "first_ends"] = "once"  # what ends an epoch of several
     shuffle: bool = True  # anew in every epoch
 
 
@@ -285,6 +283,7 @@ class TrainingOptions:
     clip_norm: NotNegative | None = 1.0  # the greatest norm of all gradients
     label_smoothing: Rate = 0.1  # the share that other tokens have
     z_loss: Rate = 0.0  # factor of logsumexp² of the logits in the loss, such as 1e-4
+    ema: Rate = 0.0  # momentum of averages of weights, which are evaluated, saved and exported
     groups: Groups = ()  # {pattern: …, learning_rate_factor: …, weight_decay: …}
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = "float32"
     jit_compile: Literal["auto", "true", "false"] = "auto"

@@ -70,7 +70,7 @@ def _planned(config):
     cluster = Cluster(device, number * training.local_devices)
     length, rows = batch_of_run(config, number)
     model = shape_of_run(config, length)
-    job = Job(rows, training.precision, training.optimizer)
+    job = Job(rows, training.precision, training.optimizer, averages=bool(training.ema))
     if training.layout == "auto":
         found = plan(model, cluster, job).best
     else:
@@ -106,19 +106,22 @@ def new_config(task: str, options: Mapping[str, Mapping] | None = None) -> str:
             lines.append(
                 f"  # {key_of(field.name)}: {value}  # {told.get(field.name, '')}".rstrip(" #")
             )
-        own = _STARTS.get(name, {}).get(task) or _STARTS.get(name, {}).get("*")
-        if task == "translation":
-            own = {"data": "source: data/train.en\n  target: data/train.fr"}.get(name)
+        starts = _STARTS.get(name, {})
+        own = starts.get(task, starts.get("*"))
         if options and name in options:
             own = "\n  ".join(f"{key}: {value}" for key, value in options[name].items())
-        lines.append(f"  {own}" if own else "  {}")
+        lines += [f"  {own}"] if own else []
     return "\n".join(lines) + "\n"
 
 
 # What the files begin with, by section and task.
 _STARTS = {
-    "data": {"*": "train: data/train.jsonl", "causal_lm": "train: data/train.txt"},
-    "model": {"*": "from: models/mine"},
+    "data": {
+        "*": "train: data/train.jsonl",
+        "causal_lm": "train: data/train.txt",
+        "translation": "source: data/train.en\n  target: data/train.fr",
+    },
+    "model": {"*": "from: models/mine", "translation": None},
 }
 
 

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
+import shutil
 import sys
+import types
 from collections.abc import Iterable
 
 import keras
@@ -12,6 +15,7 @@ import tensorflow as tf
 
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.errors import InputError
+from dtransformer.models import save_lora
 from dtransformer.models.lora import only_adapters_are_trained
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
@@ -20,13 +24,13 @@ from dtransformer.planner.report import text_of
 from dtransformer.runs.automatic import plan_of_run
 from dtransformer.runs.callbacks import (
     Beginning,
-    BestAdapters,
     BestWeights,
     Evaluations,
     FiniteWeights,
     Profile,
     StepLimit,
     TimeLimit,
+    save_sealed,
 )
 from dtransformer.runs.config import load_config
 from dtransformer.runs.exporting import check_export, export
@@ -48,7 +52,7 @@ from dtransformer.runs.optimizers import group_weights, make_optimizer, optimize
 from dtransformer.runs.options import Source
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.tasks.base import Task
-from dtransformer.runs.unread import check_read
+from dtransformer.runs.unread import check_read, like
 from dtransformer.trainers import ModelCheckpoint, Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 from dtransformer.trainers.checkpoint import Checkpoint
@@ -65,18 +69,8 @@ _MAY_MOVE = (
 _KEPT = (
     *("data", "tokenizer", "model", "training.seed", "training.batch_size", "training.beta"),
     *("training.loss", "training.smoothing", "training.temperature", "training.label_smoothing"),
-    *("training.z_loss", "training.neftune_alpha"),
+    *("training.z_loss", "training.neftune_alpha", "training.ema"),
 )
-
-
-class _Text:
-    """A text file as an asset of checkpoints."""
-
-    def __init__(self, text):
-        self._text = text
-
-    def save(self, path):
-        pathlib.Path(path).write_text(self._text, encoding="utf-8", newline="")
 
 
 def train(
@@ -174,7 +168,7 @@ def _has_ended(path, config):
 
 def _next(config, path):
     """Return what can be done with a run."""
-    if config.task == "translation":
+    if like(config.task) == "translation":
         return f"Translate with: dtransformer translate --run {path} < FILE"
     return f"Evaluate it with: dtransformer evaluate --run {path} --data FILE"
 
@@ -213,9 +207,12 @@ def _prepare(config, folder, resumes):
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
-        # Labels that the config does not name were found in the records when the run began.
-        if hasattr(config.data, "labels") and not config.data.labels:
-            config.data.labels = getattr(old.data, "labels", [])
+        # Labels that the config does not name were found in the records when the run began; the size
+        # of the vocabulary had a default once.
+        for section, name in (("data", "labels"), ("tokenizer", "vocab_size")):
+            own, its = (getattr(x, section) for x in (config, old))
+            if not getattr(own, name, True):
+                setattr(own, name, getattr(its, name, None) or getattr(own, name))
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()
@@ -282,6 +279,10 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
     sinks = []
     if job.is_chief():
         sinks = [MetricsFile(path / METRICS), *log_callbacks(task.config, path, resumes)]
+    if options.ema:
+        exchange = lambda *_: trainer.optimizer_step.take_averages(exchanges=True)
+        swap = lambda *events: keras.callbacks.LambdaCallback(**dict.fromkeys(events, exchange))
+        callbacks.append(swap("on_epoch_end"))
     callbacks += task.callbacks(trainer)
     if every_steps := getattr(task.config.sections().get("evaluation"), "every_steps", None):
         if batches["dev"] is None:
@@ -292,12 +293,17 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
         if monitor is None:
             raise InputError("training.early_stopping: give held-out records, as data.dev, too")
         callbacks.append(keras.callbacks.EarlyStopping(monitor, patience=options.early_stopping))
-    own_config = (path / CONFIG).read_text(encoding="utf-8")  # which `--resume` does not change
+    # The config that the run began with, which `--resume` does not change.
+    own_config = types.SimpleNamespace(save=lambda out: shutil.copyfile(path / CONFIG, out))
     best = _best_loss(path) if resumes else None
+    save = functools.partial(save_sealed, trainer, path / WEIGHTS, run.key)
     if only_adapters_are_trained(task.network):
-        callbacks.append(BestAdapters(path / ADAPTERS, task.core, monitor, best))
-    else:
-        callbacks.append(BestWeights(path / WEIGHTS, run.key, monitor, best))
+        own = {"family": "dtransformer", "overwrite": True}
+        save = functools.partial(save_lora, task.core, path / ADAPTERS, **own)
+    callbacks.append(BestWeights(save, monitor, best))
+    if options.ema:  # checkpoints have the weights themselves, and are saved before a validation
+        callbacks.append(swap("on_epoch_end"))
+        sinks.append(swap("on_test_begin", "on_test_end"))
     callbacks += [
         ModelCheckpoint(
             path / CHECKPOINTS,
@@ -305,7 +311,7 @@ def _callbacks(task, trainer, folder, run, resumes, batches, profile):
             every_minutes=options.checkpoint_minutes or None,
             keep=options.keep_checkpoints,
             monitor=monitor,
-            assets={RUN: run, CONFIG: _Text(own_config), TOKENIZER: task.tokenizer},
+            assets={RUN: run, CONFIG: own_config, TOKENIZER: task.tokenizer},
         ),
         Beginning(folder),
     ]

@@ -27,9 +27,7 @@ def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
     """
     classes = np.union1d(labels, predicted)
     own, their = ((x[:, None] == classes).astype(float) for x in (labels, predicted))
-    own, their = own - own.mean(0), their - their.mean(0)
-    size = np.sqrt((own**2).sum() * (their**2).sum())
-    return float((own * their).sum() / size) if size else 0.0
+    return _correlation(own, their)
 
 
 def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
@@ -40,9 +38,13 @@ def spearman(values: np.ndarray, predicted: np.ndarray) -> float:
     >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
     1.0
     """
-    own, their = (_ranks(x) - (len(x) - 1) / 2 for x in (values, predicted))
-    size = np.sqrt((own**2).sum() * (their**2).sum())
-    return float((own * their).sum() / size) if size else 0.0
+    return _correlation(_ranks(values), _ranks(predicted))
+
+
+def _correlation(x, y):
+    x, y = x - x.mean(0), y - y.mean(0)
+    size = np.sqrt((x**2).sum() * (y**2).sum())
+    return float((x * y).sum() / size) if size else 0.0
 
 
 def _ranks(x):

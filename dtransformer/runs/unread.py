@@ -27,6 +27,7 @@ READ = {
     "data.pooling": ("classification", "regression", "embedding"),
     "data.mixture": ("chat", "preference", "reward", *_CLASSES, "regression", "embedding"),
 }
+_OF_SOURCES = {"weight": READ["data.mixture"], "target": ("seq2seq",)}
 LIKE: dict[str, str] = {}  # tasks of programs -> those that read the same
 _NOT_GIVEN = (None, "", (), [], False)
 _ENDING = ("linear", "cosine", "wsd", "restarts")
@@ -46,7 +47,12 @@ _READ_WITH = (
 
 def is_read(task: str, key: str) -> bool:
     """Return whether a task reads a key that its sections have."""
-    return LIKE.get(task, task) in READ.get(key, SECTIONS)
+    return like(task) in READ.get(key, SECTIONS)
+
+
+def like(task: str) -> str:
+    """Return the library's task whose keys a task reads: itself, but for those of programs."""
+    return LIKE.get(task, task)
 
 
 def check_read(config: RunConfig) -> None:
@@ -73,14 +79,11 @@ def check_read(config: RunConfig) -> None:
             told = f"{key} is not read where {other} is {shown(own)}"
             raise InputError(f"{told}: leave one of them out")
     for part in ("train", "dev"):
-        _check_sources(config.task, part, getattr(config.data, part, ()))
-
-
-def _check_sources(task, part, sources):
-    of_documents = hasattr(SECTIONS[task]["data"], "documents")
-    for source in sources:
-        if source.weight is not None and (of_documents or part == "dev" or task == "seq2seq"):
-            why = "task chat mixes records, which may be texts" if of_documents else "of data.train"
-            raise InputError(f"data.{part}: a weight is not read here: leave it out ({why})")
-        if source.target is not None and task != "seq2seq":
-            raise InputError(f"data.{part}: target is of task seq2seq: leave it out")
+        for source in getattr(config.data, part, ()):
+            for key, readers in _OF_SOURCES.items():
+                is_read_here = like(config.task) in readers and (key, part) != ("weight", "dev")
+                if getattr(source, key) is not None and not is_read_here:
+                    told = "tasks " + ", ".join(readers) + " of data.train" * (key == "weight")
+                    raise InputError(
+                        f"data.{part}: {key} is not read here, of {told}: leave it out"
+                    )

@@ -133,7 +133,10 @@ class FitLoop(StepFunctions):
         self._callback_states = CallbackStates(callbacks, restored)
         self._validation_shard = validation_shard
         try:
-            with job.doing("callbacks"), errors_in_one_line(), signals_stop(callbacks) as stopping:
+            # Keras would give it full weights, of which ranks may have shards.
+            own = {"finalize_variable_values": lambda _: self.optimizer_step.take_averages()}
+            ends, stops = _compat.meanwhile(self.optimizer, **own), signals_stop(callbacks)
+            with job.doing("callbacks"), errors_in_one_line(), ends, stops as stopping:
                 shared = with_host_changes([*callbacks, self._callback_states, *stopping])
                 return super().fit(
                     beginning.data,

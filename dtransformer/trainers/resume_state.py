@@ -199,7 +199,7 @@ def resumed_data(
 
 
 def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Refuse a callback that would lose the state of a run.
+    """Refuse a callback that would lose the state of a run, or needs full weights.
 
     Raises:
         InputError: says what to use instead.
@@ -208,6 +208,12 @@ def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
         raise InputError(
             "keras.callbacks.BackupAndRestore would keep the network's weights only: use "
             "dtransformer.trainers.ModelCheckpoint(folder) and fit(resume=True)"
+        )
+    swaps = any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks)
+    if swaps and (job.size() > 1 or job.mesh() is not None):
+        raise InputError(
+            "keras.callbacks.SwapEMAWeights needs full weights, of which ranks may have shards: "
+            "evaluate inside of Trainer.averaged_weights()"
         )
 
 

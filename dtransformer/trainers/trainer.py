@@ -1,8 +1,9 @@
 """The trainer: a Keras model whose steps run on every rank of the job."""
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -286,6 +287,29 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 self._compiler,
                 copied_weights(self.network),
             )
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside the `with` block weights have the values of their moving averages; all ranks call.
+
+        An optimizer with `use_ema` keeps these; with another one nothing changes. Nothing is trained
+        or saved as a checkpoint meanwhile.
+
+        Example:
+
+        >>> network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "relu")])
+        >>> trainer = Trainer(network)
+        >>> trainer.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+        >>> x = np.ones((4, 2), "float32")
+        >>> losses = [trainer.train_on_batch(x, x[:, :1]) for _ in range(3)]
+        >>> with trainer.averaged_weights():
+        ...     logs = trainer.evaluate(x, x[:, :1], verbose=0, return_dict=True)
+        """
+        self.optimizer_step.take_averages(exchanges=True)
+        try:
+            yield
+        finally:
+            self.optimizer_step.take_averages(exchanges=True)
 
     def training_state(self) -> TrainingState:
         """Return what checkpoints save and restore; network and optimizer are built for it."""

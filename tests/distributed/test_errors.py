@@ -11,7 +11,7 @@ WRONG = {
     ("data_shards/dp2@2x1", "normalization"): ["a BatchNormalization would have other means"],
     ("data_shards/dp2@2x1", "normalization_that_is_unfrozen"): ["would have other means"],
     ("data_shards/dp2@2x1", "metric_of_all_rows"): ["<lambda>", "one number for all rows"],
-    ("sharded_weights/dp2@2x1+shard1", "averages"): ["Adam has use_ema=True, which does not work"],
+    ("sharded_weights/dp2@2x1+shard1", "averages"): ["Adam has ema_overwrite_frequency=2, which"],
     ("sharded_weights/dp2@2x1+shard1", "full_weights"): ["Lamb computes with full weights"],
     ("starts/dp2@2x1", "different_configs"): [
         *("gradient_aggregation_group", "rank 0 has 4", "rank 1 has 5"),

@@ -16,7 +16,10 @@ QUICK = {
 }
 IN_TEST_ALL = {
     "keras_options:data": ("dp2@2x1", "dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
-    "keras_options:averages": ("dp2@2x1",),
+    "keras_options:averages": (
+        *("dp2@2x1", "dp2@2x1+shard2", "dp2@2x1+shard3", "dp2mp2@2x2+whole1"),
+        *("mp2@2x1", "pp2m2-1f1b@2x1"),
+    ),
     "keras_options:constraint": ("dp2@2x1+shard2", "dp2@2x1+whole2", "dp2mp2@2x2+whole1"),
     "keras_options:a_loss_that_is_nan": ("dp2@2x1+shard2", "mp2@2x1", "pp2m2-1f1b@2x1"),
     "keras_fit:added": ("dp2@2x1", "mp2@1x2", "mp2@2x1", "dp2mp2@2x2"),

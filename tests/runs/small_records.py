@@ -117,9 +117,14 @@ CONFIGS = {
         },
         "model": {
             "from": "llama",
-            "adapters": {"rank": 2, "targets": "*attention/*_kernel", "rslora": True},
+            "adapters": {
+                "rank": 2,
+                "targets": "*attention/*_kernel",
+                "rslora": True,
+                "kind": "dora",
+            },
         },
-        "training": {**TRAINING, "learning_rate": 0.3},
+        "training": {**TRAINING, "learning_rate": 0.3, "ema": 0.5},
     },
     "preference": {
         "task": "preference",
@@ -129,7 +134,7 @@ CONFIGS = {
     },
     "reward": {
         "task": "reward",
-        "data": {"train": "pairs.jsonl", "length": 32},
+        "data": {"train": "pairs.jsonl", "dev": "pairs.jsonl", "length": 32},
         "model": {"from": "llama"},
         "training": TRAINING,
     },

@@ -90,12 +90,18 @@ def test_sources_and_adapters_are_mappings(tmp_path):
         "task: chat\ndata:\n  train: [a.jsonl, {path: b.parquet, weight: 0.5}]\n"
         "model: {from: models/x, adapters: {rank: 4, targets: ['*kernel']}}\n"
     )
-    config = load_config(write(tmp_path, text))
+    path = write(tmp_path, text)
+    config = load_config(path)
     assert [(x.path, x.weight) for x in config.data.train] == [
         ("a.jsonl", None),
         ("b.parquet", 0.5),
     ]
     assert config.model.from_ == "models/x" and config.model.adapters.rank == 4
+    settings = ["model.adapters.kind=dora", "model.adapters.alpha=2"]
+    adapters = load_config(path, settings).model.adapters
+    assert (adapters.rank, adapters.kind, adapters.alpha) == (4, "dora", 2.0)
+    with pytest.raises(InputError, match="model.adapters .* has no 'sort'"):
+        load_config(path, ["model.adapters.sort=dora"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
 

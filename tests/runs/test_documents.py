@@ -61,8 +61,14 @@ def test_a_run_that_made_all_its_steps_makes_no_more(place):
     "setting, told",
     [
         ("model.num_heads=3", "num_heads"),
-        ("data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]", "a weight"),
-        ("data.train={path: text.txt, target: text.txt}", "target is of task seq2seq"),
+        (
+            "data.train=[{path: text.txt, weight: 1}, {path: text.txt, weight: 1}]",
+            "weight is not read",
+        ),
+        (
+            "data.train={path: text.txt, target: text.txt}",
+            "target is not read here, of tasks seq2seq",
+        ),
         ("tokenizer.vocab_size=5000", "5000"),
         ("data.mean_span=2.0", "data.mean_span: task causal_lm does not read it, of tasks span_"),
     ],
@@ -74,6 +80,32 @@ def test_what_is_refused_leaves_the_run_and_its_shards(setting, told, place, cap
         assert train(setting, *other, flags=flags, run=run) == 2
         assert told in capsys.readouterr().err
     assert snapshot(place) == before
+
+
+def test_a_run_of_a_vocabulary_with_a_default_goes_on(place, capsys):
+    """Its config says the size, and what it was made of did not."""
+    assert train("tokenizer.vocab_size=28", run="runs/old") == 0
+    assert train(flags=["--resume"], run="runs/old") == 0
+    assert train("tokenizer.vocab_size=27", flags=["--resume"], run="runs/old") == 2
+    assert "tokenizer.vocab_size is 27, and the run began with 28" in capsys.readouterr().err
+
+
+def test_keys_that_read_texts_are_not_dropped_where_they_were_read_before(place, capsys):
+    """Folders of token shards hold what `prepare` read, by options of its own."""
+    prepare = ["prepare", "--lm", "--input", "text.txt", "--train-tokenizer", "28", "--out"]
+    assert main([*prepare, "shards"]) == 0
+    rows = [json.dumps({"content": f"one two {'three ' * n}"}) for n in range(1, 9)]
+    (place / "dev.jsonl").write_text("\n".join(rows))
+    own = ["data.train=shards", "data.dev=shards"]
+    for setting, told in (
+        ("data.field=content", "data.field is not read of folders of token shards"),
+        ("data.documents=line", "give --documents to dtransformer prepare --lm"),
+        ("data.sentences=true", "shards was prepared without them"),
+    ):
+        assert train(*own, setting, run="runs/prepared") == 2
+        assert told in capsys.readouterr().err
+    assert train(own[0], "data.dev=dev.jsonl", "data.field=content", run="runs/prepared") == 0
+    assert "Documents (dev): 8 of" in capsys.readouterr().out
 
 
 def lines_of(run, kind):

@@ -14,7 +14,7 @@ from dtransformer.cli.chat import chat
 from dtransformer.errors import InputError
 from dtransformer.models import from_pretrained
 from dtransformer.runs.config import load_config
-from dtransformer.runs.loading import load_run
+from dtransformer.runs.loading import load_run, opened
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
@@ -127,14 +127,24 @@ def test_a_preference_begins_as_its_reference(place, chatted, capsys):
     lines = (place / "runs/preference/metrics.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     assert first["step_loss"] == pytest.approx(np.log(2), rel=1e-5) and first["margin"] == 0
+    last = json.loads(lines[-1])
+    capsys.readouterr()
+    assert main(["evaluate", "--run", "runs/preference", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+    expected = {name: pytest.approx(last[f"val_{name}"], rel=1e-5, abs=1e-6) for name in names}
+    assert found == expected
+    # Its adapters are beside the chat's own, which are merged where these are given.
+    _, beside = opened("runs/chat", "float32", "runs/preference/adapters")
+    tokens = np.arange(3, 11, dtype="int32")[None]
+    own = load_run("runs/preference").core(tokens)
+    np.testing.assert_allclose(beside(tokens), own, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_tasks(name, place, capsys):
     losses = train(name, place)
     assert np.isfinite(losses).all() and losses[-1] <= losses[0]
-    if name == "reward":
-        return
     assert main(["evaluate", "--run", f"runs/{name}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["loss"] == pytest.approx(min(losses), rel=1e-4)

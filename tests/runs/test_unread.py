@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from dtransformer.errors import InputError
-from dtransformer.runs.automatic import shape_of_run
+from dtransformer.planner.clusters import Cluster, device_named
+from dtransformer.runs.automatic import plan_of_run, shape_of_run
 from dtransformer.runs.config import RunConfig, load_config
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.unread import READ, check_read
@@ -42,8 +43,8 @@ def test_defaults_are_read(task):
         ("chat", "training.bleu_sentences=3", ["bleu_sentences", "translation"]),
         ("translation", "tokenizer.folder=x", ["tokenizer.folder"]),
         ("seq2seq", "data.mixture=repeat", ["data.mixture"]),
-        ("seq2seq", "data.train={path: a, weight: 1}", ["data.train: a weight"]),
-        ("chat", "data.dev={path: a, weight: 1}", ["data.dev: a weight"]),
+        ("seq2seq", "data.train={path: a, weight: 1}", ["data.train: weight is not read here"]),
+        ("chat", "data.dev={path: a, weight: 1}", ["data.dev: weight is not read here"]),
         ("chat", "training.decay_steps=3", ["decay_steps", "schedule is 'cosine'"]),
         ("translation", "training.final_learning_rate=0.1", ["'inverse_sqrt'"]),
     ],
@@ -53,6 +54,32 @@ def test_what_a_task_does_not_read_is_told(task, setting, words):
         check_read(load_config(None, [f"task={task}", setting]))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    "like, setting, is_read",
+    [
+        ("seq2seq", "data.train={path: a, target: b}", True),
+        ("seq2seq", "data.train={path: a, weight: 1}", False),
+        ("chat", "data.train={path: a, weight: 1}", True),
+        ("causal_lm", "data.train={path: a, weight: 1}", False),
+    ],
+)
+def test_a_task_of_a_program_reads_what_the_one_does_that_it_is_like(
+    like, setting, is_read, monkeypatch
+):
+    from dtransformer.runs import tasks
+    from dtransformer.runs.unread import LIKE
+
+    for table in (SECTIONS, LIKE, tasks._OWN):  # which are as before when the test ends
+        monkeypatch.setitem(table, "mine", None)
+    tasks.register_task("mine", tasks.class_of(RunConfig(like)), like=like)
+    config = load_config(None, ["task=mine", setting])
+    if is_read:
+        return check_read(config)
+    with pytest.raises(InputError, match="weight is not read here, of tasks chat, "):
+        check_read(config)
 
 
 def test_a_tokenizer_that_is_given_is_not_trained():
@@ -80,4 +107,7 @@ def test_a_preview_counts_the_adapters_that_patterns_match(targets):
     config.tokenizer.vocab_size = 290
     config.model.adapters = {"rank": 4, "targets": targets, "kind": "dora"}
     expected = sum(weight.shape.num_elements() for weight in network.trainable_variables)
+    config.training.ema = 0.9  # one more state than AdamW's two
+    job = plan_of_run(config, Cluster(device_named("h100-80"), 1)).job
+    assert job.averages and job.system().state_bytes == 3 * 4
     assert shape_of_run(config, 16).trained_parameters() == expected

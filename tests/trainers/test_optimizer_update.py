@@ -134,6 +134,28 @@ def test_weights_are_those_of_keras(name, jit_compile, monkeypatch):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
 
 
+def test_averages_are_there_when_they_are_asked_for():
+    """With groups of weights, which others of Keras' averages would not be updated beside."""
+    network = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+    network.layers[0].kernel.update_group = apply.UpdateGroup(0.5)
+    trainer = Trainer(network)
+    trainer.compile(keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.75), "mse")
+    expected = None
+    for step in range(4):
+        trainer.train_on_batch(X[:4], Y[:4])
+        own = network.get_weights()
+        momentum = 0.75 if step else 0.0
+        expected = [
+            momentum * average + (1 - momentum) * value
+            for average, value in zip(expected or own, own, strict=True)
+        ]
+        with trainer.averaged_weights():
+            for average, value in zip(expected, network.get_weights(), strict=True):
+                np.testing.assert_allclose(value, average, rtol=1e-6, atol=1e-7)
+        for before, value in zip(own, network.get_weights(), strict=True):
+            np.testing.assert_array_equal(value, before)
+
+
 @pytest.mark.parametrize(
     "keys, most, expected",
     [

@@ -180,9 +180,11 @@ def test_the_same_on_a_mesh():
     for label in BAD_LABELS:
         words = ["labels, expected 0 to 11; the least and the greatest", str(label)]
         raises(ValueError, words, lambda y=label: fit(language_model(), y=with_one(y)))
-    words = ["Adam has use_ema=True, which does not work where a mesh"]
-    optimizer = keras.optimizers.Adam(use_ema=True)
+    words = ["Adam has ema_overwrite_frequency=2, which does not work where a mesh"]
+    optimizer = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2)
     raises(ValueError, words, lambda: fit(language_model(optimizer=optimizer)))
+    swaps, words = [keras.callbacks.SwapEMAWeights()], ["SwapEMAWeights", "averaged_weights()"]
+    raises(ValueError, words, lambda: language_model().fit(IDS, IDS, verbose=0, callbacks=swaps))
     inputs = keras.Input((6, 4))
     lstm = Trainer(keras.Model(inputs, keras.layers.LSTM(4, return_sequences=True)(inputs)))
     lstm.compile("sgd", "mse")

@@ -60,7 +60,8 @@ def test_updates_are_those_of_torch(name, scheduled):
 
 
 def test_what_cannot_have_groups_is_told():
-    for options in ({"use_ema": True}, {"gradient_accumulation_steps": 2}):
+    overwriting = {"use_ema": True, "ema_overwrite_frequency": 2}
+    for options in (overwriting, {"gradient_accumulation_steps": 2}):
         with pytest.raises(ValueError, match="groups of weights need one of Keras' optimizers"):
             trainer(keras.optimizers.Adam(**options)).train_on_batch(
                 np.ones((2, 4)), np.ones((2, 4))

@@ -33,6 +33,13 @@ def register_task(name: str, kind: type[Task], like: str) -> None:
     SECTIONS[name], LIKE[name], _OWN[name] = SECTIONS[like], like, kind
 
 
+def class_of(config: RunConfig) -> type[Task]:
+    """Return the class of a config's task."""
+    if config.task in _OWN:
+        return _OWN[config.task]
+    return importlib.import_module(f"dtransformer.runs.tasks.{config.task}").TASK
+
+
 def task_of(config: RunConfig, **places) -> Task:
     """Return the task of a config.
 
@@ -40,7 +47,4 @@ def task_of(config: RunConfig, **places) -> Task:
         config: the run's config.
         **places: `old_run` and `folder`, as of `Task`.
     """
-    if config.task in _OWN:
-        return _OWN[config.task](config, **places)
-    module = importlib.import_module(f"dtransformer.runs.tasks.{config.task}")
-    return module.TASK(config, **places)
+    return class_of(config)(config, **places)

@@ -3,7 +3,7 @@
 import abc
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -33,11 +33,16 @@ class Task(abc.ABC):
         folder: the run's folder, or the one that becomes it: what is prepared is written there.
 
     Attributes:
+        kind: the class of the network that it trains, where `model` gives sizes.
+        num_sequences: how many a record has.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
         digests: the SHA-256 of the records `"train"` and `"dev"`; None where there are none.
         monitor: the log by which the least is best; None where there are no held-out records.
     """
+
+    kind: ClassVar[type[TokenModel]]
+    num_sequences: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class Task(abc.ABC):
         return {}
 
     def before_training(self, trainer: keras.Model) -> None:  # noqa: B027 (most need nothing)
-        """Compute what training needs of the network as it begins; all ranks call."""
+        """Compute what is needed of the network as training begins, to evaluate, too; all ranks call."""
 
     def callbacks(self, trainer: keras.Model) -> list:
         """Return callbacks that look at the network while it trains, on every rank."""

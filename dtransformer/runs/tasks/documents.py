@@ -14,7 +14,6 @@ from dtransformer.datasets.shard_writer import write_token_shards
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
-from dtransformer.models.base import TokenModel
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import SHARDS
@@ -32,13 +31,13 @@ class DocumentTask(Task):
         shards: the token shards by parts.
     """
 
-    kind: ClassVar[type[TokenModel]]
     batches_of: ClassVar[type[IndexedBatches]]
 
     def read(self, part: str | None = None) -> None:
         self.shards, options = {}, self.config.data
         if part in (None, "train"):
             self.needed("data", "train")
+        self._check_prepared()
         if self.old_run is not None:
             self.load_tokenizer(self.old_run)
         for name in PARTS:
@@ -48,11 +47,27 @@ class DocumentTask(Task):
             self.shards[name] = self._shards(name, sources)
             self.digests[name] = hashlib.sha256(self.shards[name].fingerprint.encode()).hexdigest()
 
+    def _check_prepared(self):
+        """Refuse keys that say how files are read, where none is read but folders of token shards."""
+        options, usual = self.config.data, type(self.config.data)()
+        if not all(_is_prepared(x) for name in PARTS for x in getattr(options, name)):
+            return
+        for key in ("field", "documents"):
+            if getattr(options, key) != getattr(usual, key):
+                raise InputError(
+                    f"data.{key} is not read of folders of token shards: leave it out, and give "
+                    f"--{key} to dtransformer prepare --lm, which read the texts"
+                )
+
     def _shards(self, name, sources):
         """Return the token shards of a part; files are tokenized where that was not done."""
-        paths = [source.path for source in sources]
-        if len(paths) == 1 and (pathlib.Path(paths[0]) / MANIFEST).is_file():
+        paths, options = [source.path for source in sources], self.config.data
+        if len(paths) == 1 and _is_prepared(sources[0]):
             shards = TokenShards(paths[0])
+            if options.sentences and not shards.has_parts:
+                raise InputError(
+                    f"data.sentences: {paths[0]} was prepared without them: prepare it with --sentences"
+                )
             theirs = load_tokenizer(shards.tokenizer_folder)
             own = self.tokenizer or self._tokenizer_of_model()
             if own is not None and not _are_same(own, theirs):
@@ -146,6 +161,10 @@ class DocumentTask(Task):
         shards = self.shards.get("train") or self.shards["dev"]
         rows = [shards[x][: self.config.data.length] for x in range(min(number, len(shards)))]
         return [[(text, True)] for text in self.tokenizer.decode(rows)]
+
+
+def _is_prepared(source):
+    return (pathlib.Path(source.path) / MANIFEST).is_file()
 
 
 def _are_same(tokenizer, other):

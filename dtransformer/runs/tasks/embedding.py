@@ -48,6 +48,8 @@ class InBatchLoss(keras.losses.Loss):
 class Embedding(LabelTask):
     """A network whose vectors of a query and of its text are alike, and of others not."""
 
+    num_sequences = 2
+
     def texts(self, record, place) -> list[str]:
         return [text_of(record, name, place) for name in ("query", "positive")]
 

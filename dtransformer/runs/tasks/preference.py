@@ -1,11 +1,12 @@
 """Preference: of two answers the chosen one becomes more likely, and the model stays near itself."""
 
+import sys
+
 import keras
 
 from dtransformer.datasets.chat_records import Rendered, conversation
 from dtransformer.datasets.record_batches import group_row
 from dtransformer.datasets.records import preferred
-from dtransformer.errors import InputError
 from dtransformer.layers.preference import PreferenceLoss, SequenceLogProbability, margins
 from dtransformer.models.pairs import GroupModel
 from dtransformer.parallel.runtime import job
@@ -16,7 +17,7 @@ from dtransformer.runs.tasks.chat import ChatRecords
 class PairTask(ChatRecords):
     """What tasks of a chosen and a rejected answer share."""
 
-    with_labels = True
+    with_labels, num_sequences = True, 2
 
     @property
     def core(self):
@@ -66,7 +67,7 @@ class Preference(PairTask):
     def before_training(self, trainer: keras.Model) -> None:
         for name, records in self.records.items():
             if job.is_chief():
-                print(f"Reference ({name}): {len(records):,} pairs")
+                print(f"Reference ({name}): {len(records):,} pairs", file=sys.stderr, flush=True)
             records.targets = self.predictions(trainer, name)
 
     def loss(self) -> PreferenceLoss:
@@ -89,12 +90,6 @@ class Preference(PairTask):
                 of_pairs("rejected_reward", lambda ref, own: beta * (own - ref)[:, 1]),
             ]
         }
-
-    def results(self, trainer, batches) -> dict[str, float]:
-        raise InputError(
-            "a run of task preference is compared with what it began as, which its folder has not: its "
-            "metrics.jsonl has the results on data.dev"
-        )
 
 
 TASK = Preference

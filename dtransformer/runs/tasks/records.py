@@ -28,7 +28,6 @@ class RecordTask(Task):
         records: the `EncodedRecords` by parts.
     """
 
-    kind: ClassVar[type[TokenModel]]
     accepts: ClassVar[type | None] = None  # a base of the networks that it trains, too
 
     def ids(self) -> dict:

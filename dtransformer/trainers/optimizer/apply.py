@@ -1,6 +1,5 @@
 """The optimizer's update of its units, as functions: what is alike is traced and compiled once."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -131,20 +130,12 @@ class UpdateGroup:
     weight_decay: float | None = None
 
 
-@contextlib.contextmanager
 def _as_group(optimizer, group):
-    """Inside the `with` block an optimizer updates as an `UpdateGroup` says."""
+    """Return attributes with which an optimizer updates as an `UpdateGroup` says."""
     if group is None:
-        yield
-        return
-    decay = optimizer.weight_decay
-    try:
-        if group.weight_decay is not None:
-            optimizer.weight_decay = group.weight_decay
-        with _compat.learning_rate_times(optimizer, group.rate_factor):
-            yield
-    finally:
-        optimizer.weight_decay = decay
+        return {}
+    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+    return decay | _compat.learning_rate_times(optimizer, group.rate_factor)
 
 
 class OptimizerUpdate:
@@ -180,7 +171,8 @@ class OptimizerUpdate:
         if self._has_groups and self._in_calls is None:
             raise ValueError(
                 "groups of weights need one of Keras' optimizers that keeps states of weights alone, "
-                f"without use_ema, gradient accumulation or run_eagerly: {type(optimizer).__name__}"
+                "without ema_overwrite_frequency, gradient accumulation or run_eagerly: "
+                f"{type(optimizer).__name__}"
             )
 
     def __call__(self, gradients, values):
@@ -234,7 +226,8 @@ def states_of_units(optimizer, num_units):
     known = [optimizer.iterations, optimizer.learning_rate]
     is_known = all(any(one is k for k in known) for one in others)
     number = sum(map(len, states)) + len(others)
-    if optimizer.use_ema or optimizer.gradient_accumulation_steps or not is_known:
+    writes_weights = optimizer.use_ema and optimizer.ema_overwrite_frequency
+    if writes_weights or optimizer.gradient_accumulation_steps or not is_known:
         return None
     return states if number == len(optimizer.variables) else None
 
@@ -335,8 +328,16 @@ class _UpdateInCalls:
                 units[x].hold(values[x])
                 for state, variable in zip(self._states[numbers[x]], states[x]):
                     scope.add_update((state, variable))
-            with scope, _as_group(self._optimizer, group):
-                self._optimizer.apply([gradients[x] for x in own], [units[x] for x in own])
+            some = [units[x] for x in own]
+            settings = _compat.averaging_alone(self._optimizer, [numbers[x] for x in own], some)
+            settings |= _as_group(self._optimizer, group)
+            with scope, _compat.meanwhile(self._optimizer, **settings):
+                self._optimizer.apply([gradients[x] for x in own], some)
+            for x in own:
+                for state, variable in zip(self._states[numbers[x]], states[x]):
+                    value = scope.get_current_value(state)
+                    if value is not variable:  # an average, which Keras assigns by its name
+                        variable.assign(value)
         new = [unit.release() for unit in units]
         return [value for value in new if not isinstance(value, tf.Variable)], tf.zeros([])
 

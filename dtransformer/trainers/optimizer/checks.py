@@ -95,12 +95,14 @@ def check_shards(optimizer):
     Raises:
         ValueError: names the option.
     """
-    for name in ("use_ema", "gradient_accumulation_steps"):
+    for name, hint in (
+        ("ema_overwrite_frequency", "leave it out, and take averages when training ends"),
+        ("gradient_accumulation_steps", "use micro_batch_num instead"),
+    ):
         if getattr(optimizer, name):
             raise ValueError(
                 f"{type(optimizer).__name__} has {name}={getattr(optimizer, name)}, which does not "
-                "work where a mesh or optimizer_shard shards weights"
-                + ("" if name == "use_ema" else ": use micro_batch_num instead")
+                f"work where a mesh or optimizer_shard shards weights: {hint}"
             )
 
 

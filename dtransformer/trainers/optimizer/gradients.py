@@ -1,11 +1,11 @@
 """Gradients that this rank has: casts, scales, norms, and clipping."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 
 Gradient = tf.Tensor | tf.IndexedSlices
@@ -99,15 +99,6 @@ def clip_shards(
     ]
 
 
-@contextlib.contextmanager
 def without_clipping(optimizer):
     """Inside the `with` block a Keras optimizer clips no gradients: `clip_shards` did."""
-    names = ("clipvalue", "clipnorm", "global_clipnorm")
-    given = {name: getattr(optimizer, name) for name in names}
-    try:
-        for name in names:
-            setattr(optimizer, name, None)
-        yield
-    finally:
-        for name, value in given.items():
-            setattr(optimizer, name, value)
+    return _compat.meanwhile(optimizer, clipvalue=None, clipnorm=None, global_clipnorm=None)

@@ -155,6 +155,32 @@ class ShardedOptimizer:
         with tf.control_dependencies([norm]):
             self.loss_scale.run(norm, lambda: self._update_and_store(gradients, held))
 
+    def take_averages(self, exchanges=False):
+        """Give the weights the values of their moving averages, with `use_ema`; all ranks call.
+
+        Before the first step there are none.
+
+        Args:
+            exchanges: whether the averages get the weights' values: twice it changes nothing.
+        """
+        averages = _compat.averages_of(self._optimizer)
+        if not averages or not int(self._optimizer.iterations):
+            return
+        with trace.scope(names_are_global=True):
+            held = iter(self._update_units.held_values())
+        new = []
+        for unit, average in zip(self.units, averages, strict=True):
+            value = next(held) if unit.is_held else tf.identity(unit.parameter.value)
+            taken = value if average is None else tf.identity(average.value)
+            if unit.is_held:
+                new.append(taken)
+            else:
+                unit.parameter.assign(taken)
+            if exchanges and average is not None:
+                average.assign(tf.reshape(value, average.shape))
+        if self._stores:
+            self._store_new_values(new)
+
     def _reduce(self, gradients):
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
         shapes = self._shapes

@@ -167,7 +167,7 @@ def sharded_weights():
         trainer.fit(x, x, verbose=0)
 
     def averages():
-        fit(keras.optimizers.Adam(use_ema=True))
+        fit(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=2))
 
     def full_weights():
         fit(keras.optimizers.Lamb())

@@ -1,13 +1,15 @@
 """Data and options of Keras that plain models train with, on one process and on several."""
 
 import math
+import pathlib
 
 import keras
 import numpy as np
 
 from dtransformer.layers import TransformerEncoder
 from dtransformer.parallel.runtime import job
-from dtransformer.trainers import Trainer
+from dtransformer.trainers import ModelCheckpoint, Trainer
+from dtransformer.trainers.checkpoint.folders import step_folder
 from dtransformer.trainers.data import own_rows
 from tests.distributed.tasks.keras_fit import CLASS, CLASSES, NO_DROPOUT, VALUE, WIDTH, X
 
@@ -106,13 +108,48 @@ def trained(optimizer, x=X, callbacks=(), **of_a_layer):
     return {"history": {}, "evaluation": {}, **outputs, "outputs/0": outputs_of(model)}
 
 
-def averages():
-    """Weights that are averaged, and set to the average at the end."""
-    return trained(
-        keras.optimizers.Adam(
-            0.05, epsilon=1e-3, global_clipnorm=0.5, use_ema=True, ema_momentum=0.5
-        )
+def averaging():
+    return keras.optimizers.Adam(
+        0.05, epsilon=1e-3, global_clipnorm=0.5, use_ema=True, ema_momentum=0.5
     )
+
+
+class OfAverages(keras.callbacks.Callback):
+    """Keeps the outputs of averages after the first epoch, which goes on with the weights."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch:
+            return
+        if isinstance(self.model, Trainer):
+            with self.model.averaged_weights():
+                self.outputs = outputs_of(self.model)
+            return
+        variables, before = self.model.trainable_variables, self.model.get_weights()
+        for variable, own in zip(variables, self.model.optimizer._model_variables_moving_average):
+            variable.assign(own)
+        self.outputs = outputs_of(self.model)
+        self.model.set_weights(before)
+
+
+def averages(folder, layout):
+    """Weights that are averaged, looked at, saved and resumed, and set to the average at the end."""
+    look, place = OfAverages(), pathlib.Path(folder) / f"averages-{layout.name}"
+    is_alone = job.size() == 1 and job.mesh() is None
+    saving = [] if is_alone else [ModelCheckpoint(place, keep=None)]
+    result = trained(averaging(), callbacks=[look, *saving])
+    result |= {"outputs/averages": look.outputs, "outputs/resumed": result["outputs/0"]}
+    if not is_alone:
+        resumed = compiled(averaging())
+        resumed.fit(
+            *(X, CLASS),
+            batch_size=8,
+            epochs=3,
+            verbose=0,
+            shuffle=False,
+            resume=place / step_folder(4),
+        )
+        result["outputs/resumed"] = outputs_of(resumed)
+    return result
 
 
 def constraint():

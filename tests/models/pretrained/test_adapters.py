@@ -66,12 +66,13 @@ def test_three_steps_of_training(name):
     ids = expected["ids"].astype("int32")
     step = lambda: trainer.train_on_batch(ids[:, :-1], ids[:, 1:], return_dict=True)
     losses = [float(step()["loss"]) for _ in range(3)]
-    np.testing.assert_allclose(losses, expected["losses"], rtol=1e-4)
+    tolerance = 1e-5 if name.endswith("_dora") else 1e-4
+    np.testing.assert_allclose(losses, expected["losses"], rtol=tolerance)
     after = network_with(name, made() / f"{name}_after")
     assert all("lora" in weight.path for weight in network.trainable_variables)
     for own, theirs in zip(network.weights, after.weights, strict=True):
         scale = np.abs(theirs.numpy()).max()
-        np.testing.assert_allclose(own.numpy(), theirs.numpy(), rtol=0, atol=1e-4 * scale)
+        np.testing.assert_allclose(own.numpy(), theirs.numpy(), rtol=0, atol=tolerance * scale)
 
 
 def test_what_is_saved_is_loaded_by_peft(tmp_path):

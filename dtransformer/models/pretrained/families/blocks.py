@@ -195,7 +195,7 @@ def _refuse(name, values, theirs):
     own = ", ".join(map(str, values))
     raise InputError(
         f"the network has {name}={own}, the published family {theirs}: it cannot be saved as one of "
-        "that family"
+        f"that family, as one that is made with {name}={theirs} can"
     )
 
 
