@@ -1,4 +1,4 @@
-"""Damage to a small checkpoint and to a run for benchmarks/fuzz.py, and what is loaded then."""
+"""Damage to checkpoints, runs and folders for benchmarks/fuzz.py, and what is loaded then."""
 
 import functools
 import json
@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import zlib
 
+import fuzz_folders
 import numpy as np
 from fuzz_damage import Failure, damaged, edit
 from fuzz_inputs import SENTENCES, small_network
@@ -49,6 +50,7 @@ def prepare(folder):
         "checkpoint: swaps": functools.partial(checkpoints, swap),
         "checkpoint: right sums": functools.partial(checkpoints, sign),
         "run": functools.partial(run, folder, contents(load_run(folder / "run-0"))),
+        **fuzz_folders.prepare(folder),
     }
 
 
@@ -139,9 +141,8 @@ def sign(rng, path):
     (newer / MANIFEST).write_text(json.dumps({"crc32": f"{crc:08x}", "checkpoint": body}))
 
 
-def contents(loaded):
-    config, model, tokenizer = loaded
-    return config, tokenizer.vocabulary, model.get_weights()
+def contents(task):
+    return task.config, task.tokenizer.vocabulary, task.network.get_weights()
 
 
 def run(good, expected, rng, folder):

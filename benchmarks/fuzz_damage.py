@@ -1,6 +1,7 @@
 """What the cases of benchmarks/fuzz.py share: ways to damage bytes and JSON, and the command line."""
 
 import contextlib
+import copy
 import io
 import json
 
@@ -77,7 +78,7 @@ def edit(rng, value):
         elif kind == 1 and isinstance(inner, dict):
             inner[rng.choice(ODD_TEXTS)] = inner.pop(key)
         elif kind == 2 and isinstance(inner, dict):
-            inner[rng.choice(ODD_TEXTS)] = inner[key]
+            inner[rng.choice(ODD_TEXTS)] = copy.deepcopy(inner[key])
         elif kind == 3:
             other = rng.choice(choices)
             source = value
@@ -90,7 +91,7 @@ def edit(rng, value):
         elif isinstance(inner[key], int) and not isinstance(inner[key], bool) and kind == 4:
             inner[key] += rng.choice([-1, 1, 2**31, -(2**40)])
         else:
-            inner[key] = rng.choice(ODD_VALUES)
+            inner[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return value
 
 

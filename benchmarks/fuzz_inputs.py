@@ -19,6 +19,7 @@ from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
 from dtransformer.runs import config, needs
+from dtransformer.runs.options import USUAL_VOCABULARY
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 
@@ -48,6 +49,8 @@ def prepare(folder):
         for name in (wmt14.ENGLISH, wmt14.FRENCH):
             tar.add(folder / "x.sgm", f"test/{name}")
         tar.add(folder / "tokenizer" / "vocab.txt", "a" * 120 + "/other")
+    import fuzz_records
+
     return {
         "YAML": yaml_file,
         "--set": setting,
@@ -60,6 +63,7 @@ def prepare(folder):
         "safetensors": safetensors_file,
         "weights.h5": functools.partial(weights, folder / "x.weights.h5", network),
         "tokenizer": functools.partial(tokenizer_files, folder / "tokenizer"),
+        **fuzz_records.prepare(folder),
     }
 
 
@@ -97,7 +101,7 @@ def yaml_file(rng, folder):
         text = rows.encode()
     (folder / "config.yaml").write_bytes(text)
     read = config.load_config(folder / "config.yaml")
-    needs.check_model(read, read.tokenizer.vocab_size)
+    needs.check_model(read, read.tokenizer.vocab_size or USUAL_VOCABULARY)
     config.save_config(read, folder / "saved.yaml")
     if config.load_config(folder / "saved.yaml") != read:
         raise Failure(f"wrong data: {text[:200]!r}")
@@ -110,7 +114,7 @@ def setting(rng, folder):
     settings = [f"{rng.choice(keys)}={rng.choice(values)}" for _ in range(rng.choice([1, 1, 3]))]
     settings += rng.sample(ODD_TEXTS, rng.choice([0, 0, 0, 1]))
     read = config.load_config(None, settings)
-    needs.check_model(read, read.tokenizer.vocab_size)
+    needs.check_model(read, read.tokenizer.vocab_size or USUAL_VOCABULARY)
 
 
 def options(rng, folder):

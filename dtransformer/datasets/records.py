@@ -19,6 +19,7 @@ Record = dict[str, Any]
 Turns = list[dict[str, Any]]
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _SHAREGPT |= {"chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
+_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".xlsx")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -56,6 +57,8 @@ def read_records(
         found = json_values(path)
     elif name.endswith((*PARQUET, *ARROW)):
         found = ((f"{path}, row {number}", row) for number, row in iterate_rows(path))
+    elif name.endswith(_TABLES):
+        raise InputError(f"{path}: tables of text are not read: give JSON lines or Parquet")
     else:
         texts = enumerate(read_documents([path]), start=1)
         found = ((f"{path}, document {number}", {"text": text}) for number, text in texts)
@@ -88,7 +91,7 @@ def _own_form(record, place):
 
 
 def _of_sharegpt(turn, place):
-    if not isinstance(turn, dict) or turn.get("from") not in _SHAREGPT:
+    if not isinstance(turn, dict) or str(turn.get("from")) not in _SHAREGPT:
         raise InputError(
             f"{place}: a turn of conversations is {shown(turn)}, expected from and value, from one of "
             f"{', '.join(_SHAREGPT)}"

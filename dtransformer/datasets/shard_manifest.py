@@ -152,9 +152,14 @@ def open_shard(folder: FilePath, manifest: dict, number: int) -> Shard:
                 f"{path} holds {array.dtype.name} {list(array.shape)}, expected {length} numbers as "
                 f"{MANIFEST} says: copy the folder again"
             )
-        if kind != "tokens" and (array[0] != 0 or array[-1] != says["tokens"]):
-            raise InputError(f"{path} is damaged: it does not end with its tokens: copy it again")
+        ends = [0, says["tokens"]]
+        if kind != "tokens" and (array[[0, -1]].tolist() != ends or (np.diff(array) < 1).any()):
+            raise InputError(f"{path} is damaged: its bounds are none of its tokens: copy it again")
         arrays[kind] = array
+    if "parts" in arrays:
+        parts, documents = arrays["parts"], arrays["documents"]
+        if (parts[np.searchsorted(parts, documents)] != documents).any():
+            raise InputError(f"{path} is damaged: its parts are none of documents: copy it again")
     return Shard(arrays["tokens"], arrays["documents"], arrays.get("parts"))
 
 

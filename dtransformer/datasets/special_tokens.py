@@ -58,7 +58,8 @@ class SpecialTokens:
             token = config.get(f"{theirs}_token") or others.get(f"{theirs}_token")
             if isinstance(token, dict):
                 token = token.get("content")
-            ids[ours] = id_of(token or usual.get(ours, ""))
+            named = token or usual.get(ours, "")
+            ids[ours] = id_of(named) if isinstance(named, str) else None
             if token and ids[ours] is None:
                 raise InputError(
                     f"{folder / CONFIG}: {theirs}_token is {shown(token)}, which the tokenizer "

@@ -16,6 +16,7 @@ from dtransformer.inputs.paths import check_path
 from dtransformer.inputs.text import decode
 
 _MAX_BYTES = 128 * MEBIBYTE
+_MAX_IDS = 2**31 - 1  # so that their number is an int32, too
 _JSON, _MODELS = "tokenizer.json", ("tokenizer.model", "spiece.model", "sentencepiece.model")
 _OWN = "subword_tokenizer.json"
 
@@ -86,8 +87,11 @@ class JsonTokenizer(PublishedTokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1
+        if size > _MAX_IDS:
+            raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
         special = SpecialTokens.of(path.parent, vocabulary.get, {})
-        super().__init__(path, max(vocabulary.values(), default=-1) + 1, special)
+        super().__init__(path, size, special)
 
     def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
         return encodings(self._tokenizer, sentences, others)

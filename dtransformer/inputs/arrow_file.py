@@ -82,6 +82,7 @@ def _arrow(file):
 
 def _of_rows(batches):
     for batch in batches:
+        batch.validate(full=True)  # offsets of texts, which are followed without a look
         for start in range(0, batch.num_rows, _ROWS):
             yield batch.slice(start, _ROWS)
 

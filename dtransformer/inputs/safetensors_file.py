@@ -58,10 +58,12 @@ class SafetensorsFile:
         self._tensors.pop("__metadata__", None)
         self.shapes = {name: tuple(about["shape"]) for name, about in self._tensors.items()}
         for name, about in self._tensors.items():
-            if about["dtype"] not in _TYPES or len(about["shape"]) > _MAX_DIMENSIONS:
+            is_array = len(about["shape"]) <= _MAX_DIMENSIONS and max([0, *about["shape"]]) < 2**48
+            if about["dtype"] not in _TYPES or not is_array:
                 raise InputError(
                     f"{path}: {shown(name)} is {shown(about['dtype'])} of {len(about['shape'])} "
-                    f"dimensions, expected {', '.join(_TYPES)} of at most {_MAX_DIMENSIONS}"
+                    f"dimensions, expected {', '.join(_TYPES)} of at most {_MAX_DIMENSIONS}, of a size "
+                    "that memory may have"
                 )
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -41,7 +41,7 @@ class RunConfig:
     """
 
     def __init__(self, task: str = TRANSLATION):
-        if task not in SECTIONS:
+        if not isinstance(task, str) or task not in SECTIONS:
             close = difflib.get_close_matches(str(task), SECTIONS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SECTIONS)}"
             raise InputError(f"task: there is no task {shown(task)}: {hint}")

@@ -230,6 +230,10 @@ def test_forms_of_records(tmp_path):
     assert read("c.txt", "one\n\ntwo\n") == [{"text": "one"}, {"text": "two"}]
     (one,) = read("d.jsonl", '{"q": "a", "r": "b"}', prompt="q", completion="r")
     assert one == {"prompt": "a", "completion": "b"}
+    with pytest.raises(InputError, match="a turn of conversations is .*expected from and value"):
+        read("a.jsonl", json.dumps({"conversations": [{"from": ["human"], "value": "a"}]}))
+    with pytest.raises(InputError, match="x.csv: tables of text are not read"):
+        read("x.csv", "text,label\na,1\n")
     with pytest.raises(InputError, match="e.jsonl, line 1 has no 'q'"):
         read("e.jsonl", '{"r": "b"}', prompt="q")
 

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 
 from dtransformer.datasets import read_documents
@@ -70,6 +71,11 @@ def test_arrow_and_parquet(tmp_path, name):
     assert "has no column 'text', it has 'question, answer, n'" in refused(documents, [path])
     assert "holds int64, expected text" in refused(documents, [path], field="n")
     written(path, path.read_bytes()[:-9])
+    data = path.read_bytes()
+    if name != "x.parquet":  # whose texts have their lengths beside them
+        ends = np.cumsum([0, *(len(text.encode()) for text in TEXTS)]).astype("int32")[1:].tobytes()
+        written(path, data.replace(ends, b"\xff" * len(ends), 1))
+        assert str(path) in refused(documents, [path], field="question")
     if name != "stream.arrow":  # whose end says nothing
         assert str(path) in refused(documents, [path], field="question")
     written(path, path.read_bytes()[:300])

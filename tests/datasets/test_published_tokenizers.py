@@ -150,6 +150,10 @@ def test_no_tokenizer(tmp_path):
         ("[1", "is damaged"),
         ('{"model": {"type": "Magic"}, "version": "1.0"}', "is no tokenizer of the library"),
         ("\xff", "is damaged"),
+        (
+            json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}}),
+            "an id is 2,147,483,648, expected at most 2,147,483,646",
+        ),
     ],
 )
 def test_json_of_something_else(tmp_path, content, told):
@@ -168,6 +172,10 @@ def test_models_of_something_else(llama):
     "files, told",
     [
         ({"tokenizer_config": []}, "expected an object of JSON"),
+        (
+            {"tokenizer_config": {"eos_token": ["</s>"]}},
+            "eos_token is ['</s>'], which the tokenizer",
+        ),
         ({"tokenizer_config": {"eos_token": "<eot>"}}, "eos_token is '<eot>', which the tokenizer"),
         ({"tokenizer_config": {"tokenizer_class": "CamembertTokenizer"}}, "put its tokenizer.json"),
         ({"generation_config": {"eos_token_id": "2"}}, "eos_token_id must be an id, or a list"),

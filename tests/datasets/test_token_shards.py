@@ -174,9 +174,21 @@ def test_damage_is_one_error_that_names_the_file(tmp_path, change):
     else:
         (folder / MANIFEST).unlink()
     assert str(folder) in refused(use, folder)
+    if change in ("ids", "header"):  # as below
+        assert str(folder) in refused(lambda: list(TokenShards(folder)))
     if change == "ids":  # without looking at all checksums
         shards = TokenShards(folder)
         assert "a token is 65535" in refused(lambda: list(shards))
+
+
+@pytest.mark.parametrize("kind", ["documents", "parts"])
+def test_bounds_that_moved_are_told_without_checksums(tmp_path, kind):
+    some_shards(tmp_path / "x", DOCUMENTS)
+    path = tmp_path / "x" / f"shard-00000.{kind}.npy"
+    data = bytearray(path.read_bytes())
+    data[-2 * 8] ^= 64  # the last but one, which all bounds of this shard are below
+    path.write_bytes(data)
+    assert path.name in refused(lambda: TokenShards(tmp_path / "x").parts(0))
 
 
 def test_no_byte_of_a_manifest_is_believed(tmp_path):

@@ -73,6 +73,7 @@ def test_other_types_and_values_are_refused(value, kind, told):
         ),
         (safetensors({"a": ("F32", [2], [4, 12])}, b"\0" * 12), "invalid offset for tensor"),
         (safetensors({"a": ("F32", [2**40], [0, 2**42])}, b""), "not fully covered"),
+        (safetensors({"a": ("F32", [0, 2**62], [0, 0])}, b""), "of a size that memory may have"),
         (safetensors({"a": ("C64", [1], [0, 8])}, b"\0" * 8), "'a' is 'C64'"),
         (safetensors({"a": ("F32", [-1, -1], [0, 4])}, b"\0" * 4), "usize"),
         (safetensors({"a": ("F32", ["2"], [0, 8])}, b"\0" * 8), "usize"),

@@ -141,6 +141,12 @@ def test_wrong_settings(setting, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("task", ["[]", "{}", "3"])
+def test_a_task_that_is_no_name(task):
+    with pytest.raises(InputError, match="there is no task"):
+        load_config(settings=[f"task={task}"])
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match="nowhere.yaml"):
         load_config("nowhere.yaml")

@@ -18,6 +18,7 @@ from dtransformer.runs.loading import load_run, opened
 from dtransformer.runs.options import SECTIONS
 from dtransformer.runs.preview import new_config
 from dtransformer.runs.run import make_trainer
+from dtransformer.runs.tasks.classification import label_name
 from tests.runs.small_records import CONFIGS, write, write_config
 
 OTHERS = [name for name in CONFIGS if name not in ("gpt", "chat", "preference")]
@@ -230,6 +231,12 @@ def test_what_is_wrong_is_one_line(name, setting, told, place, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert told in error and error.startswith("dtransformer: ")
     assert not (place / "runs/wrong").exists()
+
+
+@pytest.mark.parametrize("label", [None, True, 0.5, [], "", "x" * 101])
+def test_what_is_no_label(label):
+    with pytest.raises(InputError, match="^here: label is .*, expected a text of at most 100"):
+        label_name(label, "here")
 
 
 def test_a_run_of_another_task_is_told(place, chatted, capsys):

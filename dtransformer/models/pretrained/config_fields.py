@@ -57,20 +57,20 @@ class ReadFields(dict):
     """The fields of a config, which remembers those that were asked for.
 
     Attributes:
-        read: set of their names.
+        read: their names, the last one at the end, keys of a dict.
     """
 
     def __init__(self, fields: dict):
         super().__init__(fields)
-        self.read = set()
+        self.read = {}
 
     def __getitem__(self, name):
-        self.read.add(name)
+        self.read[name] = None
         return super().__getitem__(name)
 
     def get(self, name, default=None):
         """Return a field, or a default where it lacks."""
-        self.read.add(name)
+        self.read[name] = None
         return super().get(name, default)
 
 

@@ -4,7 +4,7 @@ import os
 import pathlib
 
 from dtransformer.architectures import Architecture
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.encoder_decoder import EncoderDecoderModel
 from dtransformer.models.generation.rules import NAMED, TAKEN, rules_of
@@ -105,8 +105,10 @@ def family_of(config: dict, path: os.PathLike) -> Family:
         InputError: it is not known.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise InputError(f"{path}: model_type is {kind!r}, expected one of {', '.join(FAMILIES)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InputError(
+            f"{path}: model_type is {shown(kind)}, expected one of {', '.join(FAMILIES)}"
+        )
     return FAMILIES[kind]
 
 
@@ -128,7 +130,10 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
         check_others(config, path)
     except KeyError as error:
         raise InputError(f"{path}: lacks the field {error}") from None
-    except (InputError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError):
+        last = [f"{x}={shown(config[x])}" for x in config.read if x in config][-3:]
+        raise InputError(f"{path}: of {', '.join(last)} one is not as published") from None
+    except (InputError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
     return arguments
 

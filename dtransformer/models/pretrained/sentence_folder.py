@@ -36,7 +36,7 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
     modules = read_json(folder / MODULES)
     try:
         kinds = [module["type"].rpartition(".")[2] for module in modules]
-        places = {kind: module["path"] for kind, module in zip(kinds, modules)}
+        places = {kind: "" + module["path"] for kind, module in zip(kinds, modules)}
     except (AttributeError, KeyError, TypeError):
         raise InputError(f"{folder / MODULES}: expected a list of modules: type, path") from None
     usual = ["Transformer", "Pooling", "Normalize"]
@@ -47,11 +47,12 @@ def pooling_of(folder: pathlib.Path, dtype: object) -> PoolingHead | None:
         )
     path = folder / places["Pooling"] / "config.json"
     fields = read_json(path)
-    asked = [name for name, value in fields.items() if name.startswith("pooling_mode") and value]
+    found = fields.items() if isinstance(fields, dict) else ()
+    asked = [name for name, value in found if name.startswith("pooling_mode") and value]
     modes = [_MODES.get(name) for name in asked]
     if len(modes) != 1 or modes[0] is None:
         raise InputError(
-            f"{path}: pools by {', '.join(asked)}, expected one of {', '.join(_MODES)}"
+            f"{path}: pools by {', '.join(asked) or 'nothing'}, expected one of {', '.join(_MODES)}"
         )
     return PoolingHead(modes[0], normalize="Normalize" in kinds, dtype=dtype)
 

@@ -15,6 +15,7 @@ from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
 _IGNORED = -100
+_MAX_NAME = 100  # characters, as of data.labels
 
 
 class LabelTask(RecordTask):
@@ -126,7 +127,7 @@ class Classification(LabelTask):
 
     def labels_of_record(self, record, place) -> list[str]:
         """Return the labels of a record, as texts."""
-        return [_name(record.get("label"), place)]
+        return [label_name(record.get("label"), place)]
 
     def numbers(self, record, place) -> list[int]:
         """Return the numbers of a record's labels.
@@ -164,10 +165,17 @@ class Classification(LabelTask):
         return self.records["dev"].targets[:, 0].astype(int), outputs.argmax(-1)
 
 
-def _name(label, place):
-    if isinstance(label, bool) or not isinstance(label, (str, int)):
+def label_name(label: object, place: str) -> str:
+    """Return what a label of a record is called.
+
+    Raises:
+        InputError: it is no label; says where.
+    """
+    is_label = isinstance(label, (str, int)) and not isinstance(label, bool)
+    if not is_label or not 0 < len(str(label)) <= _MAX_NAME:
         raise InputError(
-            f"{place}: label is {shown(label)}, expected a text or an integer: name it in data.fields"
+            f"{place}: label is {shown(label)}, expected a text of at most {_MAX_NAME} characters or an "
+            "integer: name it in data.fields"
         )
     return str(label)
 

@@ -5,7 +5,7 @@ import numpy as np
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import TokenHead
 from dtransformer.models.pretrained.families.task_heads import TOKENS
-from dtransformer.runs.tasks.classification import Classification
+from dtransformer.runs.tasks.classification import Classification, label_name
 
 _IGNORED = -100
 
@@ -30,7 +30,8 @@ class TokenClassification(Classification):
 
     def labels_of_record(self, record, place) -> list[str]:
         self._words(record, place)
-        return [str(label) for label in record["labels"]]
+        labels = (str(x) if isinstance(x, bool) else x for x in record["labels"])
+        return [label_name(label, place) for label in labels]
 
     def encode(self, records):
         (before, after), rows = self.added, []

@@ -104,7 +104,22 @@ def test_weights_of_another_format(folder):
         ({"vocab_size": 21}, "embed_tokens.weight is [20, 16], not [21, 16]"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"tie_word_embeddings": "yes"}, "tied_head must be a bool, got 'yes'"),
-        ({"num_attention_heads": 0, "head_dim": KeyError}, "division"),
+        ({"num_attention_heads": 0, "head_dim": KeyError}, "num_attention_heads=0, num_key"),
+        (
+            {"num_attention_heads": [4], "head_dim": KeyError},
+            "num_attention_heads=[4], num_key",
+        ),
+        ({"architectures": [True]}, "architectures is [True], expected a list of names"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": ["a"]},
+            "id2label is ['a'], expected numbers and names",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "num_labels": "2"},
+            "num_labels must be an integer of at least 1, got '2'",
+        ),
+        ({"hidden_act": {}}, "hidden_act={} one is not as published"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], expected one of gpt2, llama"),
         (
             {"model_type": "gpt2", "n_embd": 16, "scale_attn_weights": False},
             "scale_attn_weights=false is not built",
@@ -113,6 +128,25 @@ def test_weights_of_another_format(folder):
 )
 def test_a_config_that_does_not_fit(folder, fields, told):
     change_config(folder, **fields)
+    assert told in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "modules, pooling, told",
+    [
+        (
+            [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": 1}],
+            {},
+            "a list of modules",
+        ),
+        ([{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "x"}], [], "by nothing"),
+        ({"modules": []}, {}, "a list of modules"),
+    ],
+)
+def test_modules_that_are_none_of_sentence_transformers(folder, modules, pooling, told):
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "x").mkdir()
+    (folder / "x" / "config.json").write_text(json.dumps(pooling))
     assert told in refusal(folder)
 
 

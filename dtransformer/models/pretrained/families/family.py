@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
@@ -131,8 +131,8 @@ def activation(name: str) -> str:
     Raises:
         InputError: it has none.
     """
-    if name not in _ACTIVATIONS:
-        raise InputError(f"the activation {name!r} is none of {', '.join(_ACTIVATIONS)}")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise InputError(f"the activation {shown(name)} is none of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 

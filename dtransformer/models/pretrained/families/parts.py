@@ -128,7 +128,7 @@ class Activation:
 
     def read(self, config: Mapping) -> dict:
         """See `Part`."""
-        name = config.get(self.field) or self.usual
+        name = first_given(config.get(self.field), self.usual)
         return {"hidden_act": activation(self.means.get(name, name))}
 
     def written(self, arguments: Mapping) -> dict:

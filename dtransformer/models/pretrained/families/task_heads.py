@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import keras
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int, shown
 from dtransformer.layers.heads import LabelHead, PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
@@ -19,6 +19,7 @@ from dtransformer.models.pretrained.sentence_folder import pooling_of
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 from dtransformer.models.task_heads import with_task_head
 
+_MOST_LABELS = 2**20  # that are named
 SEQUENCE, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # What tensors have before their names, but for those of a class without a head, of which there is one
 # here for these families.
@@ -167,7 +168,10 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
     Raises:
         InputError: the family has no such class here.
     """
-    name = next(iter(config.get("architectures") or ()), "")
+    names = config.get("architectures") or [""]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise InputError(f"{folder}: architectures is {shown(names)}, expected a list of names")
+    name = names[0]
     ending = next((x for x in (SEQUENCE, TOKENS) if name.endswith(x)), None)
     if ending is None:
         pooling = pooling_of(folder, network.dtype_policy)
@@ -177,7 +181,7 @@ def with_head_of(network: TokenModel, config: Mapping, folder: pathlib.Path) -> 
         raise InputError(f"{name}: its head is not built here")
     rates = (config.get(field) for field in form.dropouts)
     rate = next((rate for rate in rates if rate is not None), form.usual_dropout)
-    return with_task_head(network, form.head(labels_of(config), network, rate, config))
+    return with_task_head(network, form.head(labels_of(config, folder), network, rate, config))
 
 
 def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> LabelHead | None:
@@ -192,12 +196,18 @@ def new_head(network: OneStackModel, ending: str, labels: Sequence[str]) -> Labe
     return form and form.head(labels, network, network.arguments["dropout_rate"], {})
 
 
-def labels_of(config: Mapping) -> list[str]:
-    """Return the names of a config's labels in their order; two where it says nothing."""
-    names = config.get("id2label")
-    if names:
-        return [str(names[key]) for key in sorted(names, key=int)]
-    return usual_labels(config.get("num_labels", 2))
+def labels_of(config: Mapping, folder: pathlib.Path) -> list[str]:
+    """Return the names of a config's labels in their order; two where it says nothing.
+
+    Raises:
+        InputError: it names none.
+    """
+    names, number = config.get("id2label"), config.get("num_labels", 2)
+    if not names:
+        return usual_labels(min(check_int(f"{folder}: num_labels", number), _MOST_LABELS))
+    if not isinstance(names, dict) or not all(key.isdigit() for key in names):
+        raise InputError(f"{folder}: id2label is {shown(names)}, expected numbers and names")
+    return [str(names[key]) for key in sorted(names, key=int)]
 
 
 def usual_labels(number: int) -> list[str]:
