@@ -20,8 +20,8 @@ from dtransformer.cli.install_horovod import (
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
-    "matplotlib": "pictures: pip install 'dtransformer[plot]'",
-    "pyarrow": "Arrow and Parquet files: pip install 'dtransformer[arrow]'",
+    "matplotlib": "pictures: pip install matplotlib",
+    "pyarrow": "Arrow and Parquet files: pip install pyarrow",
 }
 
 

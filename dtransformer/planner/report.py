@@ -179,7 +179,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     Raises:
         InputError: matplotlib is not installed, or does not know such files.
     """
-    check_installed("matplotlib", "pictures", "plot")
+    check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")
