@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 import yaml
 
+from dtransformer import nvidia_driver
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel.collectives.objects import all_gather_json
@@ -25,7 +26,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.clusters import Constants, Device, Link
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.machine import this_device
+from dtransformer.planner.machine import this_cpu, this_device
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
 
@@ -36,11 +37,18 @@ def measure_to(path: str | os.PathLike) -> None:
     Args:
         path: a YAML file.
     """
-    device = measure_device("measured", round(this_device().memory_gb, 3))
+    device = measure_device("measured", round(_memory_gb(), 3))
     if job.is_chief():
         write_text_atomically(path, text_of(device))
         print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
     shutdown()
+
+
+def _memory_gb():
+    """Return the memory of this rank's device in 10^9 bytes, of GPUs that no table has, too."""
+    if device_type() == "CPU":
+        return this_cpu().memory_gb
+    return nvidia_driver.gpu_memory_bytes() / 1e9 or this_device().memory_gb
 
 
 def text_of(device: Device) -> str:

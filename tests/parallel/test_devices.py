@@ -6,10 +6,10 @@ import types
 import pytest
 import tensorflow as tf
 
-from dtransformer import TransformerOpParallelConfig
-from dtransformer.cli.doctor import doctor
+from dtransformer import TransformerOpParallelConfig, nvidia_driver
 from dtransformer.parallel.runtime import devices
 from dtransformer.parallel.runtime import launch as launch_module
+from harness.gpus import write_driver
 from harness.launch import launch, tail
 
 TWICE = """
@@ -109,9 +109,8 @@ def test_a_tensor_before_init_is_told(cards, monkeypatch):
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
     """A machine with a driver, of whose GPUs TensorFlow sees none."""
-    file = tmp_path / "version"
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Release Build\n")
-    monkeypatch.setattr(devices, "_DRIVER", file)
+    write_driver(tmp_path)
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -122,12 +121,6 @@ def test_a_driver_without_gpus_is_told_once(driver, monkeypatch):
         devices.take_devices(0, 1, 1, is_pipeline=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # asked for
     assert devices.unused_driver() is None
-
-
-def test_doctor_fails_where_a_driver_has_no_gpus(driver, capsys):
-    assert doctor() == 1
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
-    assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
 
 
 def test_two_ranks_that_see_one_gpu_are_refused(cards, monkeypatch):

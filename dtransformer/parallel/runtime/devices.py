@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import os
-import pathlib
 import warnings
 
 import tensorflow as tf
 
+from dtransformer import nvidia_driver
+
 _THREADS_THAT_SEND = 3
-_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # A bound, not a reservation: enough for the layouts that are tried on one card.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
 
@@ -24,11 +24,9 @@ def unused_driver() -> str | None:
 
     What `CUDA_VISIBLE_DEVICES` hides is not missed.
     """
-    hides = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if hides or not _DRIVER.exists() or device_type() == "GPU":
+    if nvidia_driver.are_gpus_hidden() or device_type() == "GPU":
         return None
-    words = _DRIVER.read_text("utf-8", "replace").split()
-    return next((word for word in words if word[:1].isdecimal()), "of unknown version")
+    return nvidia_driver.driver_version()
 
 
 @functools.cache
