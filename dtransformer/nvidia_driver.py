@@ -1,15 +1,33 @@
 """NVIDIA's driver and its GPUs, by its files, nvidia-smi and libcuda: without TensorFlow."""
 
+import contextlib
 import ctypes
 import functools
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
 
 _FILES = pathlib.Path("/proc/driver/nvidia")
+_PCI = pathlib.Path("/sys/bus/pci/devices")
+_CACHE = "~/.cache/dtransformer/cuda"
 _SECONDS = 20  # for nvidia-smi, which wakes cards that sleep
+
+
+def keep_compiled_kernels() -> None:
+    """Let the driver keep what it compiles: all of it, in a folder of this host.
+
+    For newer GPUs it compiles TensorFlow's kernels itself, some for minutes. By default it keeps 256
+    MiB or 1 GiB of them, in the home, which hosts may share.
+    """
+    os.environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
+    folder = pathlib.Path(os.path.expanduser(_CACHE), platform.node())
+    if _FILES.exists() and "CUDA_CACHE_PATH" not in os.environ:
+        with contextlib.suppress(OSError):  # the driver's own place, then
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["CUDA_CACHE_PATH"] = str(folder)
 
 
 def are_gpus_hidden() -> bool:
@@ -77,3 +95,20 @@ def gpu_memory_bytes() -> int:
     if _cuda()[0] is not None:
         _cuda()[0].cuDeviceTotalMem_v2(ctypes.byref(size), 0)
     return size.value
+
+
+def cores_near(gpu: int) -> list[int]:
+    """Return the cores of the NUMA node that a visible GPU hangs on; none where that is not known.
+
+    Args:
+        gpu: its number, as CUDA counts.
+    """
+    place = ctypes.create_string_buffer(32)
+    if _cuda()[0] is None or _cuda()[0].cuDeviceGetPCIBusId(place, len(place), gpu):
+        return []
+    try:
+        text = (_PCI / place.value.decode().lower() / "local_cpulist").read_text()
+    except OSError:
+        return []
+    ranges = [one.split("-") for one in text.strip().split(",") if one]  # as in 0-31,64-95
+    return [core for one in ranges for core in range(int(one[0]), int(one[-1]) + 1)]

@@ -34,10 +34,25 @@ def put(code, value):
     return function
 
 
+def name_bus(text, length, gpu):
+    """Write the place of a GPU on the bus, as libcuda does, in capitals."""
+    text.value = f"0000:{0x3A + gpu:02X}:00.0".encode()
+    return 0
+
+
+def write_bus(folder, cores):
+    """Write the cores near to GPUs, a text for each, into a folder as of /sys/bus/pci/devices."""
+    for gpu, near in enumerate(cores):
+        path = pathlib.Path(folder, f"0000:{0x3A + gpu:02x}:00.0")
+        path.mkdir()
+        (path / "local_cpulist").write_text(near + "\n")
+
+
 def libcuda(version=12080, code=0, memory=48 << 30):
     """Return what stands for libcuda."""
     return types.SimpleNamespace(
         cuInit=lambda flags: code,
         cuDriverGetVersion=put(0, version),
         cuDeviceTotalMem_v2=put(0, memory),
+        cuDeviceGetPCIBusId=name_bus,
     )

@@ -347,3 +347,11 @@ def test_public_names_have_docstrings():
     ]
     wrong += [relative(path) for path in FILES if not ast.get_docstring(tree_of(path))]
     assert not wrong, f"without a docstring: {wrong}"
+
+
+def test_join_of_horovod_is_not_used():
+    """With NCCL it has a GPU kernel only, which CPU ranks cannot try."""
+    wrong = [
+        relative(path) for path in FILES if re.search(r"\bhvd\.join\b", path.read_text("utf-8"))
+    ]
+    assert not wrong, wrong

@@ -137,3 +137,10 @@ def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch
     with pytest.raises(InputError, match="NVIDIA L40S.*--measure"):
         this_device()
     assert measured_machine._memory_gb() == pytest.approx(51.5, abs=0.1)
+
+
+def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():
+    sizes = measured_machine._SIZES["GPU"]
+    assert 4 * sizes.memory_items >= 2**30
+    smallest = min(sizes.few * sizes.features[0] ** 2, sizes.rows * sizes.few**2)
+    assert 32 * 2 * smallest / 1e15 > 10 * 10e-6  # seconds of 32 products; of a launch
