@@ -17,10 +17,15 @@ from harness.launch import launch, tail
 TWICE = """
 import os, tensorflow as tf, dtransformer
 from dtransformer import TransformerOpParallelConfig as Config
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 assert os.environ["CUDA_CACHE_MAXSIZE"] == "4294967296"
 for _ in range(2):
     dtransformer.init(Config(model_parallel=2), local_devices=2)
     tf.ones([2]).numpy()
+    with tf.device("CPU:1"):  # as of a GPU: what a checkpoint's writer keeps is in the host's memory
+        variable = tf.Variable([1.0])
+    value = ShardedTensor("x", (1,), variable, ()).read()
+    assert "CPU:1" in variable.device and "CPU:0" in value.device, (variable.device, value.device)
     print("threads", tf.config.threading.get_intra_op_parallelism_threads())
 dtransformer.init(Config(), local_devices="all", deterministic=True)
 try:
