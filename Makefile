@@ -16,6 +16,7 @@ STAGES := $(if $(filter-out 1,$(PP)),--set parallel.pipeline_stage=$(PP) \
   --set parallel.micro_batch_num=$(shell expr 4 '*' $(PP)))
 LAYOUT := $(if $(AUTO),--set parallel=auto,--set parallel.model_parallel=$(MP) $(STAGES))
 SEVERAL := $(filter-out 1,$(NP))
+CUDA := $(if $(GPU),.venv/gpu)
 LAUNCH := $(if $(SEVERAL),$(BIN)/horovodrun --gloo -np $(NP))
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -40,7 +41,7 @@ help:  ## list the targets
 	@echo "blocks over two stages, AUTO=1 leaves that to the planner, DEVICES=2 gives each rank two"
 	@echo "devices, PYTHON=python3.12 chooses the interpreter, GPU=1 installs CUDA's libraries."
 
-setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and for several ranks
+setup: .venv/test $(CUDA) .venv/horovod  ## make the whole environment: for tests, and for several ranks
 
 .venv/ready: constraints.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -48,10 +49,10 @@ setup: .venv/test .venv/horovod  ## make the whole environment: for tests, and f
 	@echo "Setting up .venv ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet -c constraints.txt uv
-	@$(call install,-e '.$(if $(GPU),[gpu])')
+	@$(call install,-e .)
 	@touch $@
 
-.venv/test .venv/lint .venv/docs: .venv/ready
+.venv/test .venv/lint .venv/docs .venv/gpu: .venv/ready
 	@$(call install,-e '.[$(@F)]')
 	@touch $@
 
@@ -68,7 +69,7 @@ data/embedded/train.en.sgm: .venv/ready
 	@echo "Generating the embedded corpus ..."
 	@$(BIN)/dtransformer prepare --embedded --out data/embedded
 
-train: $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
+train: $(CUDA) $(if $(SEVERAL),.venv/horovod) data/embedded/train.en.sgm  ## train on the embedded corpus, score, and translate
 	$(LAUNCH) $(BIN)/dtransformer train --config $(CONFIG) --run $(RUN) --overwrite \
 	  --set training.local_devices=$(DEVICES) $(LAYOUT)
 	@echo "sacreBLEU on held-out sentences:"

@@ -71,13 +71,12 @@ def check_int(name: str, value: object, least: int = 1) -> int:
     return value
 
 
-def check_installed(package: str, what: str, extra: str) -> None:
+def check_installed(package: str, what: str) -> None:
     """Refuse what needs an optional package where that is not installed.
 
     Args:
         package: its name.
         what: what needs it, for the message.
-        extra: the extra of this package that has it.
     """
     if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what} need {package}: pip install 'dtransformer[{extra}]'")
+        raise InputError(f"{what} need {package}: pip install {package}")

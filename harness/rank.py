@@ -18,6 +18,9 @@ import sys
 import time
 import traceback
 
+# TF32 has 10 bits of a product's 23: parity is of float32. CUDA's libraries read it when they start.
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+
 import keras
 
 import dtransformer

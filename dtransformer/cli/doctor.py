@@ -1,11 +1,9 @@
 """`dtransformer doctor`: what is installed, what works, how to mend what does not."""
 
 import argparse
-import ctypes
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
 import shutil
 import sys
@@ -20,8 +18,8 @@ from dtransformer.cli.install_horovod import (
 
 _PACKAGES = {"tensorflow": "2.21", "keras": "3.15", "tensorflow-text": "2.21", "sacrebleu": "2"}
 _OPTIONAL = {
-    "matplotlib": "pictures: pip install 'dtransformer[plot]'",
-    "pyarrow": "Arrow and Parquet files: pip install 'dtransformer[arrow]'",
+    "matplotlib": "pictures: pip install matplotlib",
+    "pyarrow": "Arrow and Parquet files: pip install pyarrow",
 }
 
 
@@ -119,52 +117,12 @@ def _horovod():
     ]
 
 
-# What TensorFlow 2.21 opens by name; without one of them it sees no GPU.
-_CUDA_LIBRARIES = {
-    **{f"lib{name}.so.12": name for name in ("cublas", "cublasLt", "cusparse")},
-    **{f"lib{name}.so.11": name for name in ("cufft", "cusolver")},
-    "libcudart.so.12": "cuda_runtime",
-    "libcudnn.so.9": "cudnn",
-}
-
-
-def _no_gpu():
-    """Return the check of a machine on which TensorFlow sees no GPU."""
-    from dtransformer.parallel.runtime.devices import unused_driver
-
-    driver, mend = unused_driver(), "pip install 'dtransformer[gpu]', on a machine with a driver"
-    if driver is None:
-        return check("GPU", None, "none", f"optional: {mend}")
-    missing = [name for name in _CUDA_LIBRARIES if not _can_be_opened(name)]
-    why = (
-        f"{missing[0]} and {len(missing) - 1} others cannot be opened"
-        if missing
-        else ("all of its libraries are there; TF_CPP_MIN_LOG_LEVEL=0 shows what it says")
-    )
-    return check("GPU", False, f"driver {driver}, and TensorFlow sees no GPU: {why}", mend)
-
-
-def _can_be_opened(library):
-    """Return whether a library is in the linker's path, or in pip's packages of NVIDIA."""
-    import tensorflow as tf
-
-    if any(pathlib.Path(tf.__file__).parents[1].glob(f"nvidia/*/lib/{library}")):
-        return True
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
-
-
 def _devices():
     import tensorflow as tf
 
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = importlib.import_module("dtransformer.cli.doctor_gpu").examine_gpus()
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    checks = [check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory")]
-    names = [tf.config.experimental.get_device_details(gpu).get("device_name") for gpu in gpus]
-    checks.append(_no_gpu() if not gpus else check("GPU", True, ", ".join(map(str, names))))
+    checks = [check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory"), *gpus]
     result = float(tf.reduce_sum(tf.function(lambda x: x @ x)(tf.ones((2, 2)))))
     return [*checks, check("compiled function", result == 8, "runs", "reinstall tensorflow")]

@@ -74,6 +74,12 @@ def _compare(host, found, own, middle):
             "put the same ones on all hosts",
         ),
         check(
+            f"{host}: GPUs",
+            found["gpus"] == own["gpus"],
+            found["gpus"],
+            f"here: {own['gpus']}; ranks of all hosts need GPUs of one kind, and one driver",
+        ),
+        check(
             f"{host}: memory",
             found["free_gib"] >= _LEAST_FREE,
             f"{found['free_gib']:.1f} GiB free, {found['cores']} cores",

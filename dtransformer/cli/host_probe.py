@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import socket
+import subprocess
 import sys
 import time
 
@@ -32,10 +33,22 @@ def describe():
     return {
         "versions": versions,
         "files": digest(),
+        "gpus": gpus(),
         "free_gib": int(memory["MemAvailable"].split()[0]) / 2**20,
         "cores": len(os.sched_getaffinity(0)),
         "time": time.time(),
     }
+
+
+def gpus():
+    """Return how many GPUs nvidia-smi sees, of which models and drivers, as a text."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    found = [line.strip() for line in done.stdout.splitlines()]
+    return "; ".join(f"{found.count(one)} × {one}" for one in dict.fromkeys(found)) or "none"
 
 
 def digest():

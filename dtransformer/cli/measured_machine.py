@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 import yaml
 
+from dtransformer import nvidia_driver
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.layers import TransformerEncoderLayer
 from dtransformer.parallel.collectives.objects import all_gather_json
@@ -25,7 +26,7 @@ from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.planner.clusters import Constants, Device, Link
 from dtransformer.planner.layouts import Layouts
-from dtransformer.planner.machine import this_device
+from dtransformer.planner.machine import this_cpu, this_device
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.work import block_passes
 
@@ -36,11 +37,18 @@ def measure_to(path: str | os.PathLike) -> None:
     Args:
         path: a YAML file.
     """
-    device = measure_device("measured", round(this_device().memory_gb, 3))
+    device = measure_device("measured", round(_memory_gb(), 3))
     if job.is_chief():
         write_text_atomically(path, text_of(device))
         print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
     shutdown()
+
+
+def _memory_gb():
+    """Return the memory of this rank's device in 10^9 bytes, of GPUs that no table has, too."""
+    if device_type() == "CPU":
+        return this_cpu().memory_gb
+    return nvidia_driver.gpu_memory_bytes() / 1e9 or this_device().memory_gb
 
 
 def text_of(device: Device) -> str:
@@ -58,12 +66,41 @@ def text_of(device: Device) -> str:
 
 
 _ROUNDS, _ROUND_SECONDS = 5, 0.2  # of each measurement
-_BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN, _BLOCK_HEADS = 4, 96, 384, 6
 _BLOCKS = 4
 _LINK_ROUNDS, _CALLS, _PAUSE_SECONDS = 3, 40, 0.01
-_ROWS, _FEW, _FEATURES = 1024, 64, (256, 512, 1024)
-_SMALL_BYTES, _LARGE_BYTES, _IN_BUCKET = 2**12, 2**22, 16
-_MEMORY_ITEMS = 2**19  # as of an activation, which caches may hold
+_SMALL_BYTES, _IN_BUCKET = 2**12, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What is computed to measure a device: so large that starts of kernels count for little.
+
+    Args:
+        rows, few, features: of products, the latter of several.
+        flops: of products before one result is read.
+        memory_items: elements, on CPUs as of an activation, which caches may hold.
+        block: rows, length, hidden size and heads.
+        large_bytes: of what ranks send.
+    """
+
+    rows: int = 1024
+    few: int = 64
+    features: tuple = (256, 512, 1024)
+    flops: float = 2e9
+    memory_items: int = 2**19
+    block: tuple = (4, 96, 384, 6)
+    large_bytes: int = 2**22
+
+
+# A GPU's cache of 50 MB holds all of a CPU's sizes, and launches take longer than they.
+_SIZES = {
+    "CPU": _Sizes(),
+    "GPU": _Sizes(8192, 512, (2048, 4096, 8192), 2e12, 2**28, (4, 768, 3072, 24), 2**25),
+}
+
+
+def _own():
+    return _SIZES[device_type()]
 
 
 def measure_device(name: str, memory_gb: float) -> Device:
@@ -123,18 +160,19 @@ def measure_products(dtype: str = "float32") -> tuple[float, float, float]:
 
     Those of the best of several sizes: the largest do not fit into the caches of CPUs.
     """
-    peak = max(_product_flops(_ROWS, features, features, dtype) for features in _FEATURES)
-    few_rows = _product_flops(_FEW, _FEATURES[0], _FEATURES[0], dtype)
-    few_features = _product_flops(_ROWS, _FEW, _FEW, dtype)
+    rows, few, least = _own().rows, _own().few, _own().features[0]
+    peak = max(_product_flops(rows, features, features, dtype) for features in _own().features)
+    few_rows = _product_flops(few, least, least, dtype)
+    few_features = _product_flops(rows, few, few, dtype)
     # With speed = peak / (1 + half_rows / M) / (1 + half_features / N)².
-    half_features = max(_FEW * ((peak / few_features) ** 0.5 - 1), 0.0)
-    slower = (1 + half_features / _FEATURES[0]) ** 2
-    half_rows = max(_FEW * (peak / few_rows / slower - 1), 0.0)
+    half_features = max(few * ((peak / few_features) ** 0.5 - 1), 0.0)
+    slower = (1 + half_features / least) ** 2
+    half_rows = max(few * (peak / few_rows / slower - 1), 0.0)
     return peak, half_rows, half_features
 
 
 def _product_flops(rows, inputs, outputs, dtype="float32"):
-    times = int(min(max(2e9 / (2.0 * rows * inputs * outputs), 2), 32))
+    times = int(min(max(_own().flops / (2.0 * rows * inputs * outputs), 2), 32))
     normal = lambda shape, seed: tf.cast(tf.random.stateless_normal(shape, [0, seed]), dtype)
     many, y = [normal([rows, inputs], seed) for seed in range(times)], normal([inputs, outputs], 99)
     products = tf.function(lambda many: tf.add_n([tf.matmul(x, y)[0, 0] for x in many]))
@@ -143,10 +181,10 @@ def _product_flops(rows, inputs, outputs, dtype="float32"):
 
 
 def _memory_bytes_per_second():
-    x = tf.Variable(tf.zeros([_MEMORY_ITEMS]))
-    one = tf.ones([_MEMORY_ITEMS])
-    step = tf.function(lambda: x.assign_add(one))  # reads two and writes one
-    return 12.0 * _MEMORY_ITEMS / _seconds(lambda: step().numpy()[0])
+    number = _own().memory_items
+    x, one = tf.Variable(tf.zeros([number])), tf.ones([number])
+    step = tf.function(lambda: x.assign_add(one)[0])  # reads two and writes one
+    return 12.0 * number / _seconds(lambda: step().numpy())
 
 
 def _overhead_seconds():
@@ -173,9 +211,10 @@ def _block_bytes_per_second(device):
     What it takes beyond its products, which the device's other figures tell, is for the bytes that
     `planner.work` counts.
     """
-    model = ModelShape("block", _BLOCK_HIDDEN, _BLOCK_HEADS, 1, _BLOCK_LENGTH, num_layers=1)
-    block = TransformerEncoderLayer(_BLOCK_HIDDEN, _BLOCK_HEADS, 4 * _BLOCK_HIDDEN)
-    x = tf.random.stateless_normal([_BLOCK_ROWS, _BLOCK_LENGTH, _BLOCK_HIDDEN], [0, 1])
+    rows, length, hidden, heads = _own().block
+    model = ModelShape("block", hidden, heads, 1, length, num_layers=1)
+    block = TransformerEncoderLayer(hidden, heads, 4 * hidden)
+    x = tf.random.stateless_normal([rows, length, hidden], [0, 1])
     block(x)
 
     @tf.function
@@ -185,7 +224,7 @@ def _block_bytes_per_second(device):
             loss = tf.reduce_sum(block(x, training=True))
         return tf.add_n([tf.reshape(g, [-1])[0] for g in tape.gradient(loss, [x, *block.weights])])
 
-    layouts = Layouts.of(micro_batch=_BLOCK_ROWS)
+    layouts = Layouts.of(micro_batch=rows)
 
     def planned(rate):
         own = dataclasses.replace(device, memory_gb_per_second=rate)
@@ -197,7 +236,7 @@ def _block_bytes_per_second(device):
 
 
 def _sizes():
-    return _SMALL_BYTES, _LARGE_BYTES
+    return _SMALL_BYTES, _own().large_bytes
 
 
 def _all_reduce_seconds(size):
@@ -250,7 +289,8 @@ def _mesh_seconds(size, members):
 
 def _link(small_seconds, large_seconds, members=1):
     """Return the `Link` of the seconds of two sizes: of a ring of members, or from one to one."""
-    sent = 2 * (members - 1) / members * _LARGE_BYTES if members > 1 else _LARGE_BYTES
+    large = _own().large_bytes
+    sent = 2 * (members - 1) / members * large if members > 1 else large
     rate = sent / max(large_seconds - small_seconds, 0.1 * large_seconds)
     return Link(round(rate / 1e9, 4), 0.0, round(small_seconds * 1e6, 1))
 

@@ -20,7 +20,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
         InputError: what is asked does not exist, or does not go together.
     """
     if arguments.plot:
-        check_installed("matplotlib", "pictures", "plot")
+        check_installed("matplotlib", "pictures")
     if arguments.measure:
         from dtransformer.cli.measured_machine import measure_to
 

@@ -6,7 +6,6 @@ it multiplies or prints has a limit.
 """
 
 import datetime
-import importlib.util
 import json
 import math
 import pathlib
@@ -14,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 
-from dtransformer.errors import InputError, one_line, shown
+from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 
@@ -56,8 +55,7 @@ class ChatTemplate:
         name: str = "the template",
         date: str | None = None,
     ):
-        if importlib.util.find_spec("jinja2") is None:
-            raise InputError("chat templates need jinja2: pip install 'dtransformer[chat]'")
+        check_installed("jinja2", "chat templates")
         self.name, self._tokens = str(name), dict(tokens or {})
         self._steps = _Steps()
         today = datetime.date.fromisoformat(date) if date else datetime.date.today()

@@ -26,7 +26,7 @@ def iterate_columns(
         InputError: pyarrow is missing; the file is missing or damaged, or lacks a column, or has
             something else than text in it.
     """
-    check_installed("pyarrow", f"{path}: Arrow and Parquet files", "arrow")
+    check_installed("pyarrow", f"{path}: Arrow and Parquet files")
     with opened(path) as file, _told(path):
         batches, schema = _parquet(file, columns) if _ends(path, PARQUET) else _arrow(file)
         _check_columns(schema, columns, path)
@@ -46,7 +46,7 @@ def iterate_rows(path: FilePath) -> Iterator[tuple[int, dict]]:
     Raises:
         InputError: pyarrow is missing, or the file is missing or damaged.
     """
-    check_installed("pyarrow", f"{path}: Arrow and Parquet files", "arrow")
+    check_installed("pyarrow", f"{path}: Arrow and Parquet files")
     with opened(path) as file, _told(path):
         batches, _ = _parquet(file, None) if _ends(path, PARQUET) else _arrow(file)
         number = 1

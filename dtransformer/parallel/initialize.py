@@ -6,6 +6,8 @@ for several ranks only, DTensor where operations are sharded.
 
 import dataclasses
 
+import tensorflow as tf
+
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
@@ -15,7 +17,7 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.cluster import start_mesh, stop_mesh
-from dtransformer.parallel.runtime.devices import device_type, take_devices
+from dtransformer.parallel.runtime.devices import all_devices, device_type, take_devices
 from dtransformer.parallel.runtime.launch import (
     compare_ranks,
     fitting,
@@ -31,8 +33,9 @@ def init(
     config: TransformerOpParallelConfig | None = None,
     *,
     seed: int | None = None,
-    local_devices: int = 1,
+    local_devices: int | str = 1,
     stall_seconds: float | None = None,
+    deterministic: bool = False,
 ) -> Topology:
     """Join the job and make `config` the global parallel config.
 
@@ -46,11 +49,13 @@ def init(
         seed: int, from which initial weights and dropout masks are derived; 0 by
             default. The same on every rank.
         local_devices: number of devices that each rank drives: GPUs, or logical CPU
-            devices where there is no GPU.
+            devices where there is no GPU. "all" shares all GPUs of a host among its ranks.
         stall_seconds: how long a step may take until the watchdog ends the job, on every rank
             and with the name of the one at fault; more where steps are slow, and while
             functions are compiled, checkpoints saved or data validated. 0 for no watchdog. By
             default what the environment has as DTRANSFORMER_STALL_SECONDS, or 50.
+        deterministic: whether operations of this process give the same bits each time, for as
+            long as it lasts: on GPUs slower ones; one that has no such form is an error.
 
     Returns:
         The `Topology` of the job.
@@ -73,18 +78,22 @@ def init(
         raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
     if seed is not None:
         validators.count_or_zero("seed", seed)
-    validators.count("local_devices", local_devices)
+    if local_devices != "all":
+        validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     before = job.current()
     has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
     _leave_layout()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
+    local_size = hvd.local_size() if hvd else 1
+    local_devices = all_devices(local_size) if local_devices == "all" else local_devices
     config = fitting(config, size * local_devices)
     topology = Topology.from_config(config, size, local_devices)
     validators.check_supported(config, local_devices)
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
     if not has_devices:  # before the first operation
-        local_size = hvd.local_size() if hvd else 1
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = [None]
     if hvd:

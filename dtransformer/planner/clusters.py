@@ -53,6 +53,14 @@ A100 = Constants(
     source="fitted on Narayanan et al., 2021, table 1, and on the measured layouts of the 3.6 B and "
     "18.4 B models; those of the 39.1 B and 175 B models were held out",
 )
+# Of one H200 (docs/gpus.md): 8192³ in 16 bits runs at 735 of 989 TFLOP/s, which with the A100's halves
+# is this share of the peak; copies reach 3.9 of 4.8 TB/s. Newer cards have it, too.
+HOPPER = dataclasses.replace(
+    A100,
+    product_share=0.81,
+    memory_share=0.81,
+    source="products and copies are those of one H200, the others the A100's",
+)
 # Those of the A100 that steps which were measured on it have in them.
 CHECKED = (
     *("product_share", "half_rows", "half_features", "pass_overhead_us"),
@@ -125,7 +133,7 @@ class Device:
         """
         own = dataclasses.asdict(self.constants)
         source = own.pop("source")
-        if source != A100.source:  # of a machine that was measured
+        if source not in (A100.source, HOPPER.source):  # of a machine that was measured
             return list(own), []
         is_checked = lambda name: name in CHECKED and own[name] == getattr(A100, name)
         found = [x for x in own if self.name.startswith("a100") and is_checked(x)]
@@ -137,7 +145,8 @@ _NVIDIA = "NVIDIA's data sheets; 16 bits dense, TF32 dense for float32"
 
 def _device(name, *figures):
     has_bfloat16 = not name.startswith("v100")  # from the A100 on
-    return Device(name, *figures, source=_NVIDIA, has_bfloat16=has_bfloat16)
+    constants = A100 if name[:4] in ("v100", "a100") else HOPPER
+    return Device(name, *figures, 8, constants, _NVIDIA, has_bfloat16=has_bfloat16)
 
 
 DEVICES = {
@@ -165,7 +174,7 @@ class Cluster:
         num_devices: how many there are.
         devices_per_node: how many a node has; the device's own by default.
         usable_share: share of a device's memory that training may take; the rest is the
-            framework's and fragmentation.
+            framework's, NCCL's buffers and fragmentation (docs/gpus.md).
 
     Raises:
         InputError: a number is not a positive integer, or nodes are not full.

@@ -4,15 +4,13 @@ Ranks of a job read the same environment and machines of the same kind, so that 
 plan by itself; where machines differ, give a device, or `dtransformer.init` refuses the job.
 """
 
-import glob
 import os
-import pathlib
 import re
 
 from dtransformer.errors import InputError, shown
+from dtransformer.nvidia_driver import gpu_names
 from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
 
-_GPUS = "/proc/driver/nvidia/gpus/*/information"
 # Of one core, as `dtransformer plan --measure` found them on two cores of a virtual machine with
 # AVX-512: float32 products, memory, and what ranks of a host send each other over loopback, of which
 # the model axis goes through DTensor, stages have connections of their own, and data go through
@@ -54,32 +52,35 @@ def this_device(ranks: int | None = None) -> Device:
     Raises:
         InputError: the host has GPUs that no table has.
     """
-    found = sorted(glob.glob(_GPUS))
-    if found:
-        return device_of_gpu(pathlib.Path(found[0]).read_text("utf-8"))
+    for name in gpu_names():
+        return device_of_gpu(name)
+    return this_cpu(ranks)
+
+
+def this_cpu(ranks: int | None = None) -> Device:
+    """Return a rank's share of this host's cores and memory, as `this_device` without a GPU."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return cpu_device(len(os.sched_getaffinity(0)), pages / 1e9, ranks or ranks_per_host())
 
 
-def device_of_gpu(information: str) -> Device:
-    """Return the device of what the driver says of a GPU.
+def device_of_gpu(name: str) -> Device:
+    """Return the device of a GPU's model, as the driver calls it.
 
     Raises:
         InputError: no table has it.
 
     Example:
 
-    >>> device_of_gpu("Model:  NVIDIA A100-SXM4-80GB").name
+    >>> device_of_gpu("NVIDIA A100-SXM4-80GB").name
     'a100-80'
     """
-    match = re.search(r"Model:\s*(.*)", information)
-    name = match[1].strip() if match else "?"
+    words = re.split(r"[ -]", name)
     for key in sorted(DEVICES, reverse=True):
         family, size = key.split("-")
-        if family.upper() in name and (f"{size}GB" in name or "GB" not in name):
+        if family.upper() in words and (f"{size}GB" in name or "GB" not in name):
             return DEVICES[key]
     for family in ("v100", "a100", "h100", "h200", "b200"):
-        if family.upper() in name:
+        if family.upper() in words:
             return device_named(family)
     raise InputError(
         f"there are no figures of the GPU {shown(name)}: measure it with dtransformer plan "

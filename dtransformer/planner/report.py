@@ -64,8 +64,8 @@ def _checked_lines(device):
         lines.append(f"Checked: {', '.join(checked)} of {device.name}: {device.constants.source}.")
     if others and not checked:
         lines.append(
-            f"Not checked against any measurement: {', '.join(others)} of {device.name}, which are "
-            "the A100's; its other figures are its vendor's. --measure measures them."
+            f"Not checked against any measurement: {', '.join(others)} of {device.name} "
+            f"({device.constants.source}); its other figures are its vendor's. --measure measures them."
         )
     elif others:
         lines.append(f"Not checked against any measurement: {', '.join(others)}.")
@@ -179,7 +179,7 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
     Raises:
         InputError: matplotlib is not installed, or does not know such files.
     """
-    check_installed("matplotlib", "pictures", "plot")
+    check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 5), layout="constrained")

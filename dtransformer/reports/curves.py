@@ -18,7 +18,7 @@ def draw_losses(metrics: str | os.PathLike, picture: str | os.PathLike) -> None:
     Raises:
         InputError: matplotlib is not there.
     """
-    check_installed("matplotlib", "pictures", "plot")
+    check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
 
     lines = [json.loads(x) for x in pathlib.Path(metrics).read_text(encoding="utf-8").splitlines()]

@@ -87,7 +87,7 @@ class ExpertLoad:
 
     def plot(self):
         """Return a matplotlib figure: the load of each expert, as a multiple of the mean."""
-        check_installed("matplotlib", "pictures", "plot")
+        check_installed("matplotlib", "pictures")
         from matplotlib.figure import Figure
 
         most = max(len(one.taken) for one in self.layers)

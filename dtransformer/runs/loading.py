@@ -29,9 +29,9 @@ def start_job(config: RunConfig) -> None:
         InputError: the layout does not fit them.
     """
     try:
-        dtransformer.init(
-            config.parallel, seed=config.training.seed, local_devices=config.training.local_devices
-        )
+        fields = ("seed", "local_devices", "deterministic")
+        own = {name: getattr(config.training, name) for name in fields}
+        dtransformer.init(config.parallel, **own)
     except ValueError as error:
         raise InputError(f"parallel: {error}") from None
 

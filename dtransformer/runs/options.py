@@ -289,6 +289,7 @@ class TrainingOptions:
     jit_compile: Literal["auto", "true", "false"] = "auto"
     steps_per_execution: Annotated[int, Field(ge=1, le=10**4)] = 1  # steps of a call
     local_devices: Annotated[int, Field(ge=1, le=128)] = 1  # of each rank
+    deterministic: bool = False  # the same bits each time, on GPUs by slower operations
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, dropout and shuffling
     checkpoint_steps: Number = 0  # steps between checkpoints; 0 for one checkpoint an epoch
     checkpoint_minutes: NotNegative = 0  # or the time between them
@@ -303,7 +304,6 @@ class NetworkTraining(TrainingOptions):
     """How the model is trained."""
 
     neftune_alpha: NotNegative = 0.0  # noise of embeddings while training, such as 5
-
     batch_size: Count = 32  # rows of a global batch
     epochs: Annotated[int, Field(ge=1, le=10**6)] = 1  # from the run's beginning
     learning_rate: NotNegative = 2e-4  # the greatest, after the warm-up

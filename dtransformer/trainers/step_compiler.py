@@ -92,7 +92,5 @@ def set_tensorflow_options(jit_compile: bool | str) -> None:
         {"arithmetic_optimization": False, "function_optimization": False}
     )
     if device_type() == "GPU":  # where elementwise operations would all go through memory
-        if jit_compile == "auto" and job.mesh() is None:
-            tf.config.optimizer.set_jit("autoclustering")
-        elif jit_compile is False or job.mesh() is not None:
-            tf.config.optimizer.set_jit(False)
+        clusters = jit_compile == "auto" and job.mesh() is None
+        tf.config.optimizer.set_jit("autoclustering" if clusters else False)

@@ -85,7 +85,7 @@ def test_arrow_and_parquet(tmp_path, name):
 def test_pyarrow_is_asked_for_where_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     path = written(tmp_path / "x.parquet", b"")
-    assert "need pyarrow: pip install 'dtransformer[arrow]'" in refused(documents, [path])
+    assert "need pyarrow: pip install pyarrow" in refused(documents, [path])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ LONG = (
     "alone@1x1 pp2m4-1f1b@2x1 alone@1x1+fp16 dp2@2x1 dp2@2x1+bf16 dp2@2x1+fp16 "
     "dp2@2x1+shard3+bf16 dp2@2x1+shard3+fp16 "
     "mp2@1x2 mp2@1x2+bf16 mp2@1x2+fp16 mp2@1x2+sp+bf16 cp2@1x2+ring+bf16 cp2@1x2+ulysses "
-    "dp2ep2@2x1+bf16 pp2m4-zb_h1@2x1 pp2m4-1f1b@2x1+fp16"
+    "mp2@1x2+sp+fp16 cp2@1x2+ring+fp16 dp2ep2@2x1+bf16 dp2ep2@2x1+fp16 "
+    "pp2m4-zb_h1@2x1 pp2m4-1f1b@2x1+fp16"
 ).split()
 # What TensorFlow's executor, its graph passes or the host do by themselves.
 NO_KERNELS = {

@@ -1,25 +1,39 @@
 """Which GPUs a rank takes, with lists of GPUs that are not there; and devices after a mesh."""
 
+import os
+import platform
 import sys
 import types
 
 import pytest
 import tensorflow as tf
 
-from dtransformer import TransformerOpParallelConfig
-from dtransformer.cli.doctor import doctor
+from dtransformer import TransformerOpParallelConfig, nvidia_driver
 from dtransformer.parallel.runtime import devices
 from dtransformer.parallel.runtime import launch as launch_module
+from harness.gpus import libcuda, write_bus, write_driver
 from harness.launch import launch, tail
 
 TWICE = """
-import tensorflow as tf, dtransformer
+import os, tensorflow as tf, dtransformer
 from dtransformer import TransformerOpParallelConfig as Config
+from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
+assert os.environ["CUDA_CACHE_MAXSIZE"] == "4294967296"
 for _ in range(2):
     dtransformer.init(Config(model_parallel=2), local_devices=2)
     tf.ones([2]).numpy()
+    with tf.device("CPU:1"):  # as of a GPU: what a checkpoint's writer keeps is in the host's memory
+        variable = tf.Variable([1.0])
+    value = ShardedTensor("x", (1,), variable, ()).read()
+    assert "CPU:1" in variable.device and "CPU:0" in value.device, (variable.device, value.device)
     print("threads", tf.config.threading.get_intra_op_parallelism_threads())
-dtransformer.init(Config(), local_devices=1)
+dtransformer.init(Config(), local_devices="all", deterministic=True)
+try:
+    tf.random.uniform([2])
+except RuntimeError as error:
+    assert "determinism" in str(error)
+else:
+    raise AssertionError("numbers without a seed")
 print("alone", dtransformer.get_parallel_config().model_parallel)
 """
 
@@ -109,9 +123,8 @@ def test_a_tensor_before_init_is_told(cards, monkeypatch):
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
     """A machine with a driver, of whose GPUs TensorFlow sees none."""
-    file = tmp_path / "version"
-    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Release Build\n")
-    monkeypatch.setattr(devices, "_DRIVER", file)
+    write_driver(tmp_path)
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -124,10 +137,63 @@ def test_a_driver_without_gpus_is_told_once(driver, monkeypatch):
     assert devices.unused_driver() is None
 
 
-def test_doctor_fails_where_a_driver_has_no_gpus(driver, capsys):
-    assert doctor() == 1
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
-    assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
+@pytest.fixture
+def nodes(cards, monkeypatch, tmp_path):
+    """A host of two nodes with two GPUs each; the cores that a rank was bound to, by calls."""
+    bound, cuda = [], libcuda()
+    write_bus(tmp_path, ["0-3,8-11", "0-3,8-11", "4-7", "4-7"])
+    cards(4)
+    monkeypatch.setattr(nvidia_driver, "_PCI", tmp_path)
+    monkeypatch.setattr(nvidia_driver, "_cuda", lambda: (cuda, 0))
+    monkeypatch.setattr(devices, "_cores_at_start", lambda: list(range(10)))
+    monkeypatch.setattr(devices.os, "sched_setaffinity", lambda _, cores: bound.append(cores))
+    monkeypatch.setattr(devices.os, "listdir", lambda _: ["1"])
+    return bound
+
+
+@pytest.mark.parametrize(
+    "local_rank, local_devices, near",
+    [(0, 1, [0, 1, 2, 3, 8, 9]), (3, 1, [4, 5, 6, 7]), (0, 4, list(range(10)))],
+)
+def test_a_rank_computes_near_its_gpus(nodes, local_rank, local_devices, near):
+    devices.take_devices(local_rank, 4 // local_devices, local_devices, is_pipeline=False)
+    assert nodes == [near]
+
+
+@pytest.mark.parametrize("variable", ["DTRANSFORMER_BIND_CORES", "no bus"])
+def test_a_rank_stays_where_it_is(nodes, monkeypatch, tmp_path, variable):
+    monkeypatch.setenv(variable, "0")
+    if variable == "no bus":
+        monkeypatch.setattr(nvidia_driver, "_PCI", tmp_path / "none")
+    devices.take_devices(0, 4, 1, is_pipeline=False)
+    assert not nodes
+
+
+@pytest.mark.parametrize(
+    "gpus, logical, ranks, each", [(8, 1, 1, 8), (8, 1, 4, 2), (1, 4, 1, 4), (0, 1, 1, 1)]
+)
+def test_all_gpus_of_a_host(cards, monkeypatch, gpus, logical, ranks, each):
+    monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", str(logical))
+    cards(gpus)
+    assert devices.all_devices(ranks) == each
+
+
+def test_compiled_kernels_are_kept_on_each_host(monkeypatch, tmp_path):
+    for name in ("CUDA_CACHE_MAXSIZE", "CUDA_CACHE_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path / "none")
+    nvidia_driver.keep_compiled_kernels()
+    assert int(os.environ["CUDA_CACHE_MAXSIZE"]) == 2**32 and "CUDA_CACHE_PATH" not in os.environ
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
+    nvidia_driver.keep_compiled_kernels()
+    folder = os.environ["CUDA_CACHE_PATH"]
+    assert os.path.isdir(folder) and folder.startswith(str(tmp_path))
+    assert folder.endswith(platform.node())
+    monkeypatch.setenv("CUDA_CACHE_PATH", "/given")
+    nvidia_driver.keep_compiled_kernels()
+    assert os.environ["CUDA_CACHE_PATH"] == "/given"
 
 
 def test_two_ranks_that_see_one_gpu_are_refused(cards, monkeypatch):

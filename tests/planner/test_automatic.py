@@ -64,9 +64,10 @@ def test_gpus_by_the_name_that_their_driver_says():
     names = {"NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA H100 80GB HBM3": "h100-80"}
     names |= {"Tesla V100-SXM2-16GB": "v100-16", "NVIDIA H200": "h200-141"}
     for name, expected in names.items():
-        assert device_of_gpu(f"Model: \t\t {name}\nIRQ: 1").name == expected
-    with pytest.raises(InputError, match="no figures of the GPU 'Other'"):
-        device_of_gpu("Model: Other")
+        assert device_of_gpu(name).name == expected
+    for name in ("NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
+        with pytest.raises(InputError, match=f"no figures of the GPU '{name}': measure it"):
+            device_of_gpu(name)
 
 
 def test_ranks_of_a_host_share_its_cores_and_memory():

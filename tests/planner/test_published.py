@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from dtransformer.planner.clusters import A100, DEVICES
+from dtransformer.planner.clusters import A100, DEVICES, HOPPER
 from harness.published_tables import compared, published
 from harness.published_tables.compared import with_made_part
 
@@ -63,8 +63,20 @@ def test_what_it_chooses_is_nearly_the_best(model):
     assert compared.layouts_of(model).regret <= 0.05
 
 
-def test_one_set_of_constants_serves_all():
-    assert all(device.constants is A100 for device in DEVICES.values())
+def test_two_sets_of_constants_serve_all():
+    """What is fitted on steps of the A100, and the shares that products and copies of an H200 reach."""
+    for name, device in DEVICES.items():
+        assert device.constants is (A100 if name[:4] in ("v100", "a100") else HOPPER)
+    changed = {name for name, value in vars(HOPPER).items() if value != getattr(A100, name)}
+    assert changed == {"product_share", "memory_share", "source"}
+
+
+def test_products_and_copies_of_one_h200():
+    """docs/gpus.md has what they take; of memory it counts reading and writing."""
+    h200, of_features = DEVICES["h200-141"], 1 + HOPPER.half_features / 8192
+    slower = (1 + HOPPER.half_rows / 8192) * of_features**2
+    assert 690 < h200.tflops_16_bit * HOPPER.product_share / slower < 780
+    assert h200.memory_gb_per_second * HOPPER.memory_share == pytest.approx(3900, rel=0.02)
 
 
 def test_the_page_has_the_tables_of_today():

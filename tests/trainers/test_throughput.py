@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtransformer.reports.throughput import Throughput
+from dtransformer.reports.throughput import PRODUCTS, Throughput, measured_peak
 
 
 def test_a_share_of_the_peak():
@@ -21,3 +21,10 @@ def test_a_peak_that_was_measured_while_others_used_the_machine_is_what_steps_do
     found.reset()
     found.add(seconds=1.0, tokens=10, flops=50.0)
     assert found.logs()["share_of_peak"] == pytest.approx(0.25)
+
+
+def test_the_peak_is_of_products_and_not_of_launches(monkeypatch):
+    size, times = PRODUCTS["GPU"]
+    assert 2 * size**3 * times / 1e15 > 100 * 50e-6  # seconds of a fast card; of launch and read
+    monkeypatch.setitem(PRODUCTS, "CPU", (64, 8))  # several in one call, as on a GPU
+    assert 1e6 < measured_peak.__wrapped__("float32", seconds=0.01) < 1e13

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import os
-import pathlib
 import warnings
 
 import tensorflow as tf
 
+from dtransformer import nvidia_driver
+
 _THREADS_THAT_SEND = 3
-_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # A bound, not a reservation: enough for the layouts that are tried on one card.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
 
@@ -24,11 +24,9 @@ def unused_driver() -> str | None:
 
     What `CUDA_VISIBLE_DEVICES` hides is not missed.
     """
-    hides = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if hides or not _DRIVER.exists() or device_type() == "GPU":
+    if nvidia_driver.are_gpus_hidden() or device_type() == "GPU":
         return None
-    words = _DRIVER.read_text("utf-8", "replace").split()
-    return next((word for word in words if word[:1].isdecimal()), "of unknown version")
+    return nvidia_driver.driver_version()
 
 
 @functools.cache
@@ -63,7 +61,7 @@ def take_devices(local_rank: int, local_size: int, local_devices: int, is_pipeli
         return
     cores = _cores_at_start()
     share = len(cores) // local_size
-    if local_size > 1 and share and os.environ.get("DTRANSFORMER_BIND_CORES") != "0":
+    if local_size > 1:
         _bind_to(cores[local_rank * share : (local_rank + 1) * share])
     try:
         tf.config.threading.set_intra_op_parallelism_threads(max(share // local_devices, 1))
@@ -86,6 +84,11 @@ def logical_gpus() -> int:
     if not asked.isdecimal() or not int(asked):
         raise ValueError(f"DTRANSFORMER_LOGICAL_GPUS must be a positive integer, got {asked!r}")
     return int(asked)
+
+
+def all_devices(local_size: int) -> int:
+    """Return the number of devices of each rank where a host's ranks share all of its GPUs."""
+    return max(len(tf.config.list_physical_devices("GPU")) * logical_gpus() // local_size, 1)
 
 
 def cards_of_its_own(local_size: int, local_devices: int) -> str | None:
@@ -111,6 +114,8 @@ def _take_gpus(local_rank, local_size, local_devices):
             f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
             "most one rank a GPU, or cut cards with DTRANSFORMER_LOGICAL_GPUS to try a layout"
         )
+    near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
+    _bind_to(sorted(near.intersection(_cores_at_start())))  # and so the memory that they take
     try:
         tf.config.set_visible_devices(list(dict.fromkeys(own)), "GPU")
         for card in dict.fromkeys(own):
@@ -127,7 +132,12 @@ def _take_gpus(local_rank, local_size, local_devices):
 
 
 def _bind_to(cores):
-    """Keep all threads of this process on its own cores, whose caches hold what they work on."""
+    """Keep all threads of this process on its own cores, whose caches hold what they work on.
+
+    Without cores, or with DTRANSFORMER_BIND_CORES=0, they stay where they are.
+    """
+    if not cores or os.environ.get("DTRANSFORMER_BIND_CORES") == "0":
+        return
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(int(thread), cores)

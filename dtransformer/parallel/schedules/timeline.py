@@ -160,7 +160,7 @@ def trace(timeline: Timeline) -> dict:
 
 def plot(timeline: Timeline, ideal: Timeline):
     """Return a figure of a measured timeline and of the ideal one."""
-    check_installed("matplotlib", "pictures", "plot")
+    check_installed("matplotlib", "pictures")
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -15,6 +15,7 @@ _PATIENCE = {
 KINDS = tuple(_PATIENCE)
 # Those that end early where the rank does not even compute: then it waits for others.
 _COMPUTES = ("compiling", "validating")
+_FIRST = 40  # times, while the first step compiles: a GPU's driver may take half an hour for it
 _TIMES_THE_LONGEST = 4  # what a step may take of the longest one before it
 # Those in which ranks need no other rank, but where they say that they wait.
 _ALONE = ("outside", "saving")
@@ -84,6 +85,8 @@ def is_over(activity: Activity, later: float, stall_seconds: float) -> bool:
         seconds, limit = activity.waited + later, stall_seconds
     elif activity.kind in _COMPUTES and activity.idle_seconds + later > stall_seconds:
         limit = stall_seconds
+    elif activity.kind == "compiling" and not activity.longest:
+        limit = stall_seconds * _FIRST
     return seconds > max(limit, _TIMES_THE_LONGEST * activity.longest)
 
 

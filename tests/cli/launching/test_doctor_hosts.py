@@ -8,7 +8,7 @@ from dtransformer.cli import doctor_hosts, host_probe, main
 def test_this_host(capsys):
     assert main(["doctor", "--hosts", "localhost"]) == 0
     told = capsys.readouterr().out
-    for what in ("ssh", "versions", "files", "memory", "clock", "network"):
+    for what in ("ssh", "versions", "files", "GPUs", "memory", "clock", "network"):
         assert f"localhost: {what}" in told
     assert "ms there and back" in told and "FAILED" not in told
 
@@ -22,6 +22,7 @@ def test_a_host_that_does_not_answer(capsys):
 @pytest.mark.parametrize("field, value, told", [
     ("versions", {**host_probe.describe()["versions"], "numpy": "0.1"}, "numpy 0.1"),
     ("files", "another", "dtransformer's files differ"),
+    ("gpus", "8 × NVIDIA H100, 550.54", "8 × NVIDIA H100"),
     ("free_gib", 0.2, "0.2 GiB free"),
     ("time", 0.0, " s, as far as ssh lets see"),
 ])  # fmt: skip

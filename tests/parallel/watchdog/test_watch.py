@@ -25,7 +25,9 @@ ACTIVITIES = [
     (step(seconds=300, longest=20, waits_in="an all-gather for rank 1", waited=79), False),
     (Activity("compiling", 1, 300), False),
     (Activity("compiling", 1, 300, idle_seconds=51), True),  # compiles nothing
-    (Activity("compiling", 1, 501), True),
+    (Activity("compiling", 1, 1999), False),  # no step has ended: a GPU's driver compiles kernels
+    (Activity("compiling", 1, 2001), True),
+    (Activity("compiling", 7, 501, longest=20), True),
     (Activity("validating", 7, 300), False),
     (Activity("validating", 7, 300, idle_seconds=51), True),
     (Activity("saving", 7, 300, idle_seconds=300), False),  # a disk takes no cores

@@ -1,0 +1,58 @@
+"""Machines with GPUs that are not there: their driver's files, nvidia-smi, and what libcuda says."""
+
+import pathlib
+import types
+
+_VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Release Build\n"
+
+
+def write_driver(folder, version="580.159.04", model=None):
+    """Write the driver's files into a folder, and those of a GPU of a model, where one is given."""
+    (folder / "version").write_text(_VERSION.format(version))
+    if model is not None:
+        (folder / "gpus/0000:01:00.0").mkdir(parents=True)
+        (folder / "gpus/0000:01:00.0/information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
+
+
+def write_nvidia_smi(folder, **fields):
+    """Write a program nvidia-smi into a folder, which prints fields of two GPUs that are alike."""
+    cases = " ".join(
+        f'--query-gpu={name}) echo "{text}"; echo "{text}";;' for name, text in fields.items()
+    )
+    path = pathlib.Path(folder, "nvidia-smi")
+    path.write_text(f'#!/bin/sh\ncase "$1" in {cases} *) exit 9;; esac\n')
+    path.chmod(0o755)
+
+
+def put(code, value):
+    """Return a function of a C library: it writes a value where it is pointed to, and returns a code."""
+
+    def function(pointer, *_):
+        pointer._obj.value = value
+        return code
+
+    return function
+
+
+def name_bus(text, length, gpu):
+    """Write the place of a GPU on the bus, as libcuda does, in capitals."""
+    text.value = f"0000:{0x3A + gpu:02X}:00.0".encode()
+    return 0
+
+
+def write_bus(folder, cores):
+    """Write the cores near to GPUs, a text for each, into a folder as of /sys/bus/pci/devices."""
+    for gpu, near in enumerate(cores):
+        path = pathlib.Path(folder, f"0000:{0x3A + gpu:02x}:00.0")
+        path.mkdir()
+        (path / "local_cpulist").write_text(near + "\n")
+
+
+def libcuda(version=12080, code=0, memory=48 << 30):
+    """Return what stands for libcuda."""
+    return types.SimpleNamespace(
+        cuInit=lambda flags: code,
+        cuDriverGetVersion=put(0, version),
+        cuDeviceTotalMem_v2=put(0, memory),
+        cuDeviceGetPCIBusId=name_bus,
+    )

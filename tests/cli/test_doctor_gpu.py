@@ -1,0 +1,146 @@
+"""Promise: who has a GPU that is not used, or not as it should be, is told why and what to do."""
+
+import types
+
+import pytest
+import tensorflow as tf
+
+from dtransformer import nvidia_driver
+from dtransformer.cli import doctor as doctor_module
+from dtransformer.cli import doctor_gpu, measured_machine
+from dtransformer.errors import InputError
+from dtransformer.planner.machine import this_device
+from harness.gpus import libcuda, put, write_driver, write_nvidia_smi
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine whose driver, libraries and GPUs are as a test says; a function that puts them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
+
+    def has(gpus=(), cuda=None, nccl=(0, 22707), libraries=True):
+        library = None if cuda is None else libcuda(*cuda)
+        monkeypatch.setattr(
+            nvidia_driver, "_cuda", lambda: (library, library and library.cuInit(0))
+        )
+        monkeypatch.setattr(doctor_gpu, "_can_be_opened", lambda name: libraries)
+        framework = types.SimpleNamespace(ncclGetVersion=put(*nccl))
+        monkeypatch.setattr(doctor_gpu, "_framework", lambda: framework)
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: list(gpus))
+        experimental, grown = tf.config.experimental, []
+        monkeypatch.setattr(experimental, "get_device_details", lambda gpu: gpu)
+        monkeypatch.setattr(experimental, "set_memory_growth", lambda gpu, on: grown.append(gpu))
+        return grown
+
+    return has
+
+
+def card(name, *capability):
+    return {"device_name": name, "compute_capability": capability}
+
+
+H100, T4 = card("NVIDIA H100", 9, 0), card("Tesla T4", 7, 5)
+
+
+@pytest.mark.parametrize(
+    "gpus, cuda, ok, told",
+    [
+        (
+            [H100] * 8,
+            (12050,),
+            True,
+            "8 × NVIDIA H100, compute capability 9.0: its driver compiles",
+        ),
+        ([H100], (12040,), False, "its driver has CUDA 12.4, TensorFlow's wheel is of 12.5"),
+        ([T4], (12020,), True, "1 × Tesla T4, compute capability 7.5"),
+        ([T4], (11080,), False, "its driver has CUDA 11.8"),
+        ([card("B200", 10, 0)], (12080,), True, "older than this card, and nobody has tried it"),
+        ([card("Quadro M4000", 5, 2)], (12080,), False, "TensorFlow's wheel has code from 6.0 on"),
+    ],
+)
+def test_cards_that_tensorflow_sees(machine, gpus, cuda, ok, told):
+    grown = machine(gpus, cuda)
+    found, nccl = doctor_gpu.examine_gpus()
+    assert found["ok"] is ok and told in found["found"] and bool(found["mend"]) is not ok
+    assert nccl["found"] == "2.27.7" and grown == gpus  # memory of who trains there is left
+
+
+def test_nccl_that_cannot_be_opened(machine):
+    machine([T4], (12080,), nccl=(2, 0))
+    assert doctor_gpu.examine_gpus()[1]["ok"] is None  # one GPU sends nothing
+    machine([T4, T4], (12080,), nccl=(2, 0))
+    found = doctor_gpu.examine_gpus()[1]
+    assert found["ok"] is False and "tensorflow[and-cuda]" in found["mend"]
+
+
+@pytest.mark.parametrize(
+    "cuda, libraries, told, mend",
+    [
+        ((12080,), False, "libcublas.so.12 and 6 others cannot be opened", "make setup GPU=1"),
+        ((11040,), False, "its driver has CUDA 11.4", "version 555"),
+        ((12020,), True, "its driver has CUDA 12.2", "version 555"),
+        (None, True, "libcuda.so.1 cannot be opened", "--gpus all"),
+        ((12080, 803), True, "CUDA does not start, error 803", "nvidia-smi"),
+        ((12080,), True, "all of its libraries are there", "TF_CPP_MIN_LOG_LEVEL=0"),
+    ],
+)
+def test_a_driver_whose_gpus_tensorflow_does_not_see(
+    machine, tmp_path, cuda, libraries, told, mend
+):
+    write_driver(tmp_path)
+    machine((), cuda, libraries=libraries)
+    (found,) = doctor_gpu.examine_gpus()
+    assert found["ok"] is False and mend in found["mend"]
+    assert found["found"].startswith("driver 580.159.04, and TensorFlow sees no GPU: ")
+    assert told in found["found"] and "\n" not in found["found"]
+
+
+def test_doctor_fails_where_a_driver_has_no_gpus(monkeypatch, tmp_path, capsys):
+    write_driver(tmp_path)
+    monkeypatch.setattr(nvidia_driver, "_FILES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor_module, "_horovod", list)  # imported in another process
+    assert doctor_module.doctor() == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if " GPU " in x and "FAILED" in x]
+    assert "driver 580.159.04, and TensorFlow sees no GPU: libcublas.so.12 and 6 others" in line
+
+
+def test_a_driver_that_nvidia_smi_alone_shows(machine, tmp_path):
+    write_nvidia_smi(tmp_path, driver_version="560.94", name="NVIDIA L4")
+    machine((), (12060,), libraries=False)  # as on WSL
+    assert doctor_gpu.examine_gpus()[0]["found"].startswith("driver 560.94, and")
+
+
+def test_nothing_is_missed_without_a_driver_or_where_gpus_are_hidden(
+    machine, tmp_path, monkeypatch
+):
+    machine()
+    assert doctor_gpu.examine_gpus()[0]["ok"] is None
+    write_driver(tmp_path, model="NVIDIA L40S")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert doctor_gpu.examine_gpus()[0]["ok"] is None and this_device().name == "cpu"
+
+
+def test_the_device_of_this_machine(machine, tmp_path, monkeypatch):
+    machine((), None)
+    write_nvidia_smi(tmp_path, name="NVIDIA H200")
+    assert this_device().name == "h200-141"
+    write_driver(tmp_path, model="NVIDIA A100-SXM4-40GB")
+    assert this_device().name == "a100-40"
+
+
+def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch):
+    write_driver(tmp_path, model="NVIDIA L40S")
+    machine([card("NVIDIA L40S", 8, 9)], (12080,))
+    with pytest.raises(InputError, match="NVIDIA L40S.*--measure"):
+        this_device()
+    assert measured_machine._memory_gb() == pytest.approx(51.5, abs=0.1)
+
+
+def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():
+    sizes = measured_machine._SIZES["GPU"]
+    assert 4 * sizes.memory_items >= 2**30
+    smallest = min(sizes.few * sizes.features[0] ** 2, sizes.rows * sizes.few**2)
+    assert 32 * 2 * smallest / 1e15 > 10 * 10e-6  # seconds of 32 products; of a launch
