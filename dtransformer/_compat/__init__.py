@@ -6,4 +6,5 @@ Of Horovod none is used.
 """
 
 from dtransformer._compat.of_keras import *
+from dtransformer._compat.of_optimizers import *
 from dtransformer._compat.of_tensorflow import *

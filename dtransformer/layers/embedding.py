@@ -11,11 +11,9 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.elementwise import check_soft_cap, soft_capped
 from dtransformer.layers.initializers import WrappedInitializer
 from dtransformer.parallel.mesh.axis_rules import constrain
-from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.embedding import look_up, tied_logits
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tensor_parallel.vocabulary import mask_padding, padded_vocab_size
-from dtransformer.parallel.tracing import trace
 
 
 class _VocabLayer(Layer):
@@ -136,9 +134,7 @@ class VocabEmbedding(_VocabLayer):
 
     def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # The look-up comes before the cast to 16 bits: its gradient stays a few rows.
-        # Numbers of rows, which data ranks send with their gradients, have 32 bits.
-        ids = tf.cast(ids, INDEX_TYPE if trace.is_on_mesh() else "int32")
-        rows = look_up(self.table.value, self._not_of_padding(ids))
+        rows = look_up(self.table.value, self._not_of_padding(tf.cast(ids, "int32")))
         return tf.cast(rows, self.compute_dtype), tf.convert_to_tensor(self.table)
 
     def _not_of_padding(self, ids):

@@ -1,4 +1,4 @@
-"""What GPUs compute, and what they call: integers on the device, and kernels of libraries."""
+"""Integers that GPUs compute, and kernels of libraries that they call."""
 
 import functools
 

@@ -15,6 +15,7 @@ from dtransformer.parallel.mesh.axis_rules import (
     relayout,
 )
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, matmul
 from dtransformer.parallel.tensor_parallel.sequence import (
     all_gather_length,
@@ -40,6 +41,7 @@ def look_up(
     """
     if not trace.is_on_mesh():
         return tf.gather(table, ids)
+    ids = tf.cast(ids, INDEX_TYPE)
     axis = mesh_axis(rows)
     return _look_up_replicated(table, ids) if axis is None else _look_up_sharded(table, ids, axis)
 

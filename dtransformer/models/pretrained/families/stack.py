@@ -4,7 +4,7 @@ What a row does not say is Llama's.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
