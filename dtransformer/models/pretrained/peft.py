@@ -227,10 +227,8 @@ def _modules(network, family):
         tensors = FAMILIES[family].tensors(network.arguments)
     except InputError:
         return None
-    if (
-        not {weight for tensor in tensors for weight in tensor.weights}
-        <= network.weight_shapes().keys()
-    ):
+    held, own = {x for tensor in tensors for x in tensor.weights}, network.weight_shapes().keys()
+    if held - own or any(not path.startswith("head/") for path in own - held):
         return None
     prefix = FAMILIES[family].prefix
     return {
