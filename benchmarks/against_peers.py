@@ -2,12 +2,14 @@
 
     python benchmarks/against_peers.py [--pairs SOURCE TARGET] [--environments FOLDER]
         [--workloads translation,wide,language_model,sentences,greedy,beam_search,llama,gpt2,bert,t5,
-        mixtral,qwen3,llama_lora] [--rounds 5] [--steps 4] [--picture FILE.png]
+        mixtral,qwen3,llama_lora] [--rounds 5] [--steps 4] [--picture FILE.png] [--processor]
 
 Every contestant is a process of its own, in an environment that is made for it in FOLDER, and
 trains a few steps, or generates, while the others wait, round after round: a machine whose speed
 drifts is the same for all. One of them computes the products of a step alone, which is the limit;
-of a generation all but those of attention.
+of a generation all but those of attention. Where other programs take the processors, threads that
+wait for each other tell more of these than of the contestants: `taskset -c 0 python … --processor` gives
+each one core, and counts the seconds that it computes.
 The first round of each is not counted. Those that generate have the same weights: `same_ids` is
 the share of the tokens that are ours. The workload `sentences` is real text, of two files with a
 sentence a line, or the embedded corpus: tokens that count are counted, not what they are padded to.
@@ -83,6 +85,11 @@ def parse_arguments():
     parser.add_argument("--pairs", nargs=2, metavar="FILE", help="of the workload sentences")
     parser.add_argument("--before", type=pathlib.Path, help="another checkout, to compare with")
     parser.add_argument("--picture", type=pathlib.Path)
+    parser.add_argument(
+        "--processor",
+        action="store_true",
+        help="seconds of the processor, not of the clock: for a machine that others use, on one core",
+    )
     return parser.parse_args()
 
 
@@ -288,6 +295,8 @@ def tokenized(pairs, folder):
 
 def main():
     args = parse_arguments()
+    if args.processor:
+        os.environ["DTRANSFORMER_PROCESSOR"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         if "sentences" in args.workloads.split(","):
             os.environ["DTRANSFORMER_SENTENCES"] = str(tokenized(args.pairs, folder))
@@ -302,6 +311,7 @@ def main():
 def compare(args):
     """Run all workloads; print the report."""
     report = {"machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"}
+    report["seconds"] = "of the processor" if args.processor else "of the clock"
     report.update(rounds=args.rounds, steps_of_a_round=args.steps, workloads={})
     for workload in args.workloads.split(","):
         report["workloads"][workload] = report_of(workload, *measured(workload, args))

@@ -1,10 +1,10 @@
 """Steps of a Keras model by `fit`, and how long each takes."""
 
 import itertools
-import time
 
 import keras
 import tensorflow as tf
+from workloads import clock
 
 
 class Stopwatch(keras.callbacks.Callback):
@@ -12,10 +12,10 @@ class Stopwatch(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.start, self.ends = time.perf_counter(), []
+        self.start, self.ends = clock(), []
 
     def on_train_batch_end(self, batch, logs=None):
-        self.ends.append(time.perf_counter())
+        self.ends.append(clock())
 
 
 def fitted(model, inputs, labels):
