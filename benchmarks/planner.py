@@ -92,10 +92,9 @@ def work(args):
     import dtransformer
 
     if args.worker == MEASURE:
-        from dtransformer.cli.measured_machine import measure_device
-        from dtransformer.planner.machine import this_device
+        from dtransformer.cli.measured_machine import measure_device, own_memory_gb
 
-        found = dataclasses.asdict(measure_device("measured", this_device().memory_gb))
+        found = dataclasses.asdict(measure_device("measured", own_memory_gb()))
     else:
         found = train(args)
     if dtransformer.is_chief():

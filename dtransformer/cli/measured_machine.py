@@ -37,14 +37,14 @@ def measure_to(path: str | os.PathLike) -> None:
     Args:
         path: a YAML file.
     """
-    device = measure_device("measured", round(_memory_gb(), 3))
+    device = measure_device("measured", round(own_memory_gb(), 3))
     if job.is_chief():
         write_text_atomically(path, text_of(device))
         print(f"{path}: a device of {job.size()} rank{'s' * (job.size() > 1)}:\n{text_of(device)}")
     shutdown()
 
 
-def _memory_gb():
+def own_memory_gb() -> float:
     """Return the memory of this rank's device in 10^9 bytes, of GPUs that no table has, too."""
     if device_type() == "CPU":
         return this_cpu().memory_gb

@@ -136,7 +136,7 @@ def test_a_card_that_no_table_has_can_be_measured(machine, tmp_path, monkeypatch
     machine([card("NVIDIA L40S", 8, 9)], (12080,))
     with pytest.raises(InputError, match="NVIDIA L40S.*--measure"):
         this_device()
-    assert measured_machine._memory_gb() == pytest.approx(51.5, abs=0.1)
+    assert measured_machine.own_memory_gb() == pytest.approx(51.5, abs=0.1)
 
 
 def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():

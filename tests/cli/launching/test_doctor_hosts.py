@@ -3,6 +3,7 @@
 import pytest
 
 from dtransformer.cli import doctor_hosts, host_probe, main
+from harness.gpus import write_nvidia_smi
 
 
 def test_this_host(capsys):
@@ -31,3 +32,11 @@ def test_what_differs_is_told(field, value, told):
     found = doctor_hosts._compare("b", {**own, field: value}, own, own["time"])
     (wrong,) = [check for check in found if not check["ok"]]
     assert told in wrong["found"] and wrong["mend"]
+
+
+def test_gpus_of_a_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert host_probe.gpus() == "none"
+    write_nvidia_smi(tmp_path, **{"name,driver_version": "NVIDIA L4, 560.94"})
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert host_probe.gpus() == "2 × NVIDIA L4, 560.94"
