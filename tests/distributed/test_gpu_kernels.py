@@ -96,7 +96,7 @@ def host_waits(nodes):
     for node in nodes:
         of_device = node.op not in NO_KERNELS and "CPU" not in node.device
         if of_device and (host := host_arguments(node)) is not None:
-            for result in op_def_registry.get(node.op).output_arg:
+            for result in definition(node.op).output_arg:
                 if result.name not in host:
                     on_device[f"{node.name}:{result.name}"] = node.op
     found = collections.Counter()
@@ -111,9 +111,12 @@ def host_waits(nodes):
     return found
 
 
+definition = functools.cache(op_def_registry.get)
+
+
 def input_arguments(node):
     """Return the names of the arguments that a node's inputs are of, in their order."""
-    for argument in op_def_registry.get(node.op).input_arg:
+    for argument in definition(node.op).input_arg:
         types = node.attr[argument.type_list_attr].list.type if argument.type_list_attr else [0]
         number = node.attr[argument.number_attr].i if argument.number_attr else len(types)
         yield from [argument.name] * number
@@ -121,13 +124,21 @@ def input_arguments(node):
 
 def host_arguments(node):
     """Return which arguments and results of a node are in the host's memory; None without a kernel."""
-    for kernel in kernels.get_registered_kernels_for_op(node.op).kernel:
-        if kernel.device_type in ("GPU", "DEFAULT") and all(
-            set(types_of(node, c.name)) <= set(c.allowed_values.list.type)
-            for c in kernel.constraint
-        ):
-            return set(kernel.host_memory_arg)
+    for kernel, host in zip(gpu_kernels(node.op), in_host_memory(node.op)):
+        if all(set(types_of(node, name)) <= allowed for name, allowed in kernel):
+            return host
     return None
+
+
+@functools.cache
+def in_host_memory(op):
+    """Return of each kernel of an operation for GPUs what it has in the host's memory."""
+    return [set(kernel.host_memory_arg) for kernel in kernels_of(op)]
+
+
+def kernels_of(op):
+    found = kernels.get_registered_kernels_for_op(op).kernel
+    return [kernel for kernel in found if kernel.device_type in ("GPU", "DEFAULT")]
 
 
 @functools.cache
@@ -135,8 +146,7 @@ def gpu_kernels(op):
     """Return the types that each kernel of an operation for GPUs takes, by attribute."""
     return [
         [(c.name, set(c.allowed_values.list.type)) for c in kernel.constraint]
-        for kernel in kernels.get_registered_kernels_for_op(op).kernel
-        if kernel.device_type in ("GPU", "DEFAULT")
+        for kernel in kernels_of(op)
     ]
 
 
