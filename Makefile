@@ -6,7 +6,7 @@ NP ?= 1
 MP ?= 1
 PP ?= 1
 DEVICES ?= 1
-JOBS ?= 3
+JOBS ?= 2
 GPU ?= $(shell nvidia-smi -L > /dev/null 2>&1 && echo 1)
 
 BIN := .venv/bin

@@ -279,9 +279,11 @@ class Checkpointing(keras.Model):
         Raises:
             InputError: the file is damaged, or does not hold the network's weights.
         """
-        self.build()
+        if not self.network.built:  # by its own name, which paths begin with
+            self.network.build()
         if not is_safetensors(filepath):
             is_own = class_of(filepath) == type(self).__name__  # written by `save`
+            self.build()
             load_weights(super() if is_own else self.network, filepath, **kwargs)
             return
         if kwargs:

@@ -40,7 +40,7 @@ def seed_after(seed: tf.Tensor, dy: tf.Tensor) -> tf.Tensor:
     if trace.is_on_mesh():
         return seed
     first = _first_element(dy)
-    return seed + tf.where(first == first, 0, 1)
+    return seed + tf.cast(first != first, seed.dtype)
 
 
 def _first_element(x):

@@ -177,7 +177,7 @@ def test_an_optimizer_that_begins_with_the_weights_is_refused_where_it_has_shard
         keras.optimizers.ScheduleFreeAdamW().build([held])
 
 
-@pytest.mark.parametrize("fields", [{"use_ema": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("fields", [{"gradient_accumulation_steps": 2}], ids=str)
 def test_what_is_not_done_for_parts_of_the_weights_is_refused(fields):
     with pytest.raises(ValueError, match=f"Lamb has {next(iter(fields))}="):
         check_shards(keras.optimizers.Lamb(0.1, **fields))
