@@ -129,8 +129,20 @@ def glob(word):
     return sorted(pathlib.Path().glob(word)) if "*" in word else [word]
 
 
+@pytest.fixture
+def own_families():
+    """A page's own family of published models is forgotten after it."""
+    from dtransformer.models.pretrained.families import FAMILIES
+
+    known = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(known)
+
+
 @pytest.mark.parametrize("page", [page.name for page in PAGES if blocks(page, "python")])
 @pytest.mark.tensorflow
+@pytest.mark.usefixtures("own_families")
 def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = next(path for path in PAGES if path.name == page)
