@@ -15,7 +15,6 @@ import zipfile
 import h5py
 import numpy as np
 import safetensors.numpy
-import tokenizers
 from fuzz_damage import ODD_TEXTS, Failure, damaged, edit
 from fuzz_inputs import SENTENCES, small_network
 
@@ -34,6 +33,7 @@ from dtransformer.models import (
 from dtransformer.models.lora import adapters_of
 from dtransformer.models.pretrained.save import _config_of
 from dtransformer.models.task_heads import with_task_head
+from harness.byte_tokenizer import write_byte_tokenizer
 
 VOCABULARY = 300
 LLAMA = {
@@ -92,28 +92,12 @@ def prepare(folder):
     }
 
 
-def byte_tokenizer(folder):
-    """Write a tokenizer of bytes with a chat template, as published models have one."""
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    own.train_from_iterator(SENTENCES, trainer)
-    own.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 def published(folder):
     """Save a Llama in two files with an index, its tokenizer and its rules of generation."""
     network = CausalLM(VOCABULARY, **LLAMA)
     network.build()
     save_pretrained(network, folder, "llama")
-    byte_tokenizer(folder)
+    write_byte_tokenizer(folder, SENTENCES, TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "top_k": 5}))
     whole = folder / "model.safetensors"
     tensors, places = safetensors.numpy.load_file(whole), {}
@@ -133,7 +117,7 @@ def sentence_encoder(folder):
     network = with_task_head(network, PoolingHead("mean", normalize=True))
     network.build()
     save_pretrained(network, folder, "bert")
-    byte_tokenizer(folder)
+    write_byte_tokenizer(folder, SENTENCES, TEMPLATE)
 
 
 def harmed(rng, path):

@@ -11,7 +11,8 @@ import warnings
 
 import yaml
 from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, damaged, edit
-from fuzz_folders import CHAT, TEMPLATE, byte_tokenizer, use_tokenizer
+from fuzz_folders import CHAT, TEMPLATE, use_tokenizer
+from fuzz_inputs import SENTENCES
 
 from dtransformer.datasets.chat_template import CHATML, ChatTemplate
 from dtransformer.models.pretrained.families import FAMILIES
@@ -19,6 +20,7 @@ from dtransformer.models.pretrained.load import architecture_of
 from dtransformer.runs.config import load_config, save_config
 from dtransformer.runs.tasks import task_of
 from dtransformer.runs.unread import check_read
+from harness.byte_tokenizer import write_byte_tokenizer
 
 WORDS = "zero one two three four five".split()
 MANY = 3  # at most so many records of a file are edited
@@ -78,7 +80,7 @@ def prepare(folder):
     warnings.simplefilter("ignore")
     tokenizer = folder / "llama"
     tokenizer.mkdir()
-    byte_tokenizer(tokenizer)
+    write_byte_tokenizer(tokenizer, SENTENCES, TEMPLATE)
     (folder / "text.txt").write_text("\n\n".join(f"{a} and {b}." for a in WORDS for b in WORDS))
     for task, rows in RECORDS.items():
         (folder / f"{task}.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -283,7 +283,8 @@ class Checkpointing(keras.Model):
             self.network.build()
         if not is_safetensors(filepath):
             is_own = class_of(filepath) == type(self).__name__  # written by `save`
-            self.build()
+            if is_own:
+                self.build()
             load_weights(super() if is_own else self.network, filepath, **kwargs)
             return
         if kwargs:

@@ -45,9 +45,8 @@ class FitLoop(StepFunctions):
     compute with.
     """
 
-    _for_other_rows = (
-        None  # dict of the functions that take all rows, while these take own ones; or so
-    )
+    # Dict of the functions that take all rows, while those of Keras' names take own ones; or so.
+    _for_other_rows = None
     _is_unchecked = False  # whether a dataset's first batch is still to be compared
     num_weights_set = 0  # of those that are sharded, when the host's changes were compared last
     _validation_shard = None  # the same for the validation data of the fit that is running

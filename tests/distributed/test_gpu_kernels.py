@@ -81,10 +81,7 @@ def audit(layout):
 
 def has_gpu_kernel(node):
     """Return whether TensorFlow has a kernel of a node's types for GPUs."""
-    return any(
-        all(set(types_of(node, name)) <= allowed for name, allowed in kernel)
-        for kernel in gpu_kernels(node.op)
-    )
+    return host_arguments(node) is not None
 
 
 def host_waits(nodes):
@@ -125,29 +122,22 @@ def input_arguments(node):
 
 def host_arguments(node):
     """Return which arguments and results of a node are in the host's memory; None without a kernel."""
-    for kernel, host in zip(gpu_kernels(node.op), in_host_memory(node.op)):
-        if all(set(types_of(node, name)) <= allowed for name, allowed in kernel):
+    for types, host in gpu_kernels(node.op):
+        if all(set(types_of(node, name)) <= allowed for name, allowed in types):
             return host
     return None
 
 
 @functools.cache
-def in_host_memory(op):
-    """Return of each kernel of an operation for GPUs what it has in the host's memory."""
-    return [set(kernel.host_memory_arg) for kernel in kernels_of(op)]
-
-
-def kernels_of(op):
-    found = kernels.get_registered_kernels_for_op(op).kernel
-    return [kernel for kernel in found if kernel.device_type in ("GPU", "DEFAULT")]
-
-
-@functools.cache
 def gpu_kernels(op):
-    """Return the types that each kernel of an operation for GPUs takes, by attribute."""
+    """Return of each kernel for GPUs the types it takes, by attribute, and what the host has of it."""
     return [
-        [(c.name, set(c.allowed_values.list.type)) for c in kernel.constraint]
-        for kernel in kernels_of(op)
+        (
+            [(c.name, set(c.allowed_values.list.type)) for c in kernel.constraint],
+            set(kernel.host_memory_arg),
+        )
+        for kernel in kernels.get_registered_kernels_for_op(op).kernel
+        if kernel.device_type in ("GPU", "DEFAULT")
     ]
 
 

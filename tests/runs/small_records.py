@@ -2,10 +2,10 @@
 
 import json
 
-import tokenizers
 import yaml
 
 from dtransformer.models import CausalLM, save_pretrained
+from harness.byte_tokenizer import write_byte_tokenizer
 
 LLAMA = {
     "hidden_size": 16,
@@ -73,18 +73,7 @@ def write(folder):
     network = CausalLM(290, **LLAMA)
     network.build()
     save_pretrained(network, folder / "llama", "llama")
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    own.train_from_iterator(texts, trainer)
-    own.save(str(folder / "llama" / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "llama" / "tokenizer_config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(folder / "llama", texts, TEMPLATE)
 
 
 TRAINING = {"batch_size": 4, "learning_rate": 0.01, "optimizer": "sgd", "weight_decay": 0}

@@ -44,9 +44,8 @@ class Buffers:
         self._of_experts = (None if self._experts else axis, *context, self._experts, None, None)
         all_places, all_choices = num_experts * places, size * self._num_choices
         place = _index(places) * _index(tf.range(num_experts)) + taken.position
-        place = tf.where(
-            taken.taken > 0, place, _index(all_places)
-        )  # of those that are dropped: the last
+        # Of those that are dropped: the last.
+        place = tf.where(taken.taken > 0, place, _index(all_places))
         is_choice = tf.one_hot(choices, num_experts, dtype=INDEX_TYPE)  # [g, n, k, E]
         # Place of each choice [g, n·k], and the other way around: choice of each place [g, E·c].
         place = tf.reduce_sum(is_choice * place[..., None, :], axis=-1)

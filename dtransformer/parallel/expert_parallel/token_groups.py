@@ -31,7 +31,7 @@ class Totals:
     Args:
         load: float32 [g, E] or [1, E], the number of tokens that each expert was chosen for.
         tokens: float32 [g] or [1], the number of tokens, padding not counted.
-        positions: the number n of tokens of a group, padding counted: an int or an int scalar.
+        positions: the number n of tokens of a group, padding counted: an int or a scalar tensor.
         before: as that of `places`.
         parts: a number: of how many parts like those here the groups are.
     """

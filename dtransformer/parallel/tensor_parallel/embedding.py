@@ -106,9 +106,8 @@ def _look_up_sharded(table, ids, axis):
                 dy = all_gather_length(dy, axis, length_axis)
             dy = tf.reshape(dy, [-1, all_ids.shape[0], features])
             dy = tf.transpose(dy, [1, 0, 2])
-            owner = (
-                all_ids[:, None] // shard_rows == tf.range(num_shards, dtype=all_ids.dtype)[None, :]
-            )
+            numbers = tf.range(num_shards, dtype=INDEX_TYPE)
+            owner = all_ids[:, None] // shard_rows == numbers[None, :]
             owner = relayout(tf.cast(owner, dy.dtype), (None, axis))
             dy = relayout(dy * owner[:, :, None], (None, axis, None))
             # A row's number in its shard is the same for all shards: others add zeros to theirs.

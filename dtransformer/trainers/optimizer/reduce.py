@@ -15,7 +15,6 @@ from dtransformer.parallel.collectives import flat_shards, transport
 from dtransformer.parallel.collectives.division import Division
 from dtransformer.parallel.collectives.transport import by_dtype, never_constant
 from dtransformer.parallel.config.config import get_parallel_config
-from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.runtime import job
 
 
@@ -98,10 +97,7 @@ def _reduce_rows(group, rows, division, name):
 
     def everyones(own, kind):  # as many of each rank, the missing ones zeros
         missing = tf.zeros([most_rows - num_rows, *own.shape[1:]], own.dtype)
-        of_ranks = transport.all_gather(tf.concat([own, missing], 0), group, f"{name}_{kind}")
-        if kind == "indices":  # sent with 32 bits, which a GPU would reshape on the host
-            of_ranks = tf.cast(of_ranks, INDEX_TYPE)
-        return tf.reshape(of_ranks, [-1, *own.shape[1:]])
+        return transport.concatenate(tf.concat([own, missing], 0), group, f"{name}_{kind}")
 
     def all_gather():
         values = everyones(rows.values, "values")

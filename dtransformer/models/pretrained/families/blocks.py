@@ -101,11 +101,9 @@ class Blocks:
         found = {"window": None, **self._rotary(config, kind)}
         if window is not None and kind == FULL and not self.are_full_turned:
             return {**found, "rotary_base": None}
-        return (
-            found
-            if window is None or kind == FULL
-            else found | {"window": self.window_of[0](window)}
-        )
+        if window is None or kind == FULL:
+            return found
+        return found | {"window": self.window_of[0](window)}
 
     def _rotary(self, config, kind):
         """Return the arguments of rotary positions, which configs hold in one of three forms."""

@@ -1,0 +1,23 @@
+"""A tokenizer of bytes in the form of published models, for small folders of them."""
+
+import json
+import pathlib
+from collections.abc import Iterable
+
+import tokenizers
+
+
+def write_byte_tokenizer(folder: pathlib.Path, texts: Iterable[str], chat_template: str) -> None:
+    """Write a tokenizer of bytes and few pieces of some texts into a folder, with a chat template."""
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    own.train_from_iterator(texts, trainer)
+    own.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
