@@ -143,7 +143,9 @@ def test_from_model_size_refuses_no_size():
 def test_an_unknown_name_is_answered_with_what_is_like_it_or_what_exists(name):
     with pytest.raises(ValueError) as error:
         lr_schedules.get(name, peak_learning_rate=PEAK)
-    for known in ("linear",) if name == "liner" else ("constant", "cosine", "inverse_sqrt", "linear"):
+    for known in (
+        ("linear",) if name == "liner" else ("constant", "cosine", "inverse_sqrt", "linear")
+    ):
         assert known in str(error.value)
 
 
