@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import tensorflow as tf
+import tokenizers
 
 from dtransformer.datasets.chat_template import TakesTemplate
 from dtransformer.datasets.published_form import config_fields, tokenizer_fields
@@ -217,22 +218,17 @@ class SubwordTokenizer(TakesTemplate):
         Pairs have the start token before them and the end token after each text; see
         `PublishedTokenizer.encode_with_offsets`.
         """
-        first = encodings(self._library, sentences, None)
-        if others is None:
-            return first
-        start, end = ([self.start_id], [(0, 0)]), ([self.end_id], [(0, 0)])
-        found = []
-        for a, b in zip(first, encodings(self._library, others, None), strict=True):
-            parts = start, (a.ids, a.places), end, (b.ids, b.places), end
-            ids, places = (sum((list(part[side]) for part in parts), []) for side in (0, 1))
-            num_first = len(a.ids) + 2
-            found.append(Encoding(ids, places, [0] * num_first + [1] * (len(ids) - num_first)))
-        return found
+        return encodings(self._library, sentences, others)
 
     @functools.cached_property
     def _library(self):
         fields = tokenizer_fields(self._vocabulary, self._unknown(), self._lower_case)
-        return made({**fields, "added_tokens": []})  # a special piece in a text is none
+        library = made({**fields, "added_tokens": []})  # a special piece in a text is none
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            pair="[START] $A [END] $B:1 [END]:1",
+            special_tokens=[("[START]", START), ("[END]", END)],
+        )
+        return library
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write `subword_tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
