@@ -19,6 +19,7 @@ import numpy as np
 import dtransformer
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
+from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
 
 
@@ -88,7 +89,7 @@ def main():
             "tokens_per_second": round(tokens / statistics.median(seconds[name])),
             "parameters": network.num_parameters(),
             "active_parameters": network.num_active_parameters(),
-            "gflop_of_a_step": round(float(network.flops_per_step(batch[0])) / 1e9, 2),
+            "gflop_of_a_step": round(tokens_and_flops(network, *batch[:2])[1] / 1e9, 2),
         }
     layers = trainers["experts"].expert_load().layers
     report["dropped_share"] = round(float(np.mean([one.dropped_share for one in layers])), 3)

@@ -7,6 +7,7 @@ makes networks of these sizes, and `dtransformer.planner` says what to train the
 import dataclasses
 import pathlib
 
+from dtransformer.errors import InputError, nearest, shown
 from dtransformer.tables import read_table
 
 
@@ -41,3 +42,19 @@ def _all():
 
 
 ARCHITECTURES = _all()
+
+
+def architecture_named(name: str) -> tuple[str, Architecture]:
+    """Return a published model's key in `ARCHITECTURES`, and its size.
+
+    Args:
+        name: the key; "-" may stand for "_".
+
+    Raises:
+        InputError: there is no such model; says which is like it, or what exists.
+    """
+    key = str(name).lower().replace("-", "_")
+    if key not in ARCHITECTURES:
+        hint = nearest(key, ARCHITECTURES, cutoff=0.4)
+        raise InputError(f"there is no model {shown(name)}: {hint}")
+    return key, ARCHITECTURES[key]

@@ -1,7 +1,9 @@
 """The error for what a user can mend: files, configs, command lines."""
 
+import difflib
 import importlib.util
 import re
+from collections.abc import Iterable
 
 # What errors of a step, of Horovod, its sockets and NCCL say on the ranks that are well.
 _ANOTHERS = re.compile(
@@ -62,6 +64,19 @@ def shown(value: object, limit: int = _MAX_SHOWN) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"an {type(value).__name__} that is too long to print"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a hint at the known name that is like one that is not known, else at all of them.
+
+    Example:
+
+    >>> nearest("cosin", ["linear", "cosine"]), nearest("step", ["linear", "cosine"])
+    ('did you mean cosine?', 'there are linear, cosine')
+    """
+    name = name if isinstance(name, str) else ""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def check_int(name: str, value: object, least: int = 1) -> int:

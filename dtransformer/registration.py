@@ -11,7 +11,7 @@ import sys
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
     FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
-    MicroBatchInterleaved MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
+    MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
     RMSNorm RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
     TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
     TransformerEncoder TransformerEncoderLayer TranslationTransformer VocabEmbedding VocabHead

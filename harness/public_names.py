@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import dtransformer
-from dtransformer import datasets, layers, models, planner, reports, trainers
+from dtransformer import datasets, layers, models, planner, trainers
 from dtransformer.parallel import collectives
 
 NAMES = (
@@ -86,7 +86,6 @@ NAMES = (
     models.EncoderDecoderLM,
     models.GenerationOptions,
     models.MaskedLM,
-    models.MicroBatchInterleaved,
     models.TextGenerator,
     models.TranslationTransformer,
     models.add_lora,
@@ -128,7 +127,6 @@ NAMES = (
     planner.from_network,
     planner.named,
     planner.plan,
-    reports.draw_losses,
     trainers.ModelCheckpoint,
     trainers.Trainer,
 )

@@ -171,7 +171,6 @@ LEFT = [
         "",
         "layers/test_recompute.py, and the layouts of long networks of distributed/test_parity.py",
     ),
-    Left("models/test_interleaved.py::test_the_same_on_a_mesh", "", "the same test on one device"),
     Left(
         "models/pretrained/test_published.py::test_straight_onto_a_mesh",
         "",
@@ -349,9 +348,6 @@ LEFT = [
         "models/test_generation.py::TestBeamSearch::test_the_penalty_prefers_longer_translations",
         "",
         "test_a_wide_beam_finds_everything, whose scores have the penalty",
-    ),
-    Left(
-        "models/test_interleaved.py::test_numbers_are_those_of_the_network", "", "pipelines' parity"
     ),
     Left(
         "layers/test_blockwise_attention.py::test_like_with_all_scores_in_a_function",

@@ -1,88 +1,15 @@
-"""Batches of sentence pairs for `Trainer.fit`: a plan of each epoch, and a thin tf.data pipeline."""
+"""Batches of sentence pairs for `Trainer.fit`, by a plan of each epoch."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
-from dtransformer.datasets.epochs import Epochs, check_shard
+from dtransformer.datasets.epochs import Epochs, check_shard, kept
 from dtransformer.datasets.left_out import warn_left_out
-from dtransformer.datasets.packing import (
-    END_OF_ROW,
-    PackedPlan,
-    PackedRows,
-    rows_per_batch,
-    with_ends_of_rows,
-)
+from dtransformer.datasets.packing import PackedPlan, rows_per_batch
 from dtransformer.errors import InputError
-from dtransformer.inputs.autotuning import without_autotuning
-
-
-@dataclasses.dataclass(frozen=True)
-class Padding:
-    """How sentences of different lengths become a batch, and its special tokens.
-
-    Args:
-        max_length: number of tokens of a side; what is beyond is cut off. The start or end
-            token comes in addition.
-        bucket_bounds: greatest lengths of the buckets, a special token included, int [buckets]:
-            a batch is padded to that of its bucket. None to pad it to its longest row.
-        multiple_of: lengths are rounded up to a multiple of it.
-        rows_multiple_of: empty rows are added until their number is a multiple of it.
-        pad_id, start_id, end_id: ids of the special tokens.
-    """
-
-    max_length: int
-    bucket_bounds: np.ndarray | None = None
-    multiple_of: int = 1
-    rows_multiple_of: int = 1
-    pad_id: int = 0
-    start_id: int = 2
-    end_id: int = 3
-
-    def batch(
-        self, source: tf.RaggedTensor, target: tf.RaggedTensor
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """Return a batch of sentence pairs.
-
-        Args:
-            source, target: ids [b, (length)], int32.
-
-        Returns:
-            ({"source": int32 [b, s], "target": int32 [b, t]}, labels int32 [b, t]): the target
-            begins with the start token, the labels end with the end token.
-        """
-        source, target = source[:, : self.max_length], target[:, : self.max_length]
-        column = tf.ones([target.nrows(out_type=tf.int32), 1], tf.int32)
-        labels = tf.concat([target, self.end_id * column], axis=1)
-        target = tf.concat([self.start_id * column, target], axis=1)
-        least = self._bucket_length(source, labels)
-        inputs = {
-            "source": self._pad(source, least, self.max_length),
-            "target": self._pad(target, least, self.max_length + 1),
-        }
-        return inputs, self._pad(labels, least, self.max_length + 1)
-
-    def _bucket_length(self, source, labels):
-        """Return the greatest length of a batch's bucket; 0 where there are no buckets."""
-        if self.bucket_bounds is None:
-            return 0
-        bounds = tf.constant(self.bucket_bounds, tf.int32)
-        longest = tf.maximum(source.bounding_shape()[1] + 1, labels.bounding_shape()[1])
-        return bounds[tf.searchsorted(bounds, [tf.cast(longest, tf.int32)])[0]]
-
-    def _pad(self, ids, least, most):
-        """Ragged [b, (length)] -> [b, the longest or `least`, rounded up within `most`]."""
-        longest = tf.maximum(tf.cast(tf.reduce_max(ids.row_lengths()), tf.int32), least)
-        width = tf.minimum(-(-longest // self.multiple_of) * self.multiple_of, most)
-        padded = ids.to_tensor(self.pad_id, shape=tf.stack([-1, width]))
-        missing = -tf.shape(padded)[0] % self.rows_multiple_of
-        padded = tf.pad(padded, [[0, missing], [0, 0]], constant_values=self.pad_id)
-        return tf.ensure_shape(padded, [None, None])
-
 
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 
@@ -176,36 +103,30 @@ class TranslationBatches(Epochs):
             if value < 1:
                 raise InputError(f"{name}={value} has to be at least 1")
         check_shard(shard_index, num_shards)
-        target_ids = _without_ends(_as_ragged(target_ids), start_id, end_id)
-        self._ids = _as_ragged(source_ids), target_ids
-        lengths = [np.diff(ids.row_splits.numpy()) for ids in self._ids]
+        target_ids = _without_ends(*_as_arrays(target_ids), start_id, end_id)
+        self._ids = _as_arrays(source_ids), target_ids
+        lengths = [np.diff(row_splits) for _, row_splits in self._ids]
         self._pairs = _usable_pairs(*lengths, max_length if training else None)
         self.num_pairs = len(self._pairs)
         self.num_left_out = len(lengths[0]) - self.num_pairs
         longer = np.maximum(*lengths)[self._pairs]
         self._lengths = np.minimum(longer, max_length) + 1  # and the start or end token
         self._shard_index, self.num_shards = shard_index, num_shards
-        special = {"pad_id": pad_id, "start_id": start_id, "end_id": end_id}
+        self._max_length, self._packed_length = max_length, packed_length
+        self._multiples = pad_rows_to_multiple_of, pad_to_multiple_of
+        self._special, self._bounds = (pad_id, start_id, end_id), None
         size = {"batch_size": batch_size, "batch_tokens": batch_tokens}
         common = {"shuffle": shuffle, "drop_remainder": drop_remainder, "seed": seed}
         if packed_length is None:
             bounds = num_buckets if buckets is None else buckets
             options = {**size, **common, "buckets": bounds, "min_rows": num_shards}
-            self._plan = lambda epoch: plan_batches(self._lengths, epoch=epoch, **options)
-            self._layout = Padding(
-                max_length,
-                bucket_bounds(self._lengths, bounds) if pad_to_bucket else None,
-                pad_to_multiple_of,
-                pad_rows_to_multiple_of,
-                **special,
-            )
+            self._plan = kept(lambda epoch: plan_batches(self._lengths, epoch=epoch, **options))
+            self._bounds = bucket_bounds(self._lengths, bounds) if pad_to_bucket else None
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
             both = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
-            self._plan = PackedPlan(both, packed_length, rows, **common).batches
-            own = -(-rows // num_shards)
-            own += -own % pad_rows_to_multiple_of
-            self._layout = PackedRows(packed_length, max_length, own, **special)
+            self._plan = kept(PackedPlan(both, packed_length, rows, **common).batches)
+            self._least_rows = -(-rows // num_shards)
         self._tell_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)
         super().__init__(len(first_epoch), seed)
@@ -227,71 +148,77 @@ class TranslationBatches(Epochs):
                 self, int(cut.sum()), total, f"pairs are cut off at max_length={max_length}"
             )
 
-    def plan(self) -> list[np.ndarray]:
-        """Return the epoch's remaining batches: the numbers of this rank's sentences in each.
+    def rows(self, epoch: int, batch: int) -> list[np.ndarray]:
+        """Return the numbers of the pairs of each of this rank's rows of a batch."""
+        rows = self._plan(epoch)[batch][self._shard_index :: self.num_shards]
+        return [self._pairs[np.atleast_1d(row)] for row in rows]
 
-        Where they are packed, a −1 follows those of each row.
-        """
-        index, count = self._shard_index, self.num_shards
-        batches = [batch[index::count] for batch in self._plan(self._epoch)[self._first_batch :]]
-        if isinstance(self._layout, PackedRows):
-            return [with_ends_of_rows([self._pairs[row] for row in batch]) for batch in batches]
-        return [self._pairs[batch] for batch in batches]
+    def batch(self, epoch: int, batch: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        rows = [self._row(pairs) for pairs in self.rows(epoch, batch)]
+        multiple, least = self._multiples[0], 0
+        number = len(rows) if self._packed_length is None else self._least_rows
+        number += -number % multiple
+        if self._bounds is not None:  # the greatest length of the batch's bucket
+            longest = max(max(len(row["source"]) + 1, len(row["labels"])) for row in rows)
+            least = self._bounds[np.searchsorted(self._bounds, longest)]
+        inputs = {name: self._padded(name, rows, number, least) for name in self._names()}
+        return inputs, self._padded("labels", rows, number, least)
 
-    def as_dataset(self) -> tf.data.Dataset:
-        """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
+    def spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
+        shape = [None, None]
+        if self._packed_length is not None:
+            shape = self._least_rows + -self._least_rows % self._multiples[0], self._packed_length
+        spec = tf.TensorSpec(shape, tf.int32)
+        return dict.fromkeys(self._names(), spec), spec
 
-        Its `cardinality()` is that of a full epoch. An epoch that begins in its middle has
-        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
-        """
+    def _names(self):
+        segments = () if self._packed_length is None else ("source_segments", "target_segments")
+        return ("source", "target", *segments)
 
-        def flat_plan():
-            batches = self.plan()
-            sizes = np.array([0, *(len(batch) for batch in batches)], np.int64)
-            return np.concatenate([*batches, np.zeros(0, np.int64)]), np.cumsum(sizes)
+    def _row(self, pairs):
+        """Return the sentences of pairs, one after the other: lists by the names of a batch's parts."""
+        _, start, end = self._special
+        row = {name: [] for name in (*self._names(), "labels")}
+        for segment, pair in enumerate(pairs, start=1):
+            source, target = (self._sentence(*side, pair) for side in self._ids)
+            own = {"source": source, "target": [start, *target], "labels": [*target, end]}
+            own["source_segments"] = [segment] * len(source)
+            own["target_segments"] = [segment] * len(own["target"])
+            for name, ids in row.items():
+                ids += own[name]
+        return row
 
-        def batches_of_rows(_):
-            rows, ends = tf.numpy_function(flat_plan, [], [tf.int64, tf.int64])
-            rows, ends = tf.ensure_shape(rows, [None]), tf.ensure_shape(ends, [None])
-            numbers = tf.data.Dataset.range(tf.size(ends, tf.int64) - 1)
-            return numbers.map(lambda i: rows[ends[i] : ends[i + 1]])
+    def _sentence(self, values, row_splits, number):
+        return values[row_splits[number] : row_splits[number + 1]][: self._max_length].tolist()
 
-        def batch_of(pairs):
-            sides = lambda pairs: [tf.gather(ids, pairs) for ids in self._ids]
-            if not isinstance(self._layout, PackedRows):
-                return self._layout.batch(*sides(pairs))
-            row_of = tf.cumsum(tf.cast(pairs == END_OF_ROW, tf.int32), exclusive=True)
-            is_pair = pairs != END_OF_ROW
-            pairs, row_of = tf.boolean_mask(pairs, is_pair), tf.boolean_mask(row_of, is_pair)
-            return self._layout.batch(row_of, *sides(pairs))
-
-        dataset = tf.data.Dataset.range(1).flat_map(batches_of_rows)
-        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
-        dataset = dataset.prefetch(tf.data.AUTOTUNE)
-        dataset = without_autotuning(dataset)
-        return _compat.with_cardinality(dataset, len(self))
+    def _padded(self, name, rows, number, least):
+        """Return a part of rows as int32 [number, length]."""
+        width, most = self._packed_length, self._max_length + (name != "source")
+        if width is None:
+            longest = max(least, *(len(row[name]) for row in rows))
+            width = min(longest + -longest % self._multiples[1], most)
+        empty = 0 if name.endswith("segments") else self._special[0]
+        padded = np.full((number, width), empty, np.int32)
+        for place, row in zip(padded, rows):
+            place[: len(row[name])] = row[name]
+        return padded
 
 
-def _as_ragged(ids):
+def _as_arrays(ids):
     if isinstance(ids, tf.RaggedTensor):
-        return ids
-    values, row_splits = ids
-    return tf.RaggedTensor.from_row_splits(values, row_splits)
+        return ids.values.numpy(), ids.row_splits.numpy()
+    return ids
 
 
-def _without_ends(ids, start_id, end_id):
+def _without_ends(values, splits, start_id, end_id):
     """Return targets without the start and end tokens that they have, which come to each of them."""
-    values, splits = ids.values.numpy(), ids.row_splits.numpy()
     begins, ends = splits[:-1].copy(), splits[1:].copy()
     begins += (begins < ends) & (values[np.minimum(begins, len(values) - 1)] == start_id)
     ends -= (begins < ends) & (values[np.maximum(ends - 1, 0)] == end_id)
-    if np.array_equal(begins, splits[:-1]) and np.array_equal(ends, splits[1:]):
-        return ids
     keeps = np.zeros(len(values) + 1, np.int64)
     np.add.at(keeps, begins, 1)
     np.add.at(keeps, ends, -1)
-    kept = values[np.cumsum(keeps)[:-1] > 0]
-    return tf.RaggedTensor.from_row_lengths(kept, ends - begins)
+    return values[np.cumsum(keeps)[:-1] > 0], np.cumsum([0, *(ends - begins)])
 
 
 def _usable_pairs(source_lengths, target_lengths, max_length):

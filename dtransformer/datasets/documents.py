@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dtransformer.datasets.text import read_lines
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_columns
+from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
 from dtransformer.inputs.json_file import parse_json
 from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import MAX_DOCUMENT, WHITE_SPACE, check_whole, iterate_lines
@@ -67,11 +67,10 @@ def read_documents(
 
 
 def _documents_of(path, fields, boundary):
-    name = str(path).lower()
-    if name.endswith(JSON_LINES):
-        return _json_lines(path, fields)
-    if name.endswith((*PARQUET, *ARROW)):
-        return _rows(path, fields)
+    names = [name for field in fields for name in field.split("+")]
+    values = placed_values(path, names)
+    if values is not None:
+        return _of_fields(values, names, fields)
     if len(fields) > 1:
         raise InputError(
             f"{path} is read as text, which has no fields {', '.join(fields)}: give .jsonl, .arrow "
@@ -129,10 +128,27 @@ def json_values(path: FilePath) -> Iterator[tuple[str, object]]:
         yield place, parse_json(line, place, MAX_DOCUMENT)
 
 
-def _json_lines(path, fields):
-    """Yield the documents of a file with a JSON object on each line, or a list of them."""
-    names = [name for field in fields for name in field.split("+")]
-    for place, value in json_values(path):
+def placed_values(path: FilePath, columns: Sequence[str] | None = None) -> Iterator | None:
+    """Return the values of a file of JSON or of columns, each after its place; None for other files.
+
+    Args:
+        path: the file, whose name says what it is.
+        columns: as of `iterate_rows`.
+
+    Raises:
+        InputError: the file is missing, or damaged; says the line.
+    """
+    name = str(path).lower()
+    if name.endswith(JSON_LINES):
+        return json_values(path)
+    if name.endswith((*PARQUET, *ARROW)):
+        return ((f"{path}, row {number}", row) for number, row in iterate_rows(path, columns))
+    return None
+
+
+def _of_fields(values, names, fields):
+    """Yield the documents of objects, by their fields of some names."""
+    for place, value in values:
         if not isinstance(value, dict):
             raise InputError(
                 f"{place}: expected an object with keys, got {shown(value)}: give JSON lines, an "
@@ -143,13 +159,6 @@ def _json_lines(path, fields):
                 known = shown(", ".join(value), 100)
                 raise InputError(f"{place} has no {shown(name)}, it has {known}: name the field")
         yield _document({name: value[name] for name in names}, fields, place)
-
-
-def _rows(path, fields):
-    """Yield the documents of a file of columns."""
-    names = [name for field in fields for name in field.split("+")]
-    for number, row in iterate_columns(path, names):
-        yield _document(dict(zip(names, row)), fields, f"{path}, row {number}")
 
 
 def _document(values, fields, place):

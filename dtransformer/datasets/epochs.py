@@ -1,14 +1,24 @@
-"""State of an iteration over epochs of batches, from which it goes on."""
+"""Epochs of batches that are made by their numbers, and the position from which they go on."""
 
-from collections.abc import Mapping
+import abc
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+from dtransformer import _compat
 from dtransformer.errors import InputError
+from dtransformer.inputs.autotuning import without_autotuning
 
 
-class Epochs:
+class Epochs(abc.ABC):
     """Epochs of so many batches each, of which one is chosen with `set_epoch`.
 
-    `Trainer.fit` calls `set_epoch` before each epoch, and keeps `position` in checkpoints.
+    A batch is made of its number, the seed and the epoch. `Trainer.fit` calls `set_epoch` before
+    each epoch, and keeps `position` in checkpoints.
 
     Args:
         num_batches: number of batches of an epoch.
@@ -20,6 +30,40 @@ class Epochs:
         self._num_batches, self._seed = num_batches, seed
         self._epoch, self._first_batch = 0, 0
         self._same = {"num_batches": num_batches, "seed": seed, **same}
+
+    @abc.abstractmethod
+    def batch(self, epoch: int, batch: int) -> tuple:
+        """Return this rank's rows of a batch of an epoch, nested arrays."""
+
+    @abc.abstractmethod
+    def spec(self) -> tuple:
+        """Return the `tf.TensorSpec`s of a batch, in its structure."""
+
+    def as_dataset(self) -> tf.data.Dataset:
+        """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
+
+        Its `cardinality()` is that of a full epoch. An epoch that begins in its middle has
+        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
+        """
+        spec = self.spec()
+        flat = tf.nest.flatten(spec)
+
+        def numbers_of_batches(_):
+            begin = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
+            epoch, first = tf.numpy_function(begin, [], [tf.int64, tf.int64])
+            numbers = tf.data.Dataset.range(tf.reshape(first, []), len(self))
+            return numbers.map(lambda number: (tf.reshape(epoch, []), number))
+
+        def batch_of(epoch, number):
+            make = lambda epoch, number: tf.nest.flatten(self.batch(int(epoch), int(number)))
+            arrays = tf.numpy_function(make, [epoch, number], [one.dtype for one in flat])
+            arrays = [tf.ensure_shape(array, one.shape) for array, one in zip(arrays, flat)]
+            return tf.nest.pack_sequence_as(spec, arrays)
+
+        dataset = tf.data.Dataset.range(1).flat_map(numbers_of_batches)
+        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
+        return _compat.with_cardinality(dataset, len(self))
 
     def __len__(self) -> int:
         """The number of batches of a full epoch, the same on every rank."""
@@ -79,6 +123,20 @@ class Epochs:
                     "resume with the data, seed and batch size that the run began with"
                 )
         self.set_epoch(position["epoch"], position["batch"])
+
+
+def kept(plan: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return a plan of epochs that is made once for this epoch, and for the one before.
+
+    The pipeline's threads, which may still read the one before, all ask for a new epoch's.
+    """
+    made, one_at_a_time = functools.lru_cache(2)(plan), threading.Lock()
+
+    def of_epoch(epoch):
+        with one_at_a_time:
+            return made(epoch)
+
+    return of_epoch
 
 
 def check_shard(shard_index: int, num_shards: int) -> None:

@@ -5,19 +5,17 @@ import abc
 import numpy as np
 import tensorflow as tf
 
-from dtransformer import _compat
 from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import permuted
 from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.errors import InputError
-from dtransformer.inputs.autotuning import without_autotuning
 
 Example = tuple[dict[str, np.ndarray], np.ndarray | dict[str, np.ndarray]]
 IGNORED = -100  # a label that no loss counts
 
 
-class IndexedBatches(Epochs, abc.ABC):
+class IndexedBatches(Epochs):
     """Batches of one shape for `Trainer.fit`, of rows that a subclass makes by their numbers.
 
     An epoch's order is a permutation that needs no memory; a batch is made of its number, seed
@@ -106,34 +104,10 @@ class IndexedBatches(Epochs, abc.ABC):
         return permuted(places, self.num_rows, [self._seed, epoch]) if self._shuffle else places
 
     def batch(self, epoch: int, batch: int) -> Example:
-        """Return this rank's rows of a batch of an epoch."""
         rows = [self.row(epoch, int(number)) for number in self.rows(epoch, batch)]
         rows += [self.empty_row()] * (self._own_rows - len(rows))
         return tf.nest.map_structure(lambda *arrays: np.stack(arrays), *rows)
 
-    def as_dataset(self) -> tf.data.Dataset:
-        """Return a dataset of one epoch, that of `set_epoch` when an iteration begins.
-
-        Its `cardinality()` is that of a full epoch. An epoch that begins in its middle has
-        fewer batches; Keras then warns that it ran out of data, and goes on to the next.
-        """
-        empty = self.empty_row()
-        flat = tf.nest.flatten(empty)
-        shapes = [(self._own_rows, *np.shape(array)) for array in flat]
-
-        def numbers_of_batches(_):
-            begin = lambda: (np.int64(self._epoch), np.int64(self._first_batch))
-            epoch, first = tf.numpy_function(begin, [], [tf.int64, tf.int64])
-            numbers = tf.data.Dataset.range(tf.reshape(first, []), len(self))
-            return numbers.map(lambda number: (tf.reshape(epoch, []), number))
-
-        def batch_of(epoch, number):
-            make = lambda epoch, number: tf.nest.flatten(self.batch(int(epoch), int(number)))
-            arrays = tf.numpy_function(make, [epoch, number], [array.dtype for array in flat])
-            arrays = [tf.ensure_shape(array, shape) for array, shape in zip(arrays, shapes)]
-            return tf.nest.pack_sequence_as(empty, arrays)
-
-        dataset = tf.data.Dataset.range(1).flat_map(numbers_of_batches)
-        dataset = dataset.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE)
-        dataset = without_autotuning(dataset.prefetch(tf.data.AUTOTUNE))
-        return _compat.with_cardinality(dataset, len(self))
+    def spec(self) -> Example:
+        of_rows = lambda array: tf.TensorSpec((self._own_rows, *np.shape(array)), array.dtype)
+        return tf.nest.map_structure(of_rows, self.empty_row())

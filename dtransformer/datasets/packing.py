@@ -4,15 +4,10 @@ Which sentences share a row is best-fit decreasing bin packing (Johnson et al., 
 performance bounds for simple one-dimensional packing algorithms"), here of two sides at once.
 """
 
-import dataclasses
-
 import numpy as np
-import tensorflow as tf
 
 from dtransformer.datasets.batch_plan import check_one_size
 from dtransformer.errors import InputError
-
-END_OF_ROW = -1
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -50,11 +45,6 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
         not_empty |= 1 << size
         rows[number] = row
     return rows
-
-
-def with_ends_of_rows(rows: list[np.ndarray]) -> np.ndarray:
-    """Return the numbers of all pairs, with `END_OF_ROW` after those of each row."""
-    return np.concatenate([np.append(row, END_OF_ROW) for row in rows] or [np.zeros(0, np.int64)])
 
 
 def rows_per_batch(
@@ -127,61 +117,3 @@ class PackedPlan:
             rows = [rows[i] for i in rng.permutation(len(rows))]
         size = self._batch_rows
         return [rows[i * size : (i + 1) * size] for i in range(self.num_batches)]
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """How the pairs of a batch become rows of tokens, and its special tokens.
-
-    Args:
-        length: number of tokens of a row on each side.
-        max_length: number of tokens of a side of a pair; what is beyond is cut off. The start or
-            end token comes in addition.
-        num_rows: number of rows of a batch; empty ones are added.
-        pad_id, start_id, end_id: ids of the special tokens.
-    """
-
-    length: int
-    max_length: int
-    num_rows: int
-    pad_id: int = 0
-    start_id: int = 2
-    end_id: int = 3
-
-    def batch(
-        self, row_of: tf.Tensor, source: tf.RaggedTensor, target: tf.RaggedTensor
-    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """Return a batch of packed sentence pairs.
-
-        Args:
-            row_of: int32 [n], rising: the row of each pair.
-            source, target: ids [n, (length)], int32.
-
-        Returns:
-            (inputs, labels int32 [rows, length]): inputs are a dict of int32 [rows, length],
-            "source" and "target" as of `Padding.batch`, "source_segments" and
-            "target_segments": the number of the pair in its row, from 1, and 0 for padding.
-        """
-        source, target = source[:, : self.max_length], target[:, : self.max_length]
-        column = tf.ones([target.nrows(out_type=tf.int32), 1], tf.int32)
-        labels = tf.concat([target, self.end_id * column], axis=1)
-        target = tf.concat([self.start_id * column, target], axis=1)
-        numbers = tf.range(tf.size(row_of))
-        firsts = tf.math.unsorted_segment_min(numbers, row_of, self.num_rows)
-        segments = numbers - tf.gather(firsts, row_of) + 1
-        rows = lambda ids, empty: self._rows(row_of, ids, empty)
-        segments_of = lambda ids: rows(ids.with_values(tf.gather(segments, ids.value_rowids())), 0)
-        inputs = {
-            "source": rows(source, self.pad_id),
-            "target": rows(target, self.pad_id),
-            "source_segments": segments_of(source),
-            "target_segments": segments_of(target),
-        }
-        return inputs, rows(labels, self.pad_id)
-
-    def _rows(self, row_of, ids, empty):
-        """Ragged [n, (length)] -> [rows, length]: pairs of a row one after the other."""
-        sizes = tf.cast(ids.row_lengths(), tf.int32)
-        sizes = tf.math.unsorted_segment_sum(sizes, row_of, self.num_rows)
-        rows = tf.RaggedTensor.from_row_lengths(ids.values, sizes)
-        return rows.to_tensor(empty, shape=[self.num_rows, self.length])

@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 
 from dtransformer.datasets.vocabulary import INSIDE, SPECIAL_PIECES, UNKNOWN_CHARACTER
-from dtransformer.datasets.words import ESCAPE, ESCAPED_ESCAPE, ESCAPED_SPACE, SPACE, WORD
+from dtransformer.datasets.words import (
+    ESCAPE,
+    ESCAPED_ESCAPE,
+    ESCAPED_SPACE,
+    SPACE,
+    WORDS,
+    normalizers,
+    replaced,
+)
 
-_WHITE = r"[ \t\x0b\f\r\n]+"
 _NAMES = dict(zip(("pad_token", "unk_token", "bos_token", "eos_token"), SPECIAL_PIECES))
 
 
@@ -19,21 +26,12 @@ def tokenizer_fields(vocabulary: Sequence[str], unknown: str, lower_case: bool) 
         unknown: a regular expression of characters that are no pieces.
         lower_case: whether text is lower-cased first.
     """
-    normalizers = [{"type": "Lowercase"}] * lower_case + [
-        {"type": "NFC"},
-        _replace("String", ESCAPE, ESCAPED_ESCAPE),
-        _replace("String", SPACE, ESCAPED_SPACE),
-        _replace("Regex", rf"\A{_WHITE}|{_WHITE}\z", ""),
-        _replace("Regex", _WHITE, SPACE),
-        {"type": "Prepend", "prepend": SPACE},
-        _replace("Regex", unknown, UNKNOWN_CHARACTER),
-    ]
     decoders = [
-        _replace("Regex", rf"\A{INSIDE}", ""),
+        replaced("Regex", rf"\A{INSIDE}", ""),
         {"type": "Fuse"},
-        _replace("String", SPACE, " "),
-        _replace("String", ESCAPED_SPACE, SPACE),
-        _replace("String", ESCAPED_ESCAPE, ESCAPE),
+        replaced("String", SPACE, " "),
+        replaced("String", ESCAPED_SPACE, SPACE),
+        replaced("String", ESCAPED_ESCAPE, ESCAPE),
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
     ]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -45,13 +43,14 @@ def tokenizer_fields(vocabulary: Sequence[str], unknown: str, lower_case: bool) 
             {"id": number, "content": piece, **special, "special": True}
             for number, piece in enumerate(SPECIAL_PIECES)
         ],
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": WORD},
-            "behavior": "Isolated",
-            "invert": False,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                *normalizers(lower_case),
+                replaced("Regex", unknown, UNKNOWN_CHARACTER),
+            ],
         },
+        "pre_tokenizer": WORDS,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
@@ -68,7 +67,3 @@ def config_fields() -> dict:
     """Return the content of the `tokenizer_config.json` beside it."""
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return kind | _NAMES
-
-
-def _replace(kind, pattern, content):
-    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}

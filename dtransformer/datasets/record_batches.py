@@ -1,12 +1,11 @@
 """Batches of encoded records: packed or one a row, in an order that is known by index."""
 
-import functools
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dtransformer.datasets.epochs import kept
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
@@ -111,8 +110,8 @@ class RecordBatches(IndexedBatches):
         self._order = None if weights is None else mixture_order(self._sizes, weights, mixture)
         if not len(records):
             raise InputError("there is no record that is not too long: give a greater data.length")
-        self._plan, self._one_at_a_time = functools.lru_cache(2)(self._rows_of), threading.Lock()
-        first = self._rows_of(0)
+        self._plan = kept(self._rows_of)
+        first = self._plan(0)
         what = f"{len(records):,} records"
         super().__init__(
             records,
@@ -154,8 +153,7 @@ class RecordBatches(IndexedBatches):
         return [rows[place] for place in places]
 
     def row(self, epoch: int, number: int) -> Example:
-        with self._one_at_a_time:  # the pipeline's threads all ask for a new epoch's
-            rows = self._plan(epoch)
+        rows = self._plan(epoch)
         # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
         numbers = rows[number % len(rows)]
         return self._form(self._records, numbers, self.length, self.ignore_id, self.pad_id)

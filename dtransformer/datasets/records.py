@@ -8,10 +8,9 @@ ShareGPT's `conversations` and Alpaca's `instruction`, `input`, `output` become 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtransformer.datasets.documents import JSON_LINES, json_values, read_documents
+from dtransformer.datasets.documents import placed_values, read_documents
 from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError, shown
-from dtransformer.inputs.arrow_file import ARROW, PARQUET, iterate_rows
 from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import check_whole
 
@@ -53,10 +52,8 @@ def read_records(
             (f"{path}, line {number}", {"prompt": source, "completion": text})
             for number, (source, text) in enumerate(pairs, start=1)
         )
-    elif name.endswith(JSON_LINES):
-        found = json_values(path)
-    elif name.endswith((*PARQUET, *ARROW)):
-        found = ((f"{path}, row {number}", row) for number, row in iterate_rows(path))
+    elif (values := placed_values(path)) is not None:
+        found = values
     elif name.endswith(_TABLES):
         raise InputError(f"{path}: tables of text are not read: give JSON lines or Parquet")
     else:

@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 import pydantic
 import tensorflow as tf
-import tensorflow_text as tf_text
 import tokenizers
 
 from dtransformer.datasets.chat_template import TakesTemplate
@@ -38,18 +37,15 @@ from dtransformer.datasets.special_tokens import CONFIG
 from dtransformer.datasets.text_files import write_text_atomically
 from dtransformer.datasets.vocabulary import (
     END,
-    INSIDE,
     PAD,
-    SPECIAL_PIECES,
     START,
     UNK,
-    UNKNOWN_CHARACTER,
     characters_of,
     check_vocabulary,
     learn_vocabulary,
     text_of,
 )
-from dtransformer.datasets.words import SPACE, map_chunks, normalise, split_words, unescape
+from dtransformer.datasets.words import SPACE, encoded, made, unescape
 from dtransformer.errors import InputError, shown
 from dtransformer.inputs.checked import STRICT
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
@@ -104,9 +100,6 @@ class SubwordTokenizer(TakesTemplate):
         texts[PAD] = texts[START] = texts[END] = ""
         texts[UNK] = _UNKNOWN_TEXT
         self._texts = np.array(texts, dtype=object)
-        # Made at the first use: a mesh that starts later resets TensorFlow's context, and
-        # constants made before it would be lost.
-        self._encode_chunk = None
 
     @classmethod
     def train(
@@ -181,14 +174,9 @@ class SubwordTokenizer(TakesTemplate):
         """
         if isinstance(sentences, (str, bytes)):
             raise InputError("encode takes a list of sentences: put the string into a list")
-        if self._encode_chunk is None:
-            self._encode_chunk = self._compile()
-        ids, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        for chunk_ids, chunk_lengths in map_chunks(self._encode_chunk, sentences):
-            ids.append(chunk_ids)
-            lengths.append(chunk_lengths)
-        row_splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
-        return np.concatenate(ids), row_splits
+        ids = [np.array(row, np.int32) for row in encoded(self._library, sentences)]
+        row_splits = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        return np.concatenate([np.zeros(0, np.int32), *ids]), row_splits
 
     def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
         """Return the text of ids.
@@ -230,23 +218,17 @@ class SubwordTokenizer(TakesTemplate):
         Pairs have the start token before them and the end token after each text; see
         `PublishedTokenizer.encode_with_offsets`.
         """
-        own = self._published()
-        first = encodings(own, sentences, None)
-        if others is None:
-            return first
-        start, end = ([self.start_id], [(0, 0)]), ([self.end_id], [(0, 0)])
-        found = []
-        for a, b in zip(first, encodings(own, others, None), strict=True):
-            parts = start, (a.ids, a.places), end, (b.ids, b.places), end
-            ids, places = (sum((list(part[side]) for part in parts), []) for side in (0, 1))
-            num_first = len(a.ids) + 2
-            found.append(Encoding(ids, places, [0] * num_first + [1] * (len(ids) - num_first)))
-        return found
+        return encodings(self._library, sentences, others)
 
-    @functools.cache  # noqa: B019 (as long as the tokenizer)
-    def _published(self):
+    @functools.cached_property
+    def _library(self):
         fields = tokenizer_fields(self._vocabulary, self._unknown(), self._lower_case)
-        return tokenizers.Tokenizer.from_str(json.dumps(fields))
+        library = made({**fields, "added_tokens": []})  # a special piece in a text is none
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            pair="[START] $A [END] $B:1 [END]:1",
+            special_tokens=[("[START]", START), ("[END]", END)],
+        )
+        return library
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write `subword_tokenizer.json` and `vocab.txt` (a piece a line) into a folder.
@@ -321,27 +303,6 @@ class SubwordTokenizer(TakesTemplate):
         """Return a regular expression of the characters that are no pieces."""
         characters = characters_of(self._vocabulary)
         return "[^" + "".join(rf"\x{{{ord(c):x}}}" for c in characters + [SPACE]) + "]"
-
-    def _compile(self):
-        lower_case, unknown = self._lower_case, self._unknown()
-        wordpiece = tf_text.FastWordpieceTokenizer(
-            self._vocabulary,
-            suffix_indicator=INSIDE,
-            max_bytes_per_word=1_000_000,  # longer words would be one unknown piece
-            token_out_type=tf.int32,
-            unknown_token=SPECIAL_PIECES[UNK],
-            no_pretokenization=True,
-        )
-
-        @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
-        def encode_chunk(sentences):
-            text = tf.strings.regex_replace(
-                normalise(sentences, lower_case), unknown, UNKNOWN_CHARACTER
-            )
-            pieces = wordpiece.tokenize(split_words(text)).merge_dims(-2, -1)
-            return pieces.flat_values, pieces.row_lengths()
-
-        return encode_chunk
 
 
 def _read_config(path):

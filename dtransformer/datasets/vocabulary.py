@@ -8,17 +8,9 @@ import collections
 import math
 from collections.abc import Iterable, Sequence
 
-import tensorflow as tf
 from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
 
-from dtransformer.datasets.words import (
-    ESCAPED_ESCAPE,
-    ESCAPED_SPACE,
-    SPACE,
-    map_chunks,
-    normalise,
-    split_words,
-)
+from dtransformer.datasets.words import ESCAPED_ESCAPE, ESCAPED_SPACE, SPACE, counted_words
 from dtransformer.errors import InputError, shown
 
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[START]", "[END]")
@@ -96,7 +88,7 @@ def learn_vocabulary(
         InputError: there is no text, or the vocabulary is smaller than its characters need or
             larger than it can fill.
     """
-    words = _count_words(sentences, lower_case)
+    words = counted_words(sentences, lower_case)
     if not words:
         raise InputError(
             "the sentences to train a tokenizer hold no text at all: give at least one line of text"
@@ -128,23 +120,6 @@ def learn_vocabulary(
 
     found = _search_threshold(vocabulary_at, vocab_size, sum(words.values()), at_most)
     return found[:vocab_size]
-
-
-def _count_words(sentences, lower_case):
-    """Return {word: count}, the most frequent first, ties in the order of characters."""
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
-    def count(chunk):
-        words = split_words(normalise(chunk, lower_case)).flat_values
-        unique, _, counts = tf.unique_with_counts(words)
-        return unique, counts
-
-    total = collections.Counter()
-    for unique, counts in map_chunks(count, sentences):
-        total.update(dict(zip(unique.tolist(), counts.tolist())))
-    total.pop(b"", None)
-    words = ((word.decode("utf-8"), number) for word, number in total.items())
-    return dict(sorted(words, key=lambda item: (-item[1], item[0])))
 
 
 def _alphabet(words, max_characters):

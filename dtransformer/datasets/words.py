@@ -1,9 +1,10 @@
-"""Text to words, in TensorFlow: every step can be undone by the tokenizer's `decode`."""
+"""Text to words, by the library `tokenizers`: every step can be undone by the tokenizer's `decode`."""
 
-from collections.abc import Callable, Iterable, Iterator
+import collections
+import json
+from collections.abc import Iterable, Iterator
 
-import tensorflow as tf
-import tensorflow_text as tf_text
+import tokenizers
 
 from dtransformer.inputs.text import whole_texts
 
@@ -11,44 +12,72 @@ SPACE = "▁"  # U+2581, a space in front of the word
 ESCAPE = "▂"  # U+2582; in the text itself "▁" becomes "▂1" and "▂" becomes "▂2"
 ESCAPED_SPACE, ESCAPED_ESCAPE = ESCAPE + "1", ESCAPE + "2"
 
-_WHITE_SPACE = r"[ \t\v\f\r\n]+"
-WORD = rf"{SPACE}?[\p{{L}}\p{{M}}]+|{SPACE}?[^\p{{L}}\p{{M}}{SPACE}]"
+_WHITE_SPACE = r"[ \t\x0b\f\r\n]+"
+_WORD = rf"{SPACE}?[\p{{L}}\p{{M}}]+|{SPACE}?[^\p{{L}}\p{{M}}{SPACE}]"
+# How normalised text is divided into words, in the library's form.
+WORDS = {"type": "Split", "pattern": {"Regex": _WORD}, "behavior": "Isolated", "invert": False}
 
-_CHUNK_SIZE = 8192  # sentences of a call of a compiled function
+_TOGETHER = 8192  # sentences of a call of the library
 
 
-def normalise(sentences: tf.Tensor, lower_case: bool) -> tf.Tensor:
-    """Return strings [n] in Unicode NFC, with `SPACE` for runs of white space, and in front.
+def normalizers(lower_case: bool) -> list[dict]:
+    """Return the library's normalizers: NFC, with `SPACE` for runs of white space, and in front.
 
     Marks that stand in the text itself are escaped.
     """
-    if lower_case:
-        sentences = tf.strings.lower(sentences, encoding="utf-8")
-    text = tf_text.normalize_utf8(sentences, "NFC")
-    text = tf.strings.regex_replace(text, ESCAPE, ESCAPED_ESCAPE)
-    text = tf.strings.regex_replace(text, SPACE, ESCAPED_SPACE)
-    text = tf.strings.regex_replace(text, f"^{_WHITE_SPACE}|{_WHITE_SPACE}$", "")
-    text = tf.strings.regex_replace(text, _WHITE_SPACE, SPACE)
-    return tf.where(text == "", text, tf.strings.join([SPACE, text]))
+    return [{"type": "Lowercase"}] * lower_case + [
+        {"type": "NFC"},
+        replaced("String", ESCAPE, ESCAPED_ESCAPE),
+        replaced("String", SPACE, ESCAPED_SPACE),
+        replaced("Regex", rf"\A{_WHITE_SPACE}|{_WHITE_SPACE}\z", ""),
+        replaced("Regex", _WHITE_SPACE, SPACE),
+        {"type": "Prepend", "prepend": SPACE},
+    ]
 
 
-def split_words(text: tf.Tensor) -> tf.RaggedTensor:
-    """Return the words of normalised strings [n], strings [n, (words)]."""
-    # No white space is left in the text, so that it can separate the words.
-    return tf.strings.split(tf.strings.regex_replace(text, WORD, r"\0 "))
-
-
-def map_chunks(function: Callable, sentences: Iterable[str]) -> Iterator:
-    """Return an iterator of a compiled function's results, as arrays, for chunks of sentences.
+def replaced(kind: str, pattern: str, content: str) -> dict:
+    """Return a normalizer, or a decoder, that puts a text where a pattern is.
 
     Args:
-        function: a function of strings [n].
-        sentences: the sentences.
+        kind: `"String"` or `"Regex"`.
+        pattern: what is looked for.
+        content: what comes in its place.
     """
-    sentences = tf.constant(whole_texts(sentences), dtype=tf.string)
-    chunks = tf.data.Dataset.from_tensor_slices(sentences).batch(_CHUNK_SIZE)
-    chunks = chunks.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return chunks.as_numpy_iterator()
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def made(fields: dict) -> tokenizers.Tokenizer:
+    """Return a tokenizer of the library; what is not among its fields it has not."""
+    others = ("truncation", "padding", "post_processor", "decoder")
+    fields = {"version": "1.0", "added_tokens": [], **dict.fromkeys(others), **fields}
+    return tokenizers.Tokenizer.from_str(json.dumps(fields))
+
+
+def encoded(tokenizer: tokenizers.Tokenizer, sentences: Iterable[str]) -> Iterator[list[int]]:
+    """Yield the ids of each sentence."""
+    texts = whole_texts(sentences)
+    for start in range(0, len(texts), _TOGETHER):
+        some = texts[start : start + _TOGETHER]
+        for one in tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            yield one.ids
+
+
+def counted_words(sentences: Iterable[str], lower_case: bool) -> dict[str, int]:
+    """Return {word: count}, the most frequent first, ties in the order of characters."""
+    texts, total = whole_texts(sentences), collections.Counter()
+    words = made(
+        {
+            "normalizer": {"type": "Sequence", "normalizers": normalizers(lower_case)},
+            "pre_tokenizer": WORDS,
+            "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
+        }
+    )
+    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=2**31, show_progress=False)
+    words.train_from_iterator(texts, trainer)
+    for ids in encoded(words, texts):
+        total.update(ids)
+    found = {words.id_to_token(number): count for number, count in total.items()}
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def unescape(text: str) -> str:

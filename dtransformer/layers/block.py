@@ -200,11 +200,28 @@ class BlockStack(Layer):
                 layer.build(input_shape)
         self.built = True
 
-    def position_options(self, inputs: tf.Tensor) -> dict:
-        """Return what blocks are told of relative positions, as options of their call."""
-        if self.position_table is None:
-            return {}
-        return {"position_table": self.position_table(inputs)}
+    def run_blocks(
+        self, inputs: tf.Tensor, others: list, cache: list[dict] | None, **options
+    ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
+        """Return what the blocks, one after the other, make of inputs; and their new caches.
+
+        Args:
+            inputs: of the first block.
+            others: the arguments of each block's call after its inputs.
+            cache: of each block; None where there is none, nor is one returned.
+            **options: other arguments, by their names.
+        """
+        if self.position_table is not None:
+            options["position_table"] = self.position_table(inputs)
+        new_cache = []
+        for number, block in enumerate(self.blocks):
+            if cache is None:
+                inputs = block(inputs, *others, **options)
+            else:
+                inputs, extended = block(inputs, *others, cache=cache[number], **options)
+                new_cache.append(extended)
+        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
+        return outputs if cache is None else (outputs, new_cache)
 
     def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
         return input_shape

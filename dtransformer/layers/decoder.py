@@ -164,17 +164,8 @@ class TransformerDecoder(BlockStack):
         cache: list[dict] | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        new_cache = []
-        options = {"training": training, **self.position_options(inputs)}
-        for number, block in enumerate(self.blocks):
-            arguments = (inputs, decoder_mask, encoder_output, memory_mask)
-            if cache is None:
-                inputs = block(*arguments, **options)
-            else:
-                inputs, extended = block(*arguments, cache=cache[number], **options)
-                new_cache.append(extended)
-        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
-        return outputs if cache is None else (outputs, new_cache)
+        others = [decoder_mask, encoder_output, memory_mask]
+        return self.run_blocks(inputs, others, cache, training=training)
 
     def init_cache(
         self, encoder_output: tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1

@@ -339,16 +339,8 @@ class TransformerEncoder(BlockStack):
         prefix_mask: tf.Tensor | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, list[dict]]:
-        new_cache, options = [], self.position_options(inputs)
-        for number, block in enumerate(self.blocks):
-            if cache is None:
-                inputs = block(inputs, attention_mask, training=training, **options)
-            else:
-                own = {"cache": cache[number], "prefix_mask": prefix_mask, **options}
-                inputs, extended = block(inputs, attention_mask, **own)
-                new_cache.append(extended)
-        outputs = inputs if self.final_norm is None else self.final_norm(inputs)
-        return outputs if cache is None else (outputs, new_cache)
+        options = {"training": training} if cache is None else {"prefix_mask": prefix_mask}
+        return self.run_blocks(inputs, [attention_mask], cache, **options)
 
     def init_cache(
         self, batch_size: int | tf.Tensor, max_length: int | tf.Tensor, num_hypotheses: int = 1

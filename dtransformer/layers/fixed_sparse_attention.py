@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.arguments import check_floating
+from dtransformer.layers.arguments import check_floating, given_arguments
 from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
 from dtransformer.layers.base import Layer, check_divisible, check_size, register
 from dtransformer.layers.elementwise import select
@@ -184,8 +184,10 @@ class FixedSparseAttention(Layer):
         global_size: int | None = None,
         **kwargs,
     ):
+        given = given_arguments(locals())
         super().__init__(**kwargs)
         self.supports_masking = True
+        self.arguments = given
         self.num_heads = check_size("num_heads", num_heads)
         self.size_per_head = check_size("size_per_head", size_per_head)
         check_divisible(num_heads=num_heads)
@@ -308,17 +310,6 @@ class FixedSparseAttention(Layer):
 
     def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
         return query_shape
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "size_per_head": self.size_per_head,
-            "block_size": self.pattern.block_size,
-            "seq_length": self.pattern.seq_length,
-            "num_different_global_patterns": self.pattern.num_patterns,
-            "global_size": self.pattern.global_size,
-        }
 
 
 def _masked(scores, seen):

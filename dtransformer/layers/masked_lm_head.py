@@ -10,7 +10,6 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.norm import make_norm
-from dtransformer.layers.settings import as_config
 from dtransformer.parallel.mesh.axis_rules import constrain
 
 
@@ -86,9 +85,6 @@ class MaskedLMHead(Layer):
     def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
         return self.logits.compute_output_shape(inputs_shape, table_shape)
 
-    def get_config(self) -> dict:
-        return {**super().get_config(), **as_config(self.arguments)}
-
 
 @register
 class SentenceHead(Layer):
@@ -140,10 +136,3 @@ class SentenceHead(Layer):
 
     def compute_output_shape(self, inputs_shape: tuple) -> tuple:
         return inputs_shape[0], self.num_classes
-
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "num_classes": self.num_classes,
-            "hidden_size": self.hidden_size,
-        }

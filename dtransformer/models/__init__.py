@@ -6,7 +6,6 @@ from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
 from dtransformer.models.freezing import freeze, unfreeze
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.generation.text_generator import TextGenerator
-from dtransformer.models.interleaved import MicroBatchInterleaved
 from dtransformer.models.lora import add_lora, merge_lora
 from dtransformer.models.lora_folder import load_lora, save_lora
 from dtransformer.models.masked_lm import MaskedLM
@@ -20,7 +19,6 @@ __all__ = [
     "EncoderDecoderLM",
     "GenerationOptions",
     "MaskedLM",
-    "MicroBatchInterleaved",
     "TextGenerator",
     "TranslationTransformer",
     "add_lora",

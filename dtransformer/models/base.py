@@ -118,10 +118,6 @@ class TokenModel(KeepsSettings, keras.Model):
             for path, shape in self.weight_shapes().items()
         )
 
-    def arguments_and_experts(self) -> dict:
-        """Return the network's arguments, and which blocks have experts: see `with_experts`."""
-        raise NotImplementedError
-
     def _make_embedding(self, vocab_size, name):
         h = self.arguments["hidden_size"]
         # Unit variance after the multiplication with √h, and a sensible tied head.

@@ -13,7 +13,6 @@ from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
-from dtransformer.models.experts import feed_forward_products, with_experts
 from dtransformer.models.generation.generation import Generation
 from dtransformer.models.generation.generator import Generator, OnTokens
 from dtransformer.models.generation.options import check_int
@@ -321,39 +320,6 @@ class EncoderDecoderModel(TokenModel):
                     f"{length} positions are asked for, but the learned positions end at "
                     f"{name}={limit}"
                 )
-
-    def arguments_and_experts(self) -> dict:
-        stacks = {"encoder": self.transformer.encoder, "decoder": self.transformer.decoder}
-        return with_experts(self.arguments, **stacks)
-
-    def flops_per_step(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return the floating-point operations of one training step without recompute.
-
-        Six for each position and each weight in a product (of experts: of those that a position
-        is sent to), and those of the attention cores; padded positions, which are computed too,
-        count. The backward pass counts as two forward ones.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            A float32 scalar tensor.
-        """
-        options = self.arguments
-        h, n = options["hidden_size"], options["num_heads"]
-        inner = n * (options.get("head_dim") or h // n)
-        inputs = self.named_inputs(inputs)
-        b, s = tf.unstack(tf.cast(tf.shape(inputs["source"]), "float32"))
-        t = tf.cast(tf.shape(inputs["target"])[1], "float32")
-        attention, known = 4 * h * inner, self.arguments_and_experts()
-        encoder = s * attention + 2 * inner * s * s
-        decoder = t * 1.5 * attention + s * attention / 2
-        decoder += 2 * inner * t * (s + t)
-        head = t * h * self.vocab_size
-        blocks = options["encoder_layers"] * encoder + options["decoder_layers"] * decoder
-        blocks += s * feed_forward_products(known, "encoder")
-        blocks += t * feed_forward_products(known, "decoder")
-        return 6.0 * b * (blocks + head)
 
     def stream_shapes(
         self, input_shapes: dict[str, tuple[int, int]]

@@ -1,7 +1,4 @@
-"""Counts of networks with mixtures of experts: products for each token, and active weights.
-
-All are functions of a network's arguments, and of which of its blocks have experts.
-"""
+"""Active weights of networks with mixtures of experts, by their arguments."""
 
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
@@ -12,40 +9,6 @@ def experts_of(arguments: dict) -> MoEConfig | None:
     given = arguments.get("moe_config")
     config = None if given is None else as_moe_config(given)
     return None if config is None or config.expert_num == 1 else config
-
-
-def with_experts(arguments: dict, **stacks) -> dict:
-    """Return a network's arguments, and which blocks have experts.
-
-    Args:
-        arguments: the network's.
-        **stacks: name of each stack and its `BlockStack`, or None.
-    """
-    found = {
-        name: [block.has_experts for block in stack.blocks] if stack is not None else []
-        for name, stack in stacks.items()
-    }
-    return {**arguments, "has_experts": found}
-
-
-def feed_forward_products(arguments: dict, stack: str) -> float:
-    """Return how many numbers are multiplied for a token in all feed-forward layers of a stack.
-
-    Of experts these are the active ones, to which the token is sent.
-
-    Args:
-        arguments: of `with_experts`.
-        stack: name of the stack.
-    """
-    config, h = experts_of(arguments), arguments["hidden_size"]
-    each = (3 if arguments.get("gated") else 2) * h
-    dense, blocks = each * arguments["ffn_hidden_size"], arguments["has_experts"][stack]
-    if config is None:
-        return dense * len(blocks)
-    active = config.num_experts_chosen + config.shared_experts
-    size = config.ffn_hidden_size or arguments["ffn_hidden_size"]
-    of_experts = active * each * size + h * config.expert_num
-    return sum(of_experts if is_sent else dense for is_sent in blocks)
 
 
 def active_share(path: str, shape: tuple[int, ...], arguments: dict) -> float:

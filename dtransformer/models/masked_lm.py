@@ -242,10 +242,3 @@ class MaskedLM(OneStackModel):
         if self.sentence_head is None:
             return self.vocab_size
         return {"masked_lm": self.vocab_size, "next_sentence": self.sentence_head.num_classes}
-
-    def _head_products(self, length):
-        if self.has_task_head:
-            return super()._head_products(length)
-        h = self.arguments["hidden_size"]
-        sentence = h * (h + 2) if self.sentence_head is not None else 0
-        return length * h * h + super()._head_products(length) + sentence

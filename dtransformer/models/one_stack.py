@@ -5,8 +5,7 @@ import tensorflow as tf
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
-from dtransformer.models.base import TokenModel, first_given
-from dtransformer.models.experts import feed_forward_products, with_experts
+from dtransformer.models.base import TokenModel
 
 
 class OneStackModel(TokenModel):
@@ -39,38 +38,6 @@ class OneStackModel(TokenModel):
         shapes = {k: x for k, x in shapes.items() if not k.startswith(("head/", "sentence_head/"))}
         own = weight_shapes.of_layer(self.head, (None, None, self.arguments["hidden_size"]))
         return {**shapes, **{f"head/{path}": shape for path, shape in own.items()}}
-
-    def arguments_and_experts(self) -> dict:
-        return with_experts(self.arguments, blocks=self.blocks)
-
-    def flops_per_step(self, inputs: tf.Tensor | dict[str, tf.Tensor]) -> tf.Tensor:
-        """Return the floating-point operations of one training step without recompute.
-
-        Six for each position and each weight in a product (of experts: of those that a position
-        is sent to), and those of the attention cores; what is masked or padded is computed too, and
-        counts. The backward pass counts as two forward ones.
-
-        Args:
-            inputs: as `call`'s.
-
-        Returns:
-            A float32 scalar tensor.
-        """
-        options = self.arguments
-        h, n = options["hidden_size"], options["num_heads"]
-        queries = n * first_given(options.get("head_dim"), h // n)
-        shared = queries * first_given(options.get("num_kv_heads"), n) // n
-        b, s = tf.unstack(tf.cast(tf.shape(self.named_inputs(inputs)["tokens"]), "float32"))
-        block = s * 2 * h * (queries + shared) + 2 * queries * s * s
-        blocks = options["num_layers"] * block
-        blocks += s * feed_forward_products(self.arguments_and_experts(), "blocks")
-        return 6.0 * b * (blocks + self._head_products(s))
-
-    def _head_products(self, length):
-        """Return how many numbers are multiplied in the head, for a sequence of some length."""
-        if self.has_task_head:
-            return self.arguments["hidden_size"] * self.head.num_labels
-        return length * self.arguments["hidden_size"] * self.vocab_size
 
     def stream_shapes(self, input_shapes: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
         """Return the shape of the residual stream in the stack of blocks.

@@ -5,9 +5,11 @@ way. What of them training reaches, `Constants` says.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 
 from dtransformer.errors import InputError, check_int, shown
+from dtransformer.tables import read_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,27 +42,9 @@ class Constants:
     source: str = ""
 
 
-# benchmarks/fit_planner.py prints those that it fits; the others are set, for these reasons.
-A100 = Constants(
-    product_share=0.876,  # fitted
-    half_rows=349,  # fitted
-    half_features=191,  # fitted
-    memory_share=0.9,  # set: copies of large tensors reach 1.8 of 2.04 TB/s
-    pass_overhead_us=12.1,  # fitted
-    inside_share=0.7,  # set: NCCL's rings reach 210 of 300 GB/s
-    between_share=0.509,  # fitted
-    hop_us=8.34,  # fitted
-    source="fitted on Narayanan et al., 2021, table 1, and on the measured layouts of the 3.6 B and "
-    "18.4 B models; those of the 39.1 B and 175 B models were held out",
-)
-# Of one H200 (docs/gpus.md): 8192³ in 16 bits runs at 735 of 989 TFLOP/s, which with the A100's halves
-# is this share of the peak; copies reach 3.9 of 4.8 TB/s. Newer cards have it, too.
-HOPPER = dataclasses.replace(
-    A100,
-    product_share=0.81,
-    memory_share=0.81,
-    source="products and copies are those of one H200, the others the A100's",
-)
+_TABLES = read_table(pathlib.Path(__file__).with_name("devices.yaml"))
+A100, CPU = (Constants(**_TABLES["constants"][name]) for name in ("a100", "cpu"))
+HOPPER = dataclasses.replace(A100, **_TABLES["constants"]["hopper"])
 # Those of the A100 that steps which were measured on it have in them.
 CHECKED = (
     *("product_share", "half_rows", "half_features", "pass_overhead_us"),
@@ -149,20 +133,8 @@ def _device(name, *figures):
     return Device(name, *figures, 8, constants, _NVIDIA, has_bfloat16=has_bfloat16)
 
 
-DEVICES = {
-    device.name: device
-    for device in (
-        _device("v100-16", 125, 15.7, 16, 900, 150, 12.5),
-        _device("v100-32", 125, 15.7, 32, 900, 150, 12.5),
-        _device("a100-40", 312, 156, 40, 1555, 300, 25),
-        _device("a100-80", 312, 156, 80, 2039, 300, 25),
-        _device("h100-80", 989, 494, 80, 3350, 450, 50),
-        _device("h200-141", 989, 494, 141, 4800, 450, 50),
-        _device("b200-180", 2250, 1125, 180, 7700, 900, 50),
-    )
-}
-_SHORT = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}
-_SHORT |= {"h200": "h200-141", "b200": "b200-180"}
+DEVICES = {name: _device(name, *figures) for name, figures in _TABLES["gpus"].items()}
+FAMILIES = _TABLES["families"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +192,10 @@ def device_named(name: str) -> Device:
     80
     """
     key = str(name).lower().replace("_", "-")
-    key = _SHORT.get(key, key)
+    key = FAMILIES.get(key, key)
     if key not in DEVICES:
         raise InputError(
-            f"there is no device {shown(name)}, expected one of {', '.join([*DEVICES, *_SHORT])}, "
+            f"there is no device {shown(name)}, expected one of {', '.join([*DEVICES, *FAMILIES])}, "
             "or a file of --measure"
         )
     return DEVICES[key]

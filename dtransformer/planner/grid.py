@@ -1,13 +1,12 @@
 """All layouts of a number of devices that there are: every divisor of everything."""
 
-import difflib
 import itertools
 import math
 import re
 
 import numpy as np
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, nearest, shown
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.topology import divisors
 from dtransformer.parallel.config.validators import check_supported
@@ -109,9 +108,7 @@ def _fixed_columns(job):
     names = TransformerOpParallelConfig.__dataclass_fields__
     for name in job.fixed:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-            raise InputError(f"there is no field {shown(name)} to fix; {hint}")
+            raise InputError(f"there is no field {shown(name)} to fix; {nearest(name, names)}")
     try:
         config = job.fixed_config()
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ import re
 
 from dtransformer.errors import InputError, shown
 from dtransformer.nvidia_driver import gpu_names
-from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, Link, device_named
+from dtransformer.planner.clusters import CPU, DEVICES, FAMILIES, Cluster, Device, Link
 
 # Of one core, as `dtransformer plan --measure` found them on two cores of a virtual machine with
 # AVX-512: float32 products, memory, and what ranks of a host send each other over loopback, of which
@@ -18,17 +18,6 @@ from dtransformer.planner.clusters import DEVICES, Cluster, Constants, Device, L
 _CORE_TFLOPS = 0.075
 _CORE_GB_PER_SECOND = 5.0
 _LINKS = {"data": Link(0.7, 0, 5000.0), "model": Link(0.4, 0, 2500.0), "stage": Link(1.5, 0, 500.0)}
-CPU = Constants(
-    product_share=0.9,
-    half_rows=8,
-    half_features=16,
-    memory_share=1.0,
-    pass_overhead_us=500,
-    inside_share=1.0,
-    between_share=1.0,
-    hop_us=300,
-    source="measured with dtransformer plan --measure",
-)
 
 
 def num_ranks() -> int:
@@ -79,9 +68,9 @@ def device_of_gpu(name: str) -> Device:
         family, size = key.split("-")
         if family.upper() in words and (f"{size}GB" in name or "GB" not in name):
             return DEVICES[key]
-    for family in ("v100", "a100", "h100", "h200", "b200"):
+    for family, usual in FAMILIES.items():
         if family.upper() in words:
-            return device_named(family)
+            return DEVICES[usual]
     raise InputError(
         f"there are no figures of the GPU {shown(name)}: measure it with dtransformer plan "
         "--measure FILE, or give a device"

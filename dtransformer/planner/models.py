@@ -1,10 +1,9 @@
 """The shapes of networks: of published ones by their names, and of those that were made."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 
-from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer.architectures import Architecture, architecture_named
 from dtransformer.block_forms import arguments_of_block, placement_of
 from dtransformer.errors import InputError, shown
 from dtransformer.planner.shape import ModelShape
@@ -29,15 +28,12 @@ def named(name: str, /, **changes) -> ModelShape:
     >>> named("llama2-7b").num_layers, named("bert_base", sequence_length=128).sequence_length
     (32, 128)
     """
-    key = str(name).lower().replace("-", "_")
-    if key not in ARCHITECTURES:
-        close = difflib.get_close_matches(key, ARCHITECTURES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? There are also " if close else "there are "
-        raise InputError(
-            f"there is no model {shown(name)}: {hint}{', '.join(ARCHITECTURES)}; or give a YAML file, "
-            "or the folder of a published model"
-        )
-    return from_architecture(key, ARCHITECTURES[key], **changes)
+    try:
+        key, architecture = architecture_named(name)
+    except InputError as error:
+        hint = "or give a YAML file, or the folder of a published model"
+        raise InputError(f"{error}; {hint}") from None
+    return from_architecture(key, architecture, **changes)
 
 
 def from_architecture(name: str, architecture: Architecture, /, **changes) -> ModelShape:
@@ -79,6 +75,10 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         default = 1024 if network == "EncoderDecoderLM" else 512
         entries = given.get("max_length", default) + given.get("position_offset", 0)
         fields["learned_positions"] = entries * number
+    if network == "MaskedLM":  # a dense layer before the logits; of a pair's head, two
+        h, size = given["hidden_size"], {**fields, **changes}["sequence_length"]
+        pair = h * (h + 2) * bool(given.get("next_sentence"))
+        fields["head_products"] = size * h * (h + fields["vocab_size"]) + pair
     fields["other_parameters"] = _other_parameters(network, given, fields, number)
     return checked(ModelShape, {**fields, **changes})
 
@@ -152,6 +152,9 @@ def from_network(network: object, **changes) -> ModelShape:
             f"{shown(type(network).__name__)} does not tell its sizes: give a network of "
             "dtransformer.models, or a ModelShape"
         )
+    if getattr(network, "has_task_head", False):
+        products = network.arguments["hidden_size"] * network.head.num_labels
+        changes = {"head_products": products, **changes}
     architecture = Architecture(type(network).__name__, dict(network.arguments), "")
     return from_architecture(network.name, architecture, **changes)
 

@@ -59,6 +59,7 @@ class ModelShape:
         learned_positions: entries of tables of positions, of all of them together.
         final_norms: norms after stacks of blocks; blocks that normalize last have none.
         other_parameters: what else there is: poolers, norms of embeddings, token types.
+        head_products: how many numbers the head multiplies for a sequence; s·h·V by default.
         is_causal: whether the one stack sees what was before only.
         num_experts: experts that take the place of a feed-forward layer.
         experts_chosen: experts that each token is sent to.
@@ -101,6 +102,7 @@ class ModelShape:
     learned_positions: int = 0
     final_norms: int = 1
     other_parameters: int = 0
+    head_products: int | None = None
     is_causal: bool = True
     num_experts: int = 1
     experts_chosen: int = 1
@@ -189,7 +191,7 @@ class ModelShape:
         stacks = (
             (self.num_layers, BlockKind(1, s, (s,), self.is_causal)),
             (self.encoder_layers, BlockKind(1, t, (t,), is_causal=False)),
-            (self.decoder_layers, BlockKind(1, s, (s, t) if self.encoder_layers else (s,))),
+            (self.decoder_layers, BlockKind(1, s, (s, t))),
         )
         every = self.experts_every if self.num_experts > 1 else math.inf
         blocks = [
@@ -342,13 +344,15 @@ class ModelShape:
         weight that is frozen, two where nothing before it is trained.
         """
         own = 4.0 if self.adapter_rank else 6.0
-        heads, flops = self.num_heads * self.head_dim, 0.0
-        active = self.experts_chosen + self.shared_experts
+        h, heads = self.hidden_size, self.num_heads * self.head_dim
+        shared = self.num_kv_heads * self.head_dim
+        active, flops = self.experts_chosen + self.shared_experts, 0.0
         for kind in self.kinds:
-            weights = len(kind.attended) * self.attention_parameters()
-            weights += (active if kind.has_experts else 1) * self.expert_parameters(kind)
-            weights += kind.has_experts * self.num_experts * self.hidden_size
-            scores = 2 * heads * sum(kind.attended)
-            each = 2.0 * (weights + scores) if kind.is_frozen else own * weights + 6.0 * scores
-            flops += kind.number * kind.length * each
-        return flops + own * self.sequence_length * self.hidden_size * self.vocab_size
+            weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
+            products = kind.length * (weights + kind.has_experts * self.num_experts * h)
+            products += sum(2 * h * (kind.length * heads + t * shared) for t in kind.attended)
+            scores = 2 * kind.length * heads * sum(kind.attended)
+            each = 2.0 * (products + scores) if kind.is_frozen else own * products + 6.0 * scores
+            flops += kind.number * each
+        head = self.sequence_length * h * self.vocab_size
+        return flops + own * (head if self.head_products is None else self.head_products)

@@ -1,12 +1,16 @@
 """Tokens per second, FLOP/s, and their share of what the machine can do."""
 
+import contextlib
 import functools
 import math
 import time
+from collections.abc import Mapping
 
 import tensorflow as tf
 
+from dtransformer.errors import InputError
 from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.planner.models import from_network
 
 # Rows and columns, and how many before one element is read: on a GPU 1024³ takes 3 µs, a launch as long.
 PRODUCTS = {"CPU": (1024, 1), "GPU": (8192, 8)}
@@ -43,19 +47,25 @@ def tokens_and_flops(network, inputs, labels) -> tuple[float, float]:
 
     Args:
         network: a `keras.Model`. Where it has the method `stream_shapes`, all positions of its
-            stacks are tokens; elsewhere labels that are integers, or rows. FLOP are 0 without
-            the method `flops_per_step`.
+            stacks are tokens; elsewhere labels that are integers, or rows. FLOP are those of the
+            method `flops_per_step`, or as the planner counts a network of `dtransformer.models`.
         inputs, labels: nested tensors of a batch.
     """
     flat = [x for x in tf.nest.flatten(labels) if x is not None] or tf.nest.flatten(inputs)
     shape = tuple(flat[0].shape)
     are_ids = tf.as_dtype(flat[0].dtype).is_integer and None not in shape
     tokens = math.prod(shape) if are_ids else shape[0]
+    flops = float(network.flops_per_step(inputs)) if hasattr(network, "flops_per_step") else 0.0
     if hasattr(network, "stream_shapes"):
         shapes = tf.nest.map_structure(lambda x: tuple(x.shape), inputs)
-        tokens = sum(rows * length for rows, length, _ in network.stream_shapes(shapes).values())
-    has_flops = hasattr(network, "flops_per_step")
-    return float(tokens), float(network.flops_per_step(inputs)) if has_flops else 0.0
+        streams = list(network.stream_shapes(shapes).values())
+        tokens = sum(rows * length for rows, length, _ in streams)
+        if isinstance(getattr(network, "arguments", None), Mapping) and not flops:
+            (rows, source, _), (_, target, _) = streams[0], streams[-1]
+            with contextlib.suppress(InputError):  # the planner has no network without blocks
+                shape = from_network(network, source_length=source, sequence_length=target)
+                flops = rows * shape.flops_per_sequence()
+    return float(tokens), flops
 
 
 class Throughput:

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, nearest, shown
 from dtransformer.inputs.checked import problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
@@ -42,9 +42,7 @@ class RunConfig:
 
     def __init__(self, task: str = TRANSLATION):
         if not isinstance(task, str) or task not in SECTIONS:
-            close = difflib.get_close_matches(str(task), SECTIONS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(SECTIONS)}"
-            raise InputError(f"task: there is no task {shown(task)}: {hint}")
+            raise InputError(f"task: there is no task {shown(task)}: {nearest(task, SECTIONS)}")
         self.task = task
         for name, kind in SECTIONS[task].items():
             setattr(self, name, kind())

@@ -1,9 +1,11 @@
 """The memory that a run needs at least, compared with what this machine has, before it is taken."""
 
+import dataclasses
 import pathlib
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.machine import free_memory
+from dtransformer.runs.automatic import shape_of_run
 from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32
@@ -23,15 +25,12 @@ def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
         InputError: names what needs how much.
     """
     model, length = config.model, config.data.max_length
-    hidden, layers = model.hidden_size, model.encoder_layers + 2 * model.decoder_layers
-    inner = model.ffn_hidden_size or 4 * hidden
-    blocks = 4 * hidden**2 * layers
-    blocks += 2 * hidden * inner * _feed_forward_layers(model)
-    experts = model.moe_config.expert_num if model.moe_config else 1
+    hidden, experts = model.hidden_size, model.moe_config.expert_num if model.moe_config else 1
+    shape = dataclasses.replace(shape_of_run(config, length), vocab_size=vocab_size or 1)
     _check(
         f"model (hidden_size={hidden}, {model.encoder_layers} and {model.decoder_layers} layers, "
         f"{f'{experts} experts, ' if experts > 1 else ''}{vocab_size} pieces)",
-        _TRAINED * (blocks + hidden * vocab_size) // num_ranks,
+        _TRAINED * shape.parameters() // num_ranks,
     )
     _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
     if (config.search.max_length or 0) > length + 1:
@@ -40,15 +39,6 @@ def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
             f"is data.max_length={length} and the end: give at most {length + 1}"
         )
     check_search(config, vocab_size, config.search.beam_size)
-
-
-def _feed_forward_layers(model):
-    """Return how many there are: each expert is one."""
-    stacks, experts = (model.encoder_layers, model.decoder_layers), model.moe_config
-    if experts is None or experts.expert_num == 1:
-        return sum(stacks)
-    more = experts.expert_num + experts.shared_experts - 1
-    return sum(blocks + more * (blocks // model.moe_every) for blocks in stacks)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:

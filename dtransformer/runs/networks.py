@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dtransformer.architectures import ARCHITECTURES, Architecture
+from dtransformer.architectures import Architecture, architecture_named
 from dtransformer.errors import InputError, shown
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
 from dtransformer.models.base import TokenModel
@@ -111,7 +111,7 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
             return architecture(other, kind, other.tokenizer.vocab_size or USUAL_VOCABULARY)
         found = architecture_of(folder)
     elif options.preset is not None:
-        found = _preset(options.preset)
+        _, found = architecture_named(options.preset)
     else:
         usual = {"hidden_size": 512, "num_heads": 8, "max_length": config.data.length}
         stacks = (
@@ -122,13 +122,6 @@ def architecture(config: RunConfig, kind: str, vocab_size: int) -> Architecture:
     return Architecture(found.network, {**found.arguments, **given}, found.source)
 
 
-def _preset(name):
-    key = name.lower().replace("-", "_")
-    if key not in ARCHITECTURES:
-        raise InputError(f"model.preset: there is no preset {name!r}: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[key]
-
-
 def _made(config, kind, vocab_size, precision, given, own):
     options = config.model
     if options.from_ is not None and options.preset is not None:
@@ -136,11 +129,9 @@ def _made(config, kind, vocab_size, precision, given, own):
     if options.from_ is not None:
         return _loaded(config, pathlib.Path(options.from_), precision, given)
     if options.preset is not None:
-        preset = _preset(options.preset)
+        _, preset = architecture_named(options.preset)
         usual = {"vocab_size": max(vocab_size, preset.arguments["vocab_size"])}
-        network = from_preset(
-            options.preset.lower().replace("-", "_"), **{**usual, **given}, dtype=precision
-        )
+        network = from_preset(options.preset, **{**usual, **given}, dtype=precision)
     else:
         own = {"max_length": config.data.length, **own, **given}
         network = kind(vocab_size, **own, dtype=precision)

@@ -3,22 +3,80 @@
 `step` is the number of updates done, `optimizer.iterations`: it is 0 for the
 first update. Every schedule warms up as `peak * (step + 1) / warmup_steps`, so
 that the first update already has a rate above 0 and the last one of the warm-up, step
-`warmup_steps - 1`, has the peak. `warmup_steps=0` starts at the peak.
+`warmup_steps - 1`, has the peak. `warmup_steps=0` starts at the peak. A schedule takes `step`
+as an integer or an integer tensor, and returns a float32 tensor of its shape.
 """
 
-import difflib
 import inspect
 import math
+import numbers
 
 import keras
+import tensorflow as tf
 from keras import ops
 
-from dtransformer.errors import InputError
-from dtransformer.trainers.long_schedules import WarmupRestarts, WarmupStableDecay
-from dtransformer.trainers.warmup import WarmupDecay, WarmupSchedule, as_float, count
+from dtransformer.errors import InputError, nearest, shown
+
+register = keras.saving.register_keras_serializable("dtransformer")
 
 
-@keras.saving.register_keras_serializable(package="dtransformer")
+class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """What the schedules share: two arguments and the linear rise."""
+
+    def __init__(self, peak_learning_rate: float, warmup_steps: int):
+        super().__init__()
+        self.peak_learning_rate = rate("peak_learning_rate", peak_learning_rate)
+        if self.peak_learning_rate == 0.0:
+            raise InputError(
+                f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
+            )
+        self.warmup_steps = count("warmup_steps", warmup_steps)
+
+    def warmup(self, step: tf.Tensor) -> tf.Tensor:
+        """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
+        return ops.minimum((step + 1.0) / max(self.warmup_steps, 1), 1.0)
+
+    def get_config(self) -> dict:
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+
+class WarmupDecay(WarmupSchedule):
+    """A warm-up followed by a decay that ends at `total_steps`."""
+
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        warmup_steps: int,
+        total_steps: int,
+        final_learning_rate: float = 0.0,
+    ):
+        super().__init__(peak_learning_rate, warmup_steps)
+        self.total_steps = count("total_steps", total_steps)
+        self.final_learning_rate = rate("final_learning_rate", final_learning_rate)
+        if self.total_steps <= self.warmup_steps:
+            raise InputError(
+                "total_steps counts the warm-up too and must be greater than warmup_steps, "
+                f"received total_steps={total_steps!r} and warmup_steps={warmup_steps!r}"
+            )
+        if self.final_learning_rate > self.peak_learning_rate:
+            raise InputError(
+                "final_learning_rate must not exceed peak_learning_rate, received "
+                f"final_learning_rate={final_learning_rate!r} and "
+                f"peak_learning_rate={peak_learning_rate!r}"
+            )
+
+    def progress(self, step: tf.Tensor) -> tf.Tensor:
+        """Return how much of the decay is done: 0 up to `warmup_steps`, 1 from `total_steps`."""
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return ops.clip(done, 0.0, 1.0)
+
+    def between(self, factor: tf.Tensor) -> tf.Tensor:
+        """Return the final rate where `factor` is 0, the peak where it is 1."""
+        span = self.peak_learning_rate - self.final_learning_rate
+        return self.final_learning_rate + span * factor
+
+
+@register
 class WarmupInverseSquareRoot(WarmupSchedule):
     """Linear warm-up, then a decay with the inverse square root of the step.
 
@@ -36,12 +94,6 @@ class WarmupInverseSquareRoot(WarmupSchedule):
     Args:
         peak_learning_rate: the highest rate, greater than 0.
         warmup_steps: number of updates up to the peak, at least 0.
-
-    Call arguments:
-        step: integer or integer tensor, the number of updates done.
-
-    Returns:
-        A float32 tensor of the shape of `step`.
 
     Example:
 
@@ -80,7 +132,7 @@ class WarmupInverseSquareRoot(WarmupSchedule):
         )
 
 
-@keras.saving.register_keras_serializable(package="dtransformer")
+@register
 class WarmupLinear(WarmupDecay):
     """Linear warm-up, then a straight line down to a final rate.
 
@@ -101,12 +153,6 @@ class WarmupLinear(WarmupDecay):
             `warmup_steps`.
         final_learning_rate: the lowest rate, from 0 to the peak.
 
-    Call arguments:
-        step: integer or integer tensor, the number of updates done.
-
-    Returns:
-        A float32 tensor of the shape of `step`.
-
     Example:
 
     >>> schedule = WarmupLinear(peak_learning_rate=1.0, warmup_steps=2, total_steps=10)
@@ -119,7 +165,7 @@ class WarmupLinear(WarmupDecay):
         return self.warmup(step) * self.between(1.0 - self.progress(step))
 
 
-@keras.saving.register_keras_serializable(package="dtransformer")
+@register
 class WarmupCosine(WarmupDecay):
     """Linear warm-up, then half a cosine wave down to a final rate.
 
@@ -144,12 +190,6 @@ class WarmupCosine(WarmupDecay):
             `warmup_steps`.
         final_learning_rate: the lowest rate, from 0 to the peak.
 
-    Call arguments:
-        step: integer or integer tensor, the number of updates done.
-
-    Returns:
-        A float32 tensor of the shape of `step`.
-
     Example:
 
     >>> schedule = WarmupCosine(1.0, warmup_steps=2, total_steps=10, final_learning_rate=0.5)
@@ -157,13 +197,17 @@ class WarmupCosine(WarmupDecay):
     [0.5, 1.0, 1.0, 0.9268, 0.75, 0.5, 0.5]
     """
 
+    restarts = 0
+
     def __call__(self, step):
         step = as_float(step)
-        factor = 0.5 * (1.0 + ops.cos(math.pi * self.progress(step)))
-        return self.warmup(step) * self.between(factor)
+        done = self.progress(step)
+        waves = done * (self.restarts + 1)
+        place = ops.where(done >= 1.0, 1.0, waves - ops.floor(waves))
+        return self.warmup(step) * self.between(0.5 * (1.0 + ops.cos(math.pi * place)))
 
 
-@keras.saving.register_keras_serializable(package="dtransformer")
+@register
 class WarmupConstant(WarmupSchedule):
     """Linear warm-up, then the peak for ever.
 
@@ -176,12 +220,6 @@ class WarmupConstant(WarmupSchedule):
         peak_learning_rate: the highest rate, greater than 0.
         warmup_steps: number of updates up to the peak, at least 0.
 
-    Call arguments:
-        step: integer or integer tensor, the number of updates done.
-
-    Returns:
-        A float32 tensor of the shape of `step`.
-
     Example:
 
     >>> schedule = WarmupConstant(peak_learning_rate=2.0, warmup_steps=4)
@@ -191,6 +229,103 @@ class WarmupConstant(WarmupSchedule):
 
     def __call__(self, step):
         return self.peak_learning_rate * self.warmup(as_float(step))
+
+
+@register
+class WarmupStableDecay(WarmupDecay):
+    """Linear warm-up, the peak for most of the training, then a decay to a final rate at its end.
+
+    With w = warmup_steps, T = total_steps and d = decay_steps:
+
+        step < w:      peak * (step + 1) / w
+        step < T - d:  peak
+        otherwise:     final + (peak - final) * f(p),  p = min((step - (T - d)) / d, 1)
+
+    where f(p) is 1 - p, or 1 - sqrt(p).
+
+    Reference: Hu et al., 2024, "MiniCPM", arXiv 2404.06395, section 4; Hägele et al., 2024, "Scaling
+    laws and compute-optimal training beyond fixed training durations", arXiv 2405.18392, on the root.
+
+    Args:
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
+        total_steps: number of updates of the training, greater than `warmup_steps`.
+        decay_steps: number of the last updates, in which the rate falls; a tenth of all by default.
+        final_learning_rate: the lowest rate, from 0 to the peak.
+        decay: `"linear"` or `"sqrt"`.
+
+    Example:
+
+    >>> schedule = WarmupStableDecay(1.0, warmup_steps=2, total_steps=10, decay_steps=4)
+    >>> [float(schedule(step)) for step in (0, 1, 5, 6, 8, 10, 99)]
+    [0.5, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        warmup_steps: int,
+        total_steps: int,
+        decay_steps: int | None = None,
+        final_learning_rate: float = 0.0,
+        decay: str = "linear",
+    ):
+        super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
+        most = self.total_steps - self.warmup_steps
+        given = max(min(self.total_steps // 10, most), 1) if decay_steps is None else decay_steps
+        self.decay_steps = count("decay_steps", given)
+        if not 1 <= self.decay_steps <= most:
+            raise InputError(
+                f"decay_steps must be from 1 to the {most} steps after the warm-up, received "
+                f"{decay_steps!r}"
+            )
+        if decay not in ("linear", "sqrt"):
+            raise InputError(f"decay must be 'linear' or 'sqrt', received {decay!r}")
+        self.decay = decay
+
+    def __call__(self, step):
+        step = as_float(step)
+        done = ops.clip((step - (self.total_steps - self.decay_steps)) / self.decay_steps, 0.0, 1.0)
+        done = ops.sqrt(done) if self.decay == "sqrt" else done
+        return self.warmup(step) * self.between(1.0 - done)
+
+
+@register
+class WarmupRestarts(WarmupCosine):
+    """Linear warm-up, then several half cosine waves of the same length, each from the peak down.
+
+    With w = warmup_steps, T = total_steps and n = restarts + 1 waves:
+
+        step < w:   peak * (step + 1) / w
+        otherwise:  final + (peak - final) * (1 + cos(pi q)) / 2,
+                    q = the fraction of n (step - w) / (T - w); 1 from T on
+
+    Reference: Loshchilov and Hutter, 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
+
+    Args:
+        peak_learning_rate: the highest rate, greater than 0.
+        warmup_steps: number of updates up to the peak, at least 0.
+        total_steps: number of updates of the training, greater than `warmup_steps`.
+        restarts: how often the wave begins anew, at least 0.
+        final_learning_rate: the lowest rate, from 0 to the peak.
+
+    Example:
+
+    >>> schedule = WarmupRestarts(1.0, warmup_steps=0, total_steps=8, restarts=1)
+    >>> [round(float(schedule(step)), 4) for step in (0, 2, 3, 4, 6, 8, 99)]
+    [1.0, 0.5, 0.1464, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        peak_learning_rate: float,
+        warmup_steps: int,
+        total_steps: int,
+        restarts: int = 1,
+        final_learning_rate: float = 0.0,
+    ):
+        super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
+        self.restarts = count("restarts", restarts)
 
 
 SCHEDULES = {
@@ -219,26 +354,40 @@ def get(name: str, **kwargs) -> keras.optimizers.schedules.LearningRateSchedule:
     >>> float(schedule(5))
     0.25
     """
-    if not isinstance(name, str) or name not in SCHEDULES:
-        raise InputError(f"unknown learning-rate schedule {name!r}{_nearest(name, SCHEDULES)}")
-    parameters = inspect.signature(SCHEDULES[name]).parameters
-    for argument in kwargs:
-        if argument not in parameters:
-            raise InputError(
-                f"the learning-rate schedule {name!r} has no argument {argument!r}"
-                f"{_nearest(argument, parameters)}"
-            )
-    missing = [
-        argument
-        for argument, parameter in parameters.items()
-        if parameter.default is parameter.empty and argument not in kwargs
-    ]
-    if missing:
-        raise InputError(f"the learning-rate schedule {name!r} needs {', '.join(missing)}")
+    if name not in SCHEDULES:
+        raise InputError(
+            f"unknown learning-rate schedule {shown(name)}: {nearest(name, SCHEDULES)}"
+        )
+    signature = inspect.signature(SCHEDULES[name])
+    for argument in kwargs.keys() - signature.parameters:
+        hint = nearest(argument, signature.parameters)
+        raise InputError(
+            f"the learning-rate schedule {name!r} has no argument {argument!r}: {hint}"
+        )
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise InputError(f"the learning-rate schedule {name!r} is {error}") from None
     return SCHEDULES[name](**kwargs)
 
 
-def _nearest(name, known):
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else "."
-    return f"{hint} Known: {', '.join(sorted(known))}"
+def as_float(step: tf.Tensor | int) -> tf.Tensor:
+    """Return a step as a float32 tensor."""
+    return ops.cast(ops.convert_to_tensor(step), "float32")
+
+
+def rate(name: str, value: object) -> float:
+    """Return a rate, checked: finite, at least 0."""
+    return _checked(name, value, numbers.Real, "a finite number")
+
+
+def count(name: str, value: object) -> int:
+    """Return a number of steps, checked: an integer of at least 0."""
+    return _checked(name, value, numbers.Integral, "an integer")
+
+
+def _checked(name, value, kind, what):
+    is_one = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_one or not math.isfinite(value) or value < 0:
+        raise InputError(f"{name} must be {what}, at least 0, received {value!r}")
+    return value

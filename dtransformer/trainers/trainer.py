@@ -49,8 +49,9 @@ class Trainer(FitLoop, Checkpointing, Reporting):
     over all tokens that count in the global batch, whatever the number of ranks.
 
     Args:
-        network: the `keras.Model` to train. Where it has the method `flops_per_step(inputs)`,
-            of which nothing but shapes counts, the logs have FLOP per second.
+        network: the `keras.Model` to train. Logs have FLOP per second of networks of
+            `dtransformer.models`, and where there is the method `flops_per_step(inputs)`, of which
+            nothing but shapes counts.
 
     Example:
 

@@ -12,6 +12,8 @@ whatever number of ranks the losses are the same.
 """
 
 import argparse
+import importlib.util
+import json
 import pathlib
 import sys
 
@@ -23,7 +25,6 @@ import dtransformer
 from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import CausalLM
-from dtransformer.reports import draw_losses
 from dtransformer.trainers import Trainer
 from dtransformer.trainers.callbacks import MetricsFile, StepTimer
 
@@ -53,6 +54,21 @@ def batches(steps, rows, length, vocab_size):
         yield tokens, labels, np.broadcast_to(counts, labels.shape).astype("float32")
 
 
+def draw_losses(run):
+    """Draw the loss of each step into the run's folder."""
+    from matplotlib.figure import Figure
+
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    # The mean of the epoch so far, where the loss of the step is not logged.
+    losses = [step.get("step_loss", step["loss"]) for step in steps]
+    axes.plot([step["step"] for step in steps], losses, lw=0.8)
+    axes.set(xlabel="step", ylabel="loss")
+    figure.savefig(run / "losses.png", dpi=120)
+
+
 def main():
     args = parse_arguments()
     config = yaml.safe_load(args.config.read_text(encoding="utf-8"))
@@ -74,10 +90,8 @@ def main():
         print(trainer.memory_report(tokens))
         if args.context_parallel > 1:
             print(trainer.communication_report())
-        try:
-            draw_losses(args.run / "metrics.jsonl", args.run / "losses.png")
-        except ImportError as error:
-            print(error)
+        if importlib.util.find_spec("matplotlib"):
+            draw_losses(args.run)
     dtransformer.shutdown()
 
 

@@ -68,8 +68,8 @@ def test_arrow_and_parquet(tmp_path, name):
             writer.write_table(table)
     assert documents([path], field="question") == [*TEXTS, ""] * 700
     assert documents([path], field=["question", "answer"])[2] == ["last", "yes"]
-    assert "has no column 'text', it has 'question, answer, n'" in refused(documents, [path])
-    assert "holds int64, expected text" in refused(documents, [path], field="n")
+    assert "row 1 has no 'text', it has 'question, answer, n'" in refused(documents, [path])
+    assert "'n' is 0, expected a text" in refused(documents, [path], field="n")
     written(path, path.read_bytes()[:-9])
     data = path.read_bytes()
     if name != "x.parquet":  # whose texts have their lengths beside them

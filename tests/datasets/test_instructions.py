@@ -78,7 +78,7 @@ def test_long_documents_are_left_out_in_training_and_cut_off_elsewhere(tmp_path)
     held_out = some_batches(shards, length=8, batch_size=1, training=False)
     tokens, _, labels = rows_of(held_out)
     assert tokens[0].tolist() == [START, *[4] * 5, *[5] * 2]
-    assert labels[0].tolist() == [IGNORED] * 5 + [5] * 3
+    assert labels[0].tolist() == [IGNORED] * 5 + [5] * 2 + [IGNORED]
     assert len(held_out) == 2
     assert "length=3" in refused(some_batches, shards, length=3)
 

@@ -32,16 +32,14 @@ def test_few_are_printed_and_many_warned_of(tmp_path, capsys):
     few = some_shards(tmp_path / "few", [short] * 20 + [long])
     options = {"length": 8, "batch_size": 1}
     assert InstructionBatches(few, **options).num_left_out == 1
-    told = (
-        "InstructionBatches: 1 of 21 documents are longer than a row, and left out: give more than"
-    )
+    told = "InstructionBatches: 1 of 21 documents are longer than 8 tokens, and left out: give a greater"
     assert told in capsys.readouterr().out
     many = some_shards(tmp_path / "many", [short] * 4 + [long] * 2)
     with pytest.warns(
-        UserWarning, match="InstructionBatches: 2 of 6 documents are longer than a r"
+        UserWarning, match="InstructionBatches: 2 of 6 documents are longer than 8 t"
     ):
         InstructionBatches(many, **options)
-    with pytest.warns(UserWarning, match="2 of 6 documents are longer .* of length=8, and cut off"):
+    with pytest.warns(UserWarning, match="2 of 6 documents are longer than 8 tokens, and cut off"):
         InstructionBatches(many, training=False, **options)
     with pytest.warns(UserWarning, match="LanguageModelBatches: 2 of 5 rows fill no batch of 3"):
         LanguageModelBatches(some_shards(tmp_path / "lm", ["abcdef"] * 5), length=8, batch_size=3)

@@ -12,6 +12,7 @@ from dtransformer.models import CausalLM
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
+from dtransformer.reports.throughput import tokens_and_flops
 from dtransformer.trainers import Trainer
 from tests.layers.reference_compare import POLICIES, dtype_policy, each_policy
 from tests.tolerances import BLOCKS, assert_all_close
@@ -246,7 +247,8 @@ def test_flops_per_step(num_layers, tied):
     block += [(s, h, f), (s, f, h)]
     products = num_layers * block + [(s, h, VOCAB)]
     expected = 3 * 2 * b * sum(rows * inner * columns for rows, inner, columns in products)
-    assert float(model.flops_per_step(random_ids(b, s))) == pytest.approx(expected, rel=1e-6)
+    ids = random_ids(b, s)
+    assert tokens_and_flops(model, ids, ids) == (b * s, pytest.approx(expected, rel=1e-6))
     # As published: 6·N + 12·L·h·s for each token, N the parameters in products.
     weights = num_layers * (4 * h * h + 2 * h * f) + h * VOCAB
     assert expected == b * s * (6 * weights + 12 * num_layers * h * s)

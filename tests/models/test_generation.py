@@ -513,11 +513,3 @@ class TestTranslator:
     def test_ragged_tensors_of_ids(self, model):
         ragged = self.translator(model, tokenizer=RaggedTokenizer())
         assert ragged(SENTENCES) == self.translator(model)(SENTENCES)
-
-    def test_a_tokenizer_of_the_sources_own(self, model):
-        class Shifted(WordTokenizer):
-            def encode(self, sentences):
-                return [[i + 1 for i in ids] for ids in super().encode(sentences)]
-
-        translate = self.translator(model, source_tokenizer=Shifted())
-        assert translate(["w4 w5 w6"]) == self.translator(model)(["w5 w6 w7"])

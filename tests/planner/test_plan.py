@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -198,13 +199,23 @@ WITH_EXPERTS = [
 @pytest.mark.tensorflow
 def test_experts_of_a_network_are_counted_as_it_counts_them(arguments, order):
     from dtransformer.models import CausalLM
+    from dtransformer.models.experts import active_share
 
     network = CausalLM(100, hidden_size=32, num_heads=4, num_layers=5, max_length=16, **arguments)
     model = from_network(network)
     assert model.order == order
     assert model.parameters() == network.num_parameters()
-    flops = network.flops_per_step(np.ones((1, 16), "int32"))
-    assert model.flops_per_sequence() == pytest.approx(float(flops), rel=1e-6)
+    # Of each position: its kernels, the scores of each layer, and the tied head.
+    products = (
+        5 * 2 * 16 * 32
+        + 32 * 100
+        + sum(
+            math.prod(shape) * active_share(path, shape, network.arguments)
+            for path, shape in network.weight_shapes().items()
+            if path.endswith("kernel")
+        )
+    )
+    assert model.flops_per_sequence() == pytest.approx(6 * 16 * products, rel=1e-6)
 
 
 @pytest.mark.tensorflow

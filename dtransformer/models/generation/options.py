@@ -3,7 +3,56 @@
 import dataclasses
 from collections.abc import Sequence
 
+from dtransformer.parallel.config.validators import field
+
 _MAX_INT = 2**31 - 1
+
+
+def check_int(name: str, value: int, least: int) -> None:
+    """Check an int of 32 bits.
+
+    Raises:
+        ValueError: it is none, or less than `least`.
+    """
+    if type(value) is not int or not least <= value <= _MAX_INT:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+
+
+def _int_from(least):
+    return lambda name, value: check_int(name, value, least)
+
+
+def _number(most=None):
+    def check(name, value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= (3e38 if most is None else most):
+            kind = "a finite number of at least 0" if most is None else f"a number from 0 to {most}"
+            raise ValueError(f"{name} must be {kind}, got {value!r}")
+
+    return check
+
+
+def _above_zero(name, value):
+    _number()(name, value)
+    if value == 0:
+        raise ValueError(f"{name} must be more than 0, got 0")
+
+
+def _bool(name, value):
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be a bool, got {value!r}")
+
+
+def _ids(name, value):
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list of ints, got {value!r}")
+    for one in value:
+        check_int(name, one, 0)
+
+
+def _optional_ids(name, value):
+    if value is not None:
+        _ids(name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,35 +96,30 @@ class GenerationOptions:
     ValueError: top_p=0.9 is for drawing: set a temperature, such as temperature=1.0
     """
 
-    beam_size: int = 1
-    length_penalty: float = 0.6
-    early_stopping: bool = False
-    num_return_sequences: int = 1
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    stop_ids: Sequence[int] | None = None
-    min_new_tokens: int = 0
-    first_ids: Sequence[int] = ()
-    last_ids: Sequence[int] = ()
-    suppressed_ids: Sequence[int] = ()
-    suppressed_first_ids: Sequence[int] = ()
-    seed: int = 0
+    beam_size: int = field(1, _int_from(1))
+    length_penalty: float = field(0.6, _number())
+    early_stopping: bool = field(False, _bool)
+    num_return_sequences: int = field(1, _int_from(1))
+    temperature: float = field(0.0, _number())
+    top_k: int = field(0, _int_from(0))
+    top_p: float = field(1.0, _number(1))
+    min_p: float = field(0.0, _number(1))
+    repetition_penalty: float = field(1.0, _above_zero)
+    no_repeat_ngram_size: int = field(0, _int_from(0))
+    stop_ids: Sequence[int] | None = field(None, _optional_ids)
+    min_new_tokens: int = field(0, _int_from(0))
+    first_ids: Sequence[int] = field((), _ids)
+    last_ids: Sequence[int] = field((), _ids)
+    suppressed_ids: Sequence[int] = field((), _ids)
+    suppressed_first_ids: Sequence[int] = field((), _ids)
+    seed: int = field(0, _int_from(-(2**31)))
 
     def __post_init__(self):
-        for name, least in _LEAST_INTS.items():
-            check_int(name, getattr(self, name), least)
-        for name, (least, most) in _NUMBERS.items():
-            _check_number(name, getattr(self, name), least, most)
-        if type(self.early_stopping) is not bool:
-            raise ValueError(f"early_stopping must be a bool, got {self.early_stopping!r}")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty must be more than 0, got 0")
-        for name in ID_LISTS:
-            self._check_ids(name)
+        for name, own in self.__dataclass_fields__.items():
+            value = getattr(self, name)
+            own.metadata["check"](name, value)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(value))
         self._check_together()
 
     @classmethod
@@ -91,16 +135,6 @@ class GenerationOptions:
     def looks_back(self) -> bool:
         """Whether a rule depends on the tokens that a text has."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
-
-    def _check_ids(self, name):
-        ids = getattr(self, name)
-        if ids is None and name == "stop_ids":
-            return
-        if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise ValueError(f"{name} must be a list of ints, got {ids!r}")
-        for one in ids:
-            check_int(name, one, 0)
-        object.__setattr__(self, name, tuple(ids))
 
     def _check_together(self):
         if self.temperature == 0:
@@ -123,37 +157,3 @@ class GenerationOptions:
 
 
 ID_LISTS = "stop_ids", "first_ids", "last_ids", "suppressed_ids", "suppressed_first_ids"
-_LEAST_INTS = {
-    "beam_size": 1,
-    "num_return_sequences": 1,
-    "top_k": 0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-    "seed": -(2**31),
-}
-_NUMBERS = {
-    "length_penalty": (0, None),
-    "temperature": (0, None),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0, None),
-}
-
-
-def check_int(name: str, value: int, least: int) -> None:
-    """Check an int of 32 bits.
-
-    Raises:
-        ValueError: it is none, or less than `least`.
-    """
-    if type(value) is not int or not least <= value <= _MAX_INT:
-        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
-
-
-def _check_number(name, value, least, most):
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and least <= value <= (3e38 if most is None else most):
-        return
-    if most is None:
-        raise ValueError(f"{name} must be a finite number of at least {least}, got {value!r}")
-    raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")

@@ -6,60 +6,14 @@ from collections.abc import Mapping
 
 from dtransformer.errors import InputError, shown
 from dtransformer.models.generation.options import GenerationOptions
+from dtransformer.models.published_fields import FIELDS
 
-# Fields that say nothing of which tokens are found.
-SILENT = {
-    *("_from_model_config", "transformers_version", "bos_token_id", "pad_token_id"),
-    *("decoder_start_token_id", "use_cache", "cache_implementation", "cache_config"),
-    *("max_cache_len", "low_memory", "prefill_chunk_size", "compile_config", "disable_compile"),
-    *("continuous_batching_config", "return_dict_in_generate", "output_scores", "output_logits"),
-    *("output_attentions", "output_hidden_states", "remove_invalid_values", "is_assistant"),
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("assistant_lookbehind", "target_lookbehind", "assistant_early_exit"),
-    *("assistant_ensemble_weight", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
-    *("speculation_type", "use_mtp"),
-}
-# Lists of ids that are taken: what they are called there, and the option.
-_IDS = {
-    "eos_token_id": "stop_ids",
-    "forced_eos_token_id": "last_ids",
-    "suppress_tokens": "suppressed_ids",
-    "begin_suppress_tokens": "suppressed_first_ids",
-}
-_NUMBERS = {"min_length": "min_length", "min_new_tokens": "min_new_tokens"}
-TAKEN = {*_IDS, *_NUMBERS, "forced_bos_token_id", "bad_words_ids"}
-# How to search: the option of each, and the values by which nothing is asked for. They are named.
-_DRAWING = {
-    "do_sample": ("temperature", (False,)),
-    "temperature": ("temperature", (1.0,)),
-    "top_k": ("top_k", (50, 0)),
-    "top_p": ("top_p", (1.0,)),
-    "min_p": ("min_p", (0.0,)),
-}
-_BEAMS = {
-    "early_stopping": ("early_stopping", (False,)),
-    "length_penalty": ("length_penalty", (1.0,)),
-}
-_OPTIONS = {
-    "num_beams": ("beam_size", (1,)),
-    "num_return_sequences": ("num_return_sequences", (1,)),
-    "repetition_penalty": ("repetition_penalty", (1.0,)),
-    "no_repeat_ngram_size": ("no_repeat_ngram_size", (0,)),
-    "max_length": ("the length", (20,)),
-    "max_new_tokens": ("the length", ()),
-    **_DRAWING,
-    **_BEAMS,
-}
-_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "guidance_scale": 1.0}
-_NEUTRAL |= {"num_beam_groups": 1}
-NAMED = {
-    *_OPTIONS,
-    *_NEUTRAL,
-    *("diversity_penalty", "penalty_alpha", "dola_layers", "top_h", "epsilon_cutoff", "eta_cutoff"),
-    *("encoder_no_repeat_ngram_size", "force_words_ids", "constraints", "sequence_bias"),
-    *("exponential_decay_length_penalty", "watermarking_config", "stop_strings", "max_time"),
-    *("token_healing", "renormalize_logits"),
-}
+_FIELDS = FIELDS["generation"]
+SILENT, _IDS, _NUMBERS = set(_FIELDS["silent"]), _FIELDS["ids"], _FIELDS["numbers"]
+TAKEN = {*_IDS, *_NUMBERS, *_FIELDS["also_taken"]}
+_DRAWING, _BEAMS, _NEUTRAL = _FIELDS["drawing"], _FIELDS["beams"], _FIELDS["neutral"]
+_OPTIONS = {**_FIELDS["others"], **_DRAWING, **_BEAMS}
+NAMED = {*_OPTIONS, *_NEUTRAL}
 
 
 def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: int) -> dict:
@@ -96,7 +50,7 @@ def rules_of(fields: Mapping, path: os.PathLike, has_source: bool, vocab_size: i
         elif name in _NUMBERS:
             if type(value) is not int or value < 0:
                 raise InputError(f"{path}: {name} is {shown(value)}, expected an int of 0 or more")
-            rules[_NUMBERS[name]] = value
+            rules[name] = value
         elif name == "forced_bos_token_id" and has_source:
             rules["first_ids"] = ids(name, value)
         elif name == "bad_words_ids" and _are_single(value):
@@ -120,7 +74,7 @@ def _asks(name, value, fields):
         return False
     if name in _BEAMS and fields.get("num_beams", 1) in (None, 1):
         return False
-    neutral = _OPTIONS[name][1] if name in _OPTIONS else (False, _NEUTRAL.get(name, 0))
+    neutral = _OPTIONS[name][1:] if name in _OPTIONS else (False, _NEUTRAL.get(name, 0))
     return value not in (*neutral, [], {})
 
 

@@ -21,7 +21,7 @@ class TextGenerator:
         tokenizer: an object with `encode(texts)`, ids as lists or a ragged tensor, and
             `decode(ids)`, such as of `load_tokenizer`. Where it has `encode_prompts`, that is taken
             for prompts; else those of a `CausalLM` begin with its start token, where it has one.
-        max_new_tokens: most tokens of a text.
+        max_new_tokens: most tokens of a text; None for what an encoder–decoder takes by itself.
         batch_size: number of prompts continued at once.
         **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
             has any.
@@ -45,7 +45,7 @@ class TextGenerator:
         self,
         model: keras.Model,
         tokenizer: object,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = 64,
         batch_size: int = 16,
         **options,
     ):
@@ -78,7 +78,7 @@ class TextGenerator:
 
         Returns:
             A list of str: of each prompt, in the same order, n = `num_return_sequences` texts, what
-            comes after it without it.
+            comes after it without it; "" for a source without a token.
 
         Raises:
             TypeError: the prompts are a text.
@@ -88,7 +88,7 @@ class TextGenerator:
         if isinstance(prompts, str):
             raise TypeError(f"prompts must be a list of texts, got the text {shown(prompts)}")
         rows, n = self._encode(prompts), self.num_results
-        if not all(rows):
+        if self._continues and not all(rows):
             raise ValueError(f"prompt {rows.index([])} has no token, and the model no start token")
         texts = [""] * (n * len(rows))
         for start, batch in enumerate(batches_by_length(rows, self.batch_size)):

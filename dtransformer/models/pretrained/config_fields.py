@@ -5,50 +5,9 @@ import warnings
 
 from dtransformer.errors import InputError, shown
 from dtransformer.models.generation import rules as generation_rules
+from dtransformer.models.published_fields import FIELDS
 
-# Fields that say nothing of what a network computes, or in which order alone.
-SILENT = {
-    *("model_type", "architectures", "transformers_version", "_name_or_path", "dtype"),
-    *("torch_dtype", "auto_map", "tokenizer_class", "task_specific_params", "finetuning_task"),
-    *("is_encoder_decoder", "use_cache", "return_dict", "output_attentions", "output_past"),
-    *("output_hidden_states", "torchscript", "chunk_size_feed_forward", "gradient_checkpointing"),
-    *("attn_implementation", "_attn_implementation_autoset", "pretraining_tp", "use_bfloat16"),
-    *("reorder_and_upcast_attn", "max_window_layers", "n_ctx", "model_max_length", "prefix"),
-    # Of how weights begin, and of heads that are none of these networks'.
-    *(
-        "initializer_range",
-        "initializer_factor",
-        "init_std",
-        "classifier_dropout",
-        "classif_dropout",
-    ),
-    *("id2label", "label2id", "num_labels", "_num_labels", "problem_type", "num_hidden_layers"),
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-    *("summary_first_dropout", "pooler_fc_size", "pooler_num_attention_heads", "pooler_type"),
-    *("pooler_num_fc_layers", "pooler_size_per_head", "directionality", "n_positions"),
-    # Of T5, where they follow from feed_forward_proj.
-    *("dense_act_fn", "is_gated_act"),
-    # Ids of tokens that a network does not ask for.
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
-    *("mask_token_id", "decoder_start_token_id", "vocab_size"),
-    # Of blocks that predict several tokens, which are left out; and of Phi-3, where longrope asks.
-    *("num_nextn_predict_layers", "original_max_position_embeddings", "output_router_logits"),
-    # Of how tables begin, of heads for tasks, and of what saves work and changes no result.
-    *("sinusoidal_pos_embds", "seq_classif_dropout", "qa_dropout", "initializer_cutoff_factor"),
-    *("classifier_pooling", "deterministic_flash_attn", "sparse_pred_ignore_index"),
-    *("sparse_prediction", "reference_compile", "repad_logits_with_grad"),
-    # Of Llama, where rope_parameters say it; and of those that have no windows.
-    *(
-        "extra_pos_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "partial_rotary_factor",
-        "sliding_window",
-    ),
-}
-# What only training does, and is not done here.
-_TRAINING = {"encoder_layerdrop", "decoder_layerdrop", "layerdrop", "activation_dropout"}
-_REFUSED = {"quantization_config", "pruned_heads", "sparsity_config", "compression_config"}
+SILENT, _TRAINING, _REFUSED = (set(FIELDS["config"][x]) for x in ("silent", "training", "refused"))
 _GENERATION = generation_rules.TAKEN | generation_rules.NAMED | generation_rules.SILENT
 KNOWN = SILENT | _TRAINING | _REFUSED | _GENERATION
 

@@ -12,35 +12,16 @@ import numpy as np
 from dtransformer.errors import InputError, shown
 from dtransformer.models.base import TokenModel
 from dtransformer.models.pretrained.families import FAMILIES
+from dtransformer.models.published_fields import FIELDS
 from dtransformer.parallel.ops.low_rank import KINDS
 
 _PREFIX = "base_model.model."
 _TASKS = {"CausalLM": "CAUSAL_LM", "EncoderDecoderLM": "SEQ_2_SEQ_LM"}
-# Fields of `peft.LoraConfig` that are taken, those that say nothing of what trained factors compute,
-# and others by the values by which they change nothing.
-_TAKEN = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 # Factors by this library's letters, with the magnitudes of DoRA.
 _NAMES = {"a": "lora_A", "b": "lora_B", "m": "lora_magnitude_vector"}
-_SILENT = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"),
-    # Of ways to begin that `init_lora_weights` names, and of what `use_qalora` turns on.
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-}
-_NONE = (None, False, {}, [])
-_PLAIN = {
-    # Others subtract what factors begin with from the weights that they are beside.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
-    "lora_dropout": (0, None),
-    "use_dora": (True, False, None),
-    "bias": ("none", None),
-    **dict.fromkeys(("lora_bias", "modules_to_save", "layer_replication"), _NONE),
-    **dict.fromkeys(("trainable_token_indices", "target_parameters", "use_qalora"), _NONE),
-    **dict.fromkeys(("alora_invocation_tokens", "velora_config", "monteclora_config"), _NONE),
-    **dict.fromkeys(("use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"), _NONE),
-}
-KNOWN = {*_TAKEN, *_SILENT, *_PLAIN}
+_FIELDS, _NONE = FIELDS["adapters"], (None, False, {}, [])
+_PLAIN = {**_FIELDS["plain"], **dict.fromkeys(_FIELDS["unset"], _NONE)}
+KNOWN = {*_FIELDS["taken"], *_FIELDS["silent"], *_PLAIN}
 
 
 def written(

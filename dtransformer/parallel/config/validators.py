@@ -1,10 +1,10 @@
 """Validation of configs: what fields may hold, and which of them work together."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable
 
+from dtransformer.errors import nearest
 from dtransformer.parallel.schedules import schedules
 
 RECOMPUTE_PARTS = ("attention", "feed_forward", "norm")
@@ -151,10 +151,8 @@ class Checked:
     def __setattr__(self, name, value):
         field = self.__dataclass_fields__.get(name)
         if field is None:
-            names = list(self.__dataclass_fields__)
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
+            hint = nearest(name, self.__dataclass_fields__)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
         field.metadata["check"](name, value)
         copies = {list: tuple, dict: dict}
         object.__setattr__(self, name, copies.get(type(value), lambda x: x)(value))

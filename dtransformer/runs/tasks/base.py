@@ -13,6 +13,7 @@ from dtransformer.errors import InputError
 from dtransformer.layers import CrossEntropyLoss
 from dtransformer.models import TextGenerator
 from dtransformer.models.base import TokenModel
+from dtransformer.parallel.runtime import job
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
@@ -83,6 +84,18 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def batches(self, part: str) -> Any:
         """Return this rank's batches of a part, for `fit`; None where there are none."""
+
+    def batch_options(self, part: str) -> dict[str, Any]:
+        """Return what all makers of batches take, for this rank's batches of a part."""
+        index, count = job.data_shard()
+        return {
+            "shuffle": self.config.data.shuffle and part == "train",
+            "seed": self.config.training.seed,
+            "shard_index": index,
+            "num_shards": count,
+            "pad_rows_to_multiple_of": job.rows_multiple_of(),
+            "training": part == "train",
+        }
 
     @abc.abstractmethod
     def loss(self) -> keras.losses.Loss:

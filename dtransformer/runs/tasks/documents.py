@@ -15,7 +15,6 @@ from dtransformer.datasets.token_shards import TokenShards
 from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import from_chief
-from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import SHARDS
 from dtransformer.runs.networks import adapt, check_positions, make_network, tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
@@ -120,17 +119,11 @@ class DocumentTask(Task):
     def batches(self, part: str) -> IndexedBatches | None:
         if part not in self.shards:
             return None
-        options, (index, count) = self.config.data, job.data_shard()
         return self.batches_of(
             self.shards[part],
-            length=options.length,
+            length=self.config.data.length,
             batch_size=self.config.training.batch_size,
-            shuffle=options.shuffle and part == "train",
-            seed=self.config.training.seed,
-            shard_index=index,
-            num_shards=count,
-            pad_rows_to_multiple_of=job.rows_multiple_of(),
-            training=part == "train",
+            **self.batch_options(part),
             **self.options_of_batches(),
         )
 

@@ -116,7 +116,7 @@ class RecordTask(Task):
     def batches(self, part: str) -> RecordBatches | None:
         if part not in self.records:
             return None
-        options, (index, count) = self.config.data, job.data_shard()
+        options = self.config.data
         weights = [source.weight for source in getattr(options, part)]
         is_mixture = part == "train" and any(weight is not None for weight in weights)
         if part == "train" and options.mixture != "once" and not is_mixture:
@@ -131,13 +131,8 @@ class RecordTask(Task):
             weights=weights if is_mixture else None,
             mixture=options.mixture,
             packed=options.packed,
-            shuffle=options.shuffle and part == "train",
-            seed=self.config.training.seed,
-            training=part == "train",
             batch_size=self.config.training.batch_size,
-            shard_index=index,
-            num_shards=count,
-            pad_rows_to_multiple_of=job.rows_multiple_of(),
+            **self.batch_options(part),
         )
 
     def make_core(self, precision: str | None = None) -> TokenModel:

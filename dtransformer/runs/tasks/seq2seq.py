@@ -37,7 +37,7 @@ class Seq2Seq(RecordTask):
     def batches(self, part: str) -> TranslationBatches | None:
         if part not in self.records:
             return None
-        records, options, (index, count) = self.records[part], self.config.data, job.data_shard()
+        records, options = self.records[part], self.config.data
         arguments = self.network.arguments
         sides = []
         for side in (0, 1):
@@ -51,12 +51,7 @@ class Seq2Seq(RecordTask):
             packed_length=options.length + 1 if options.packed else None,
             pad_to_bucket=job.compiles_shapes(),
             pad_to_multiple_of=self.config.parallel.model_parallel,
-            pad_rows_to_multiple_of=job.rows_multiple_of(),
-            shuffle=options.shuffle and part == "train",
-            seed=self.config.training.seed,
-            shard_index=index,
-            num_shards=count,
-            training=part == "train",
+            **self.batch_options(part),
             **{name: arguments[name] for name in _FROM_PAD},
         )
 

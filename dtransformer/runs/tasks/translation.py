@@ -9,6 +9,7 @@ from dtransformer.models.translator import Translator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.identity import TOKENIZER, digest_of
+from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.base import Task
 from dtransformer.trainers.callbacks import SacreBleu
 
@@ -65,9 +66,7 @@ class Translation(Task):
                 **vars(config.model),
                 max_source_length=config.data.max_length,
                 max_target_length=config.data.max_length + 1,  # and the start token
-                pad_id=tokenizer.pad_id,
-                start_id=tokenizer.start_id,
-                end_id=tokenizer.end_id,
+                **special_ids(tokenizer),
                 dtype=precision or config.training.precision,
             )
             self.network.build()
@@ -80,7 +79,6 @@ class Translation(Task):
         if not pairs:
             return None
         options, tokenizer = self.config.data, self.tokenizer
-        shard, num_shards = job.data_shard()
         batches = TranslationBatches(
             tokenizer.encode(pairs[0]),
             tokenizer.encode(pairs[1]),
@@ -91,15 +89,8 @@ class Translation(Task):
             packed_length=options.packed_length,
             pad_to_bucket=job.compiles_shapes(),
             pad_to_multiple_of=self.config.parallel.model_parallel,
-            pad_rows_to_multiple_of=job.rows_multiple_of(),
-            shuffle=options.shuffle and part == "train",
-            seed=self.config.training.seed,
-            shard_index=shard,
-            num_shards=num_shards,
-            training=part == "train",
-            pad_id=tokenizer.pad_id,
-            start_id=tokenizer.start_id,
-            end_id=tokenizer.end_id,
+            **self.batch_options(part),
+            **special_ids(tokenizer),
         )
         needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
         return batches
