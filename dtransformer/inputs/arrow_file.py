@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from dtransformer.errors import InputError, check_installed, one_line
+from dtransformer.errors import InputError, check_installed, one_line, shown
 from dtransformer.inputs.files import opened
 from dtransformer.inputs.paths import FilePath
 
@@ -23,11 +23,13 @@ def iterate_rows(
         columns: names of those that are read, where the file has all of them; None for all.
 
     Raises:
-        InputError: pyarrow is missing, or the file is missing or damaged.
+        InputError: pyarrow is missing; the file is missing or damaged, or has a name twice.
     """
     check_installed("pyarrow", f"{path}: Arrow and Parquet files")
     with opened(path) as file, _told(path):
         batches, names = _parquet(file) if _ends(path, PARQUET) else _arrow(file)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"{path} has two columns {shown(twice[0])}: rename one of them")
         known = columns if set(columns or ()) <= set(names) else None
         number = 1
         for batch in batches(known):

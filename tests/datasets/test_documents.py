@@ -53,23 +53,32 @@ def test_json_lines(tmp_path, name):
     assert "expected a text" in refused(documents, [path], field="more")
 
 
+def write_table(table, path):
+    """Write a table of pyarrow as a file of its name's kind."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        is_stream = "stream" in path.name
+        open_file = pyarrow.ipc.new_stream if is_stream else pyarrow.ipc.new_file
+        with open_file(path, table.schema) as writer:
+            writer.write_table(table)
+
+
 @pytest.mark.parametrize("name", ["x.parquet", "file.arrow", "stream.arrow"])
 def test_arrow_and_parquet(tmp_path, name):
     pyarrow = pytest.importorskip("pyarrow")
     pairs = {"question": [*TEXTS, None] * 700, "answer": ["yes"] * 2800, "n": range(2800)}
-    table, path = pyarrow.table(pairs), tmp_path / name
-    if name == "x.parquet":
-        from pyarrow import parquet
-
-        parquet.write_table(table, path)
-    else:
-        open_file = pyarrow.ipc.new_file if name == "file.arrow" else pyarrow.ipc.new_stream
-        with open_file(path, table.schema) as writer:
-            writer.write_table(table)
+    path = tmp_path / name
+    write_table(pyarrow.table(pairs), path)
     assert documents([path], field="question") == [*TEXTS, ""] * 700
     assert documents([path], field=["question", "answer"])[2] == ["last", "yes"]
     assert "row 1 has no 'text', it has 'question, answer, n'" in refused(documents, [path])
     assert "'n' is 0, expected a text" in refused(documents, [path], field="n")
+    write_table(pyarrow.table([TEXTS, TEXTS], ["text", "text"]), two := tmp_path / f"two_{name}")
+    assert "has two columns 'text'" in refused(documents, [two])
     written(path, path.read_bytes()[:-9])
     data = path.read_bytes()
     if name != "x.parquet":  # whose texts have their lengths beside them
