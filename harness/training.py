@@ -79,7 +79,7 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     model.build()
     results = _read_weights(model, "initial")
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of(network))
+    trainer.compile(optimizer, loss_of(network), log_every=1)
     record = Record()
     trainer.fit(
         _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False

@@ -311,6 +311,16 @@ def forget_context() -> None:
     atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
 
 
+def end_context() -> None:
+    """End TensorFlow's context, and what was made in it; the next one may have other devices.
+
+    What was set of devices and threads stays until it is set anew. Unnecessary if devices could be
+    set after the first operation.
+    """
+    forget_context()
+    context.context().ensure_uninitialized()
+
+
 def forget_dtensor_device() -> None:
     """Drop DTensor's device, which outlives the context that it belongs to.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 
 # Number of elements of the weights from which on XLA's start pays for the update.
 _LARGE_NETWORK = 2**20
@@ -91,6 +91,5 @@ def set_tensorflow_options(jit_compile: bool | str) -> None:
     tf.config.optimizer.set_experimental_options(
         {"arithmetic_optimization": False, "function_optimization": False}
     )
-    if device_type() == "GPU":  # where elementwise operations would all go through memory
-        clusters = jit_compile == "auto" and job.mesh() is None
-        tf.config.optimizer.set_jit("autoclustering" if clusters else False)
+    if takes_gpu_branch():  # where elementwise operations would all go through memory
+        tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)

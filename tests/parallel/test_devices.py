@@ -19,6 +19,8 @@ import os, tensorflow as tf, dtransformer
 from dtransformer import TransformerOpParallelConfig as Config
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 assert os.environ["CUDA_CACHE_MAXSIZE"] == "4294967296"
+dtransformer.init(Config())
+tf.ones([2]).numpy()
 for _ in range(2):
     dtransformer.init(Config(model_parallel=2), local_devices=2)
     tf.ones([2]).numpy()
@@ -50,6 +52,7 @@ def cards(monkeypatch):
         return asked
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "_cards_of_gpus", {})
     monkeypatch.setattr(config, "set_visible_devices", lambda own, kind: asked.update(visible=own))
     monkeypatch.setattr(
         config.experimental, "set_memory_growth", lambda card, on: asked["growth"].append(card)
@@ -99,6 +102,22 @@ def test_more_ranks_than_gpus_are_refused(cards):
     cards(2)
     with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
         devices.take_devices(2, 4, 1, is_pipeline=False)
+
+
+def test_more_devices_than_before_are_taken_where_none_has_to_be_another_card(cards):
+    asked = cards(8)
+    devices.take_devices(0, 2, 1, is_pipeline=False)
+    devices.take_devices(0, 2, 4, is_pipeline=False)
+    assert asked["visible"] == ["GPU:0", "GPU:1", "GPU:2", "GPU:3"] == asked["growth"][1:]
+
+
+def test_another_card_than_before_is_refused(cards):
+    cards(8)
+    devices.take_devices(1, 2, 1, is_pipeline=False)
+    with pytest.raises(
+        RuntimeError, match="GPU:0 of this process is the card GPU:1.*be GPU:4 with"
+    ):
+        devices.take_devices(1, 2, 4, is_pipeline=False)
 
 
 @pytest.mark.parametrize("asked", ["0", "two", "-1"])
