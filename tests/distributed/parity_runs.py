@@ -85,6 +85,8 @@ LONG = """
 # one device a rank. Those that go so in the quick suite go as on CPUs in the long one.
 _IS_GPU = "+gpu"
 LONG += [run.removesuffix(_IS_GPU) for run in QUICK if run.endswith(_IS_GPU)]
-LONG += [run + _IS_GPU for run in [*QUICK, *LONG] if re.search(r"@\dx1", run) and _IS_GPU not in run]
+LONG += [
+    run + _IS_GPU for run in [*QUICK, *LONG] if re.search(r"@\dx1", run) and _IS_GPU not in run
+]
 LONG = sorted(set(LONG) - set(QUICK), key=LONG.index)
 RUNS = [*QUICK, *LONG]
