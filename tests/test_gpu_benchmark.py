@@ -21,6 +21,9 @@ LONG = {
     "speed": "tokens_per_second",
     "profile": "seconds",
     "largest": "rows",
+    "sums": "all_reduce",
+    "layouts": "losses_apart",
+    "stress": "steps",
 }
 
 

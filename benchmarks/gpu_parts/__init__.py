@@ -63,6 +63,9 @@ PARTS = {
     "largest": Part("speed:largest", 300),
     "uses": Part("uses:use", 300, _NO_TF32),
     "nccl": Part("nccl:operations", 120),
+    "sums": Part("several:sums", 600),
+    "layouts": Part("several:layouts", 900, _NO_TF32),
+    "stress": Part("several:stress", 1000),
 }
 
 
