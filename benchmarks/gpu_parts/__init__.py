@@ -5,7 +5,9 @@ import dataclasses
 import fcntl
 import importlib
 import pathlib
+import sys
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "peers"))  # whose files import each other
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
