@@ -19,6 +19,7 @@ class Layout:
         experts: over how many of the data shards experts are sharded.
         recompute: whether the backward pass computes blocks again.
         policy: Keras' dtype policy.
+        as_on_gpus: whether steps go the way of GPUs; see `harness.gpu_branch`.
         stages, micro_batches, schedule, chunks: of a pipeline, or of one stage of several chunks;
             without both, the number of micro-batches of a step.
     """
@@ -40,6 +41,7 @@ class Layout:
     experts: int = 1
     recompute: bool = False
     policy: str = "float32"
+    as_on_gpus: bool = False
 
     @property
     def name(self):
@@ -55,6 +57,7 @@ class Layout:
         options += f"+{self.mode}" * (self.mode != "auto")
         options += f"+{_PARTITIONS[self.partition]}{self.level}" * (self.level > 0)
         options += "+recompute" * self.recompute + _POLICIES[self.policy]
+        options += "+gpu" * self.as_on_gpus
         return f"{axes or 'alone'}@{self.ranks}x{self.devices}{options}"
 
     @property
@@ -74,6 +77,7 @@ class Layout:
         import keras  # the tables are read without it
 
         import dtransformer
+        from harness.gpu_branch import take_gpu_branch
 
         keras.config.set_dtype_policy(self.policy)
         config = dtransformer.TransformerOpParallelConfig(
@@ -94,6 +98,7 @@ class Layout:
             recompute=self.recompute,
         )
         dtransformer.init(config, local_devices=self.devices)
+        take_gpu_branch(self.as_on_gpus)
 
 
 _PARTITIONS = {"flat": "shard", "whole": "whole"}
@@ -105,7 +110,7 @@ _NAME = re.compile(
     r"(?:m(?P<micro_batches>\d+))?(?:-(?P<schedule>1f1b|zb_h1|[a-z_]+)(?P<chunks>\d+)?)?"
     r"@(?P<ranks>\d+)x(?P<devices>\d+)"
     r"(?P<rows>\+rows)?(?P<sequence>\+sp)?(?:\+(?P<mode>ulysses|all_gather|ring))?(?:\+(?P<partition>shard|whole)(?P<level>\d))?"
-    r"(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?"
+    r"(?P<recompute>\+recompute)?(?P<policy>\+bf16|\+fp16)?(?P<as_on_gpus>\+gpu)?"
 )
 
 
@@ -118,7 +123,7 @@ def layout_of(name):
     return Layout(**{k: int(v) if v.isdigit() else _WORDS.get(v, v) for k, v in fields.items()})
 
 
-_WORDS = {"+rows": True, "+sp": True, "+recompute": True, "shard": "flat"}
+_WORDS = {"+rows": True, "+sp": True, "+recompute": True, "+gpu": True, "shard": "flat"}
 _WORDS |= {word: policy for policy, word in _POLICIES.items()}
 
 # data, model, ranks, devices of each rank

@@ -18,8 +18,11 @@ import sys
 import time
 import traceback
 
+from harness.gpu_branch import FLAGS_OF_XLA
+
 # TF32 has 10 bits of a product's 23: parity is of float32. CUDA's libraries read it when they start.
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+os.environ.setdefault("TF_XLA_FLAGS", " ".join(FLAGS_OF_XLA))
 
 import keras
 

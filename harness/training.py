@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.models import CausalLM, MaskedLM
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers import Trainer
 from harness.batches import EVEN, OF_EVEN_ROWS, UNEVEN, batches, replica_share
@@ -79,13 +80,16 @@ def train(network, num_steps=STEPS, epsilon=EPSILON, num_blocks=4):
     model.build()
     results = _read_weights(model, "initial")
     trainer = Trainer(model)
-    trainer.compile(optimizer, loss_of(network))
+    trainer.compile(optimizer, loss_of(network), log_every=1)
     record = Record()
     trainer.fit(
         _data(network, num_steps, model, seed=0), callbacks=[record], verbose=0, shard=False
     )
     results["losses"] = np.array(record["step_loss"])
     results["first_step"] = record.first_step
+    if takes_gpu_branch():
+        report = trainer.cluster_report()
+        results |= {"clusters": report.clusters, "outside": report.outside}
     shards = own_shards(model.variables)
     results["bytes"] = np.array(sum(shard.numpy().nbytes for shard in shards))
     memory = trainer.memory_report()

@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import sys
 
 import pytest
 
+from benchmarks.gpu_parts import PARTS
 from harness.launch import launch, tail
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,6 +23,9 @@ LONG = {
     "speed": "tokens_per_second",
     "profile": "seconds",
     "largest": "rows",
+    "sums": "all_reduce",
+    "layouts": "losses_apart",
+    "stress": "steps",
 }
 
 
@@ -36,6 +41,12 @@ def check(parts, tmp_path, monkeypatch):
         assert any(word in result for result in own), (part, output)
         assert not any({"failed", "error", "errors"} & result.keys() for result in own), output
     return results
+
+
+def test_every_part_can_be_imported(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which parts add to
+    assert all(callable(part.function()) for part in PARTS.values())
+    assert {*QUICK, *LONG} | {"numbers_tf32", "peer"} == PARTS.keys()
 
 
 def test_smoke(tmp_path, monkeypatch):

@@ -5,7 +5,9 @@ import dataclasses
 import fcntl
 import importlib
 import pathlib
+import sys
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "peers"))  # whose files import each other
 _NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
@@ -63,6 +65,9 @@ PARTS = {
     "largest": Part("speed:largest", 300),
     "uses": Part("uses:use", 300, _NO_TF32),
     "nccl": Part("nccl:operations", 120),
+    "sums": Part("several:sums", 600),
+    "layouts": Part("several:layouts", 900, _NO_TF32),
+    "stress": Part("several:stress", 1000),
 }
 
 

@@ -26,15 +26,16 @@ _RANKS = """
 
 def mesh(smoke, **_):
     """Yield how far the losses of layouts of one process are from one CPU's."""
-    yield from _parity(_MESH[:2] if smoke else _MESH)
+    yield from parity(_MESH[:2] if smoke else _MESH)
 
 
 def ranks(smoke, **_):
     """Yield how far the losses of layouts of two ranks are from one CPU's."""
-    yield from _parity(_RANKS[:1] if smoke else _RANKS)
+    yield from parity(_RANKS[:1] if smoke else _RANKS)
 
 
-def _parity(names):
+def parity(names):
+    """Yield how far the losses of runs, all of as many ranks, are from one CPU's."""
     runs = [Run.of(name) for name in names]
     references = list(dict.fromkeys(run.task for run in runs))
     with tempfile.TemporaryDirectory() as folder:

@@ -125,6 +125,22 @@ def function_def(name: str):
     return context.context().get_function_def(name)
 
 
+@contextlib.contextmanager
+def graphs_collected():
+    """Give a list that has, after the `with` block, the graphs of functions first run in it, optimized.
+
+    XLA's clusters are in these alone. Unnecessary if TensorFlow told what it has put into clusters.
+    """
+    graphs = []
+    context.context().enable_graph_collection()
+    try:
+        yield graphs
+        functions = context.context().export_run_metadata().function_graphs
+        graphs += [one.post_optimization_graph for one in functions]
+    finally:
+        context.context().disable_graph_collection()
+
+
 def graph_of_function(graph: tf.Graph, name: str) -> tf.Graph | None:
     """Return the graph of a function that a graph calls, with shapes; None if it is not known.
 
@@ -309,6 +325,16 @@ def forget_context() -> None:
     counts = atomic_function.RUNTIME_FUNCTION_REFS
     never_zero = lambda: 1 << 40
     atomic_function.RUNTIME_FUNCTION_REFS = collections.defaultdict(never_zero, counts)
+
+
+def end_context() -> None:
+    """End TensorFlow's context, and what was made in it; the next one may have other devices.
+
+    What was set of devices and threads stays until it is set anew. Unnecessary if devices could be
+    set after the first operation.
+    """
+    forget_context()
+    context.context().ensure_uninitialized()
 
 
 def forget_dtensor_device() -> None:

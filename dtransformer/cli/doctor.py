@@ -48,6 +48,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         hosts = importlib.import_module("dtransformer.cli.doctor_hosts")
         key = arguments.ssh_identity_file
         return doctor(checks=hosts.examine_hosts(arguments.hosts, ["-i", key] if key else []))
+    if arguments.warm:
+        return doctor(checks=importlib.import_module("dtransformer.cli.warm").warm())
     if not arguments.install_horovod:
         return doctor(arguments.json)
     try:

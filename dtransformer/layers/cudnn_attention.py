@@ -56,7 +56,8 @@ def obstacle(
         "scores have a bias by position": has_bias,
         "scores are capped": soft_cap is not None,
         "probabilities are dropped out, by masks that cuDNN could not draw again": has_dropout,
-        "the softmax is of float64": gpu_calls.is_on_gpu() and softmax_compute_type == "float64",
+        "the softmax is of float64": gpu_calls.takes_gpu_branch()
+        and softmax_compute_type == "float64",
     }
     reason = gpu_calls.obstacle_to_calls() or next((text for text in found if found[text]), None)
     if reason is not None:
@@ -64,12 +65,12 @@ def obstacle(
     call = _call(queries, keys, dtype, mask, causal, window)
     if call.bias is not None and 2 * math.prod(call.bias) > _LARGEST_MASK:
         return f"its mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
-    return why_not(call) if gpu_calls.is_on_gpu() else None
+    return why_not(call) if gpu_calls.takes_gpu_branch() else None
 
 
 def is_taken_by_itself() -> bool:
     """Return whether "auto" takes cuDNN where it can: on GPUs, where functions are traced."""
-    return gpu_calls.is_on_gpu() and not tf.executing_eagerly()
+    return gpu_calls.takes_gpu_branch() and not tf.executing_eagerly()
 
 
 def cudnn_attention(

@@ -8,6 +8,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
@@ -82,7 +83,6 @@ def init(
         validators.count("local_devices", local_devices)
     stall_seconds = stall_seconds_of(stall_seconds)
     before = job.current()
-    has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
     _leave_layout()
     hvd = start_horovod()
     rank, size, local_rank = (hvd.rank(), hvd.size(), hvd.local_rank()) if hvd else (0, 1, 0)
@@ -93,7 +93,10 @@ def init(
     validators.check_supported(config, local_devices)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    if not has_devices:  # before the first operation
+    same = before.topology.local_devices == local_devices and before.mesh is None
+    if not before.is_joined or not same:  # to leave a mesh starts TensorFlow anew
+        if before.is_joined:
+            _compat.end_context()  # of which devices are taken before the first operation
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = [None]
     if hvd:

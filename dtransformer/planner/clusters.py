@@ -146,7 +146,7 @@ class Cluster:
         num_devices: how many there are.
         devices_per_node: how many a node has; the device's own by default.
         usable_share: share of a device's memory that training may take; the rest is the
-            framework's, NCCL's buffers and fragmentation (docs/gpus.md).
+            framework's, NCCL's buffers (`formulas.NCCL_BYTES`) and fragmentation (docs/gpus.md).
 
     Raises:
         InputError: a number is not a positive integer, or nodes are not full.

@@ -10,6 +10,10 @@ import numpy as np
 
 # Bytes of Adam's states of a parameter in mixed precision: float32 copy, mean and variance.
 MIXED_ADAM_BYTES = 12
+# Bytes of a communicator of NCCL at most: 32 channels, each with a buffer to send and one to receive
+# of NCCL_BUFFSIZE, by default 4 MiB (NCCL's manual, "Environment Variables"). Of a planned device's
+# memory `Cluster.usable_share` leaves them.
+NCCL_BYTES = 32 * 2 * (4 << 20)
 
 
 def state_bytes(parameters, replicas, level, weights=2, gradients=2, states=MIXED_ADAM_BYTES):

@@ -19,7 +19,7 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.mesh.axis_rules import axis_size, mesh_axis
 from dtransformer.parallel.pipeline_parallel.stage_assignment import is_here
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import device_type, logical_gpus
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.parallel.zero.variables import (
@@ -27,7 +27,7 @@ from dtransformer.parallel.zero.variables import (
     FullyShardedVariable,
     MasterShardedVariable,
 )
-from dtransformer.planner.formulas import kept_bytes
+from dtransformer.planner.formulas import NCCL_BYTES, kept_bytes
 from dtransformer.reports.expert_traffic import kept_rows
 from dtransformer.tables import columns
 
@@ -37,7 +37,8 @@ class MemoryRow:
     """One use of memory.
 
     Args:
-        what: "weights", "gradients", "optimizer states" or "activations".
+        what: "weights", "gradients", "optimizer states" or "activations"; on GPUs "NCCL's buffers",
+            which TensorFlow's allocator does not see.
         planned: bytes on this rank, by the plan or by the theory.
         measured: bytes of the tensors that there are; None where that is not known.
     """
@@ -113,7 +114,15 @@ def memory_report(network, optimizer, update, input_shapes, num_kept=1):
         MemoryRow("optimizer states", planned_states, _bytes(states)),
         MemoryRow("activations", activation_bytes(network, input_shapes, num_kept)),
     )
+    if device_type() == "GPU" and logical_gpus() == 1:  # else all is sent through the host
+        rows += (MemoryRow("NCCL's buffers", NCCL_BYTES * _communicators()),)
     return MemoryReport(rows, _peak(), _attention(network, input_shapes))
+
+
+def _communicators():
+    """Return how many communicators this rank has: of its groups, of its mesh's axes, of all of them."""
+    axes = job.mesh().dim_names if job.mesh() is not None else []
+    return job.current().groups.num_communicators + len(axes) + (len(axes) > 1)
 
 
 def _state_bytes(optimizer, states, update):

@@ -128,6 +128,7 @@ class FitLoop(StepFunctions):
         self._beginning, self._data_position = beginning, DataPosition(x, beginning.batch)
         self._begin_training()
         verbose = verbose if job.is_chief() else 0
+        self._tells = bool(verbose)
         restored = beginning.restored and beginning.restored.path
         self._callback_states = CallbackStates(callbacks, restored)
         self._validation_shard = validation_shard

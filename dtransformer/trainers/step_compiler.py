@@ -6,14 +6,17 @@ own, and what follows are ordinary functions of this rank's shards: in one with 
 take TensorFlow as long to optimize as the network.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
+from dtransformer.reports.clusters import ClusterReport
 
 # Number of elements of the weights from which on XLA's start pays for the update.
 _LARGE_NETWORK = 2**20
@@ -30,7 +33,10 @@ class StepCompiler:
         in_parts: whether the engine compiles its own functions, and a step is called from Python.
         graphs: dict of the graphs that the parts of a training step were traced in last, without the
             engine's.
+        clusters: the `ClusterReport` of the first step; None without clusters, and before.
     """
+
+    clusters = None
 
     def __init__(self, jit_compile: bool | str = "auto", run_eagerly: bool = False):
         self._jit, self.run_eagerly = jit_compile, run_eagerly
@@ -65,6 +71,16 @@ class StepCompiler:
         """Return what follows the engine in a step: compiled where that is called from Python."""
         return self._compiled(function, trains) if self.in_parts else function
 
+    @contextlib.contextmanager
+    def first_step(self) -> Iterator[None]:
+        """Inside the `with` block, the first step of training, count what XLA makes clusters of."""
+        if self.run_eagerly or not tf.config.optimizer.get_jit():
+            yield
+            return
+        with _compat.graphs_collected() as graphs:
+            yield
+        self.clusters = ClusterReport.of(graphs)
+
     def _compiled(self, function, trains):
         is_watched = job.watchdog() is not None  # by other ranks
 
@@ -91,6 +107,5 @@ def set_tensorflow_options(jit_compile: bool | str) -> None:
     tf.config.optimizer.set_experimental_options(
         {"arithmetic_optimization": False, "function_optimization": False}
     )
-    if device_type() == "GPU":  # where elementwise operations would all go through memory
-        clusters = jit_compile == "auto" and job.mesh() is None
-        tf.config.optimizer.set_jit("autoclustering" if clusters else False)
+    if takes_gpu_branch():  # where elementwise operations would all go through memory
+        tf.config.optimizer.set_jit("autoclustering" if jit_compile == "auto" else False)

@@ -72,6 +72,7 @@ class StepFunctions(keras.Model):
     _step = _compiler = _throughput = _logs = None
     _log_every, num_steps = 1, 0
     _beginning = None  # of the fit that is running
+    _tells = False  # whether this rank prints what it does
     _shards_rows = False  # whether batches are global ones, of which a data shard takes its rows
 
     def make_train_function(self, force=False):
@@ -101,9 +102,14 @@ class StepFunctions(keras.Model):
                 if is_watched:
                     kind = "step" if compiled else "compiling"
                     around.enter_context(job.doing(kind, self.num_steps + 1))
-                if not compiled and self.steps_per_execution == 1:  # else others are in its call
+                is_first = not compiled
+                if is_first:
+                    around.enter_context(self._compiler.first_step())
+                if is_first and self.steps_per_execution == 1:  # else others are in its call
                     around.enter_context(garbage_waits())
                 logs = self._run(step, iterator, done)
+            if is_first and self._tells and self._compiler.clusters is not None:
+                print(self._compiler.clusters, flush=True)
             ended = time.perf_counter()
             return logs
 

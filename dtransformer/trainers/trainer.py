@@ -19,7 +19,7 @@ from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.initial_broadcast import initial_broadcast
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import checkpointing, compile_checks
@@ -135,8 +135,8 @@ class Trainer(FitLoop, Checkpointing, Reporting):
                 weights, are compiled with XLA. `"auto"` compiles the update alone,
                 and only that of a large network, where it takes a quarter of the
                 time; a small network's would be no faster on CPUs, and start later. On
-                GPUs it lets XLA compile what lies between collectives as well, but on a
-                mesh (docs/gpus.md): steps take a third of the time, the first one longer.
+                GPUs it lets XLA compile what lies between collectives as well
+                (docs/gpus.md): steps take a third of the time, the first one longer.
             auto_scale_loss: whether the loss is scaled under `mixed_float16`: twice as
                 much after every 2,000 good steps, and half as much after a step whose
                 gradients overflow on any rank, which all of them skip. The logs have
@@ -170,7 +170,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         self._for_other_rows = None
         self._work = {}  # shapes of a batch -> its tokens and FLOP
         if log_every is None:
-            log_every = 10 if device_type() == "GPU" else 1
+            log_every = 10 if takes_gpu_branch() else 1
         self._log_every = check_int("log_every", log_every)
         self._throughput = Throughput()
         compile_checks.check_compile_options(

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import nvidia_driver
 from dtransformer.cli import doctor as doctor_module
-from dtransformer.cli import doctor_gpu, measured_machine
+from dtransformer.cli import doctor_gpu, main, measured_machine, warm
 from dtransformer.errors import InputError
 from dtransformer.planner.machine import this_device
 from harness.gpus import libcuda, put, write_driver, write_nvidia_smi
@@ -144,3 +144,20 @@ def test_what_is_measured_on_gpus_is_no_launch_and_no_cache():
     assert 4 * sizes.memory_items >= 2**30
     smallest = min(sizes.few * sizes.features[0] ** 2, sizes.rows * sizes.few**2)
     assert 32 * 2 * smallest / 1e15 > 10 * 10e-6  # seconds of 32 products; of a launch
+
+
+def test_without_a_gpu_no_kernels_are_compiled(capsys, monkeypatch):
+    monkeypatch.setattr(warm, "device_type", lambda: "CPU")
+    assert main(["doctor", "--warm"]) == 1
+    assert "TensorFlow sees no GPU whose driver would compile kernels" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_first_kernels_of_each_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "device_type", lambda: "GPU")
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path))
+    (tmp_path / "index").write_bytes(b"0" * 2_000_000)
+    *types, cache = warm.warm()
+    assert all(one["ok"] for one in types), types
+    assert [one["found"].split(":")[0] for one in types] == list(warm._POLICIES)
+    assert "has 2 MB, 2 before" in cache["found"]

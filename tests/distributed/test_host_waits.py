@@ -1,4 +1,7 @@
-"""Promise: ordinary steps of ranks wait for no copy of a gradient, and Python sends nothing in them."""
+"""Promise: ordinary steps of ranks wait for no copy of a gradient, and Python sends nothing in them.
+
+The steps go the way of GPUs.
+"""
 
 import keras
 import numpy as np
@@ -21,13 +24,13 @@ def _reads_of_steps():
     return reads.bytes[2:-1], reads.collectives[2:]
 
 
-@on_ranks("dp2@2x1")
+@on_ranks("dp2@2x1+gpu")
 def test_data_ranks():
     sizes, collectives = _reads_of_steps()
     assert not any(sizes) and not any(collectives), (sizes, collectives)
 
 
-@on_ranks("mp2@2x1")
+@on_ranks("mp2@2x1+gpu")
 def test_ranks_of_a_mesh():
     sizes, collectives = _reads_of_steps()
     assert max(size for of_step in sizes for size in of_step) <= MOST_BYTES, sizes

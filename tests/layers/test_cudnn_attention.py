@@ -34,6 +34,7 @@ X = tf.zeros([2, 4, 16, 8], "bfloat16")
 @pytest.fixture
 def on_gpu(monkeypatch):
     """What is traced is traced for a GPU; it cannot be computed."""
+    monkeypatch.setenv("DTRANSFORMER_GPU_BRANCH", "1")
     monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: True)
     monkeypatch.setattr(gpu_calls, "_capability", lambda: (9, 0))
 
@@ -104,6 +105,7 @@ def test_older_cards_and_cpus_are_left_to_blocks(on_gpu, monkeypatch):
     with tf.Graph().as_default():
         assert implementation_for("auto", X, X) == "reference"
         monkeypatch.setattr(gpu_calls, "is_on_gpu", lambda: False)
+        monkeypatch.delenv("DTRANSFORMER_GPU_BRANCH")
         assert implementation_for("auto", X, X) == "reference"
 
 

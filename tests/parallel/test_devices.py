@@ -1,5 +1,6 @@
 """Which GPUs a rank takes, with lists of GPUs that are not there; and devices after a mesh."""
 
+import dataclasses
 import os
 import platform
 import sys
@@ -9,16 +10,23 @@ import pytest
 import tensorflow as tf
 
 from dtransformer import TransformerOpParallelConfig, nvidia_driver
-from dtransformer.parallel.runtime import devices
+from dtransformer.parallel.runtime import devices, job
 from dtransformer.parallel.runtime import launch as launch_module
+from dtransformer.parallel.runtime.process_groups import ProcessGroups
+from dtransformer.planner.clusters import DEVICES, Cluster
+from dtransformer.planner.formulas import NCCL_BYTES
+from dtransformer.reports import memory
 from harness.gpus import libcuda, write_bus, write_driver
 from harness.launch import launch, tail
+from tests.trainers.small import dense_trainer, points
 
 TWICE = """
 import os, tensorflow as tf, dtransformer
 from dtransformer import TransformerOpParallelConfig as Config
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor
 assert os.environ["CUDA_CACHE_MAXSIZE"] == "4294967296"
+dtransformer.init(Config())
+tf.ones([2]).numpy()
 for _ in range(2):
     dtransformer.init(Config(model_parallel=2), local_devices=2)
     tf.ones([2]).numpy()
@@ -50,6 +58,7 @@ def cards(monkeypatch):
         return asked
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "_cards_of_gpus", {})
     monkeypatch.setattr(config, "set_visible_devices", lambda own, kind: asked.update(visible=own))
     monkeypatch.setattr(
         config.experimental, "set_memory_growth", lambda card, on: asked["growth"].append(card)
@@ -99,6 +108,22 @@ def test_more_ranks_than_gpus_are_refused(cards):
     cards(2)
     with pytest.raises(RuntimeError, match="has 2 GPUs and 4 ranks of 1.*LOGICAL_GPUS"):
         devices.take_devices(2, 4, 1, is_pipeline=False)
+
+
+def test_more_devices_than_before_are_taken_where_none_has_to_be_another_card(cards):
+    asked = cards(8)
+    devices.take_devices(0, 2, 1, is_pipeline=False)
+    devices.take_devices(0, 2, 4, is_pipeline=False)
+    assert asked["visible"] == ["GPU:0", "GPU:1", "GPU:2", "GPU:3"] == asked["growth"][1:]
+
+
+def test_another_card_than_before_is_refused(cards):
+    cards(8)
+    devices.take_devices(1, 2, 1, is_pipeline=False)
+    with pytest.raises(
+        RuntimeError, match="GPU:0 of this process is the card GPU:1.*be GPU:4 with"
+    ):
+        devices.take_devices(1, 2, 4, is_pipeline=False)
 
 
 @pytest.mark.parametrize("asked", ["0", "two", "-1"])
@@ -217,6 +242,36 @@ def test_a_horovod_without_nccl_is_refused_on_gpus(monkeypatch):
         monkeypatch.setenv(f"HOROVOD_{name}", "1")
     with pytest.raises(RuntimeError, match="without NCCL.*local_devices.*LOGICAL_GPUS"):
         launch_module.start_horovod()
+
+
+def test_the_memory_report_has_nccls_buffers(monkeypatch):
+    """Of four ranks, rank 1 is in the group of all, one of data shards, and one of stages."""
+    made = types.SimpleNamespace(global_process_set="all", add_process_set=tuple)
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    groups = ProcessGroups(1, 4, made)
+    groups.whole_job()
+    groups.own([(0, 1), (0, 1), (2, 3), (2, 3)])
+    groups.own([(0, 2), (1, 3), (0, 2), (1, 3)])
+    trainer = dense_trainer()
+    trainer.train_on_batch(*points())
+    assert len(trainer.memory_report().rows) == 4
+    monkeypatch.setattr(memory, "device_type", lambda: "GPU")
+    now = dataclasses.replace(job.current(), groups=groups)
+    monkeypatch.setattr(memory.job, "current", lambda: now)
+    mesh = types.SimpleNamespace(dim_names=["data", "model"])
+    monkeypatch.setattr(memory.job, "mesh", lambda: None)
+    assert trainer.memory_report()["NCCL's buffers"].planned == 3 * 2**28
+    monkeypatch.setattr(memory.job, "mesh", lambda: mesh)
+    assert memory._communicators() == 6
+    monkeypatch.setenv("DTRANSFORMER_LOGICAL_GPUS", "2")
+    monkeypatch.setattr(memory.job, "mesh", lambda: None)
+    assert len(trainer.memory_report().rows) == 4
+
+
+@pytest.mark.parametrize("name", [name for name, one in DEVICES.items() if one.memory_gb >= 32])
+def test_the_planner_leaves_room_for_nccls_buffers(name):
+    device = DEVICES[name]  # of data, context, model, two stages, and all of a mesh
+    assert device.memory_gb * 1e9 - Cluster(device, 8).memory_bytes >= 6 * NCCL_BYTES
 
 
 def test_devices_outlive_a_mesh():

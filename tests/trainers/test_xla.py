@@ -9,9 +9,6 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import dtransformer
 from dtransformer import MoEConfig, parallel_config
 from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, TranslationTransformer
-from dtransformer.parallel.runtime import job
-from dtransformer.trainers import step_compiler
-from dtransformer.trainers import trainer as trainer_module
 from harness.batches import batches
 from harness.tolerances import PARITY_LOSS
 from tests.trainers.small import dense_trainer, translation_trainer
@@ -99,22 +96,19 @@ def test_five_steps_are_compiled_once(family, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, jit_compile, has_mesh, expected",
+    "branch, jit_compile, expected",
     [
-        ("GPU", "auto", False, "autoclustering"),
-        ("GPU", "auto", True, ""),
-        ("GPU", False, False, ""),
-        ("GPU", True, False, ""),
-        ("CPU", "auto", False, ""),
+        ("1", "auto", "autoclustering"),
+        ("1", False, ""),
+        ("1", True, ""),
+        ("0", "auto", ""),
     ],
 )
-def test_auto_compiles_clusters_on_gpus(monkeypatch, kind, jit_compile, has_mesh, expected):
-    monkeypatch.setattr(step_compiler, "device_type", lambda: kind)
+def test_auto_compiles_clusters_on_gpus(monkeypatch, branch, jit_compile, expected):
+    monkeypatch.setenv("DTRANSFORMER_GPU_BRANCH", branch)
     trainer = dense_trainer()
-    monkeypatch.setattr(job, "mesh", lambda: object() if has_mesh else None)
-    monkeypatch.setattr(trainer_module.compile_checks, "check_compile_options", lambda *_: None)
     # As a trainer before it has left it.
-    tf.config.optimizer.set_jit("autoclustering" if kind == "GPU" else False)
+    tf.config.optimizer.set_jit("autoclustering" if branch == "1" else False)
     try:
         trainer.compile("sgd", jit_compile=jit_compile)
         assert tf.config.optimizer.get_jit() == expected

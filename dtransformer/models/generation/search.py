@@ -9,6 +9,7 @@ from dtransformer.models.generation import logits_rules
 from dtransformer.models.generation.logits_rules import is_one_of
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.special_ids import SpecialIds
+from dtransformer.parallel.tracing.dropout_seed import random_floats
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
@@ -104,7 +105,6 @@ class Sampling:
         logits = logits_rules.top_p(logits, options.top_p)
         logits = logits_rules.min_p(logits, options.min_p)
         # The largest of logits plus Gumbel noise is a draw from their softmax.
-        draw = tf.random.stateless_uniform(
-            tf.shape(logits), tf.bitwise.bitwise_xor(self._seed, [0, position]), minval=1e-20
-        )
+        # TensorFlow's own operation draws others where XLA compiles it.
+        draw = tf.maximum(random_floats(tf.shape(logits), self._seed, position), 1e-20)
         return tf.argmax(logits - tf.math.log(-tf.math.log(draw)), axis=-1, output_type="int32")

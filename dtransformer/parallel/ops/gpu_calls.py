@@ -5,6 +5,7 @@ import functools
 import tensorflow as tf
 
 from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch as takes_gpu_branch
 from dtransformer.parallel.tracing import trace
 
 # Of integers that a device computes: on a GPU TensorFlow's kernels of int32 (sums, products,

@@ -24,7 +24,7 @@ from dtransformer.parallel.mesh.function import MeshFunction, wait
 from dtransformer.parallel.mesh.variable import LocalShards, packed, sharding_specs, unpacked
 from dtransformer.parallel.pipeline_parallel.dataflow import CrossStageTensor, Dataflow
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.weights.sharded_variable import trained_value
 
@@ -113,7 +113,7 @@ class LocalExecutor:
 
     def wait(self, results):
         """Wait until nested results are computed, where that is measured."""
-        if self.measures and device_type() == "GPU":
+        if self.measures and takes_gpu_branch():
             tf.test.experimental.sync_devices()
 
 

@@ -12,11 +12,21 @@ from dtransformer import nvidia_driver
 _THREADS_THAT_SEND = 3
 # A bound, not a reservation: enough for the layouts that are tried on one card.
 _MEGABYTES_OF_A_LOGICAL_GPU = 8192
+_cards_of_gpus = {}  # number of a GPU of this process -> its card, which TensorFlow never changes
 
 
 def device_type() -> str:
     """Return "GPU" where this rank drives GPUs, "CPU" elsewhere."""
     return "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+
+
+def takes_gpu_branch() -> bool:
+    """Return whether a step goes the way of GPUs: in XLA's clusters, with logs read now and then.
+
+    So it does on GPUs; and on CPUs where the environment has DTRANSFORMER_GPU_BRANCH=1, by which tests
+    hold that way without a GPU. What only a GPU has, `device_type` tells.
+    """
+    return device_type() == "GPU" or os.environ.get("DTRANSFORMER_GPU_BRANCH") == "1"
 
 
 def unused_driver() -> str | None:
@@ -114,6 +124,13 @@ def _take_gpus(local_rank, local_size, local_devices):
             f"this host has {len(slots)} GPUs and {local_size} ranks of {local_devices}: start at "
             "most one rank a GPU, or cut cards with DTRANSFORMER_LOGICAL_GPUS to try a layout"
         )
+    for number, card in enumerate(own):
+        if (before := _cards_of_gpus.setdefault(number, card)) != card:
+            raise RuntimeError(
+                f"GPU:{number} of this process is the card {before}, and would be {card} with "
+                f"local_devices={local_devices}: TensorFlow changes no card of a process; start one "
+                "for each number of local devices"
+            )
     near = {core for card in own for core in nvidia_driver.cores_near(cards.index(card))}
     _bind_to(sorted(near.intersection(_cores_at_start())))  # and so the memory that they take
     try:

@@ -79,6 +79,11 @@ class ProcessGroups:
         # Sorted ranks -> Horovod's process set.
         self._process_sets = {} if before is None else before._process_sets
 
+    @property
+    def num_communicators(self) -> int:
+        """The number of process sets that this rank is in: on GPUs NCCL has a communicator for each."""
+        return sum(self._rank in ranks for ranks in self._process_sets)
+
     def whole_job(self) -> Group:
         """Return the group of all ranks, in order."""
         return self.agreed(range(self._size))

@@ -29,7 +29,7 @@ from dtransformer.parallel.pipeline_parallel.stage_devices import stage_devices
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import current_chunk
 from dtransformer.parallel.pipeline_parallel.stage_weights import SharedGradients
 from dtransformer.parallel.runtime import job
-from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.parallel.runtime.devices import takes_gpu_branch
 from dtransformer.parallel.schedules import schedules
 from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, without_backward
 from dtransformer.parallel.schedules.simulator import ideal_of
@@ -298,7 +298,7 @@ class PipelineEngine:
 
     def timeline(self, path=None):
         """Return what all stages did in the last step; see `Trainer.timeline`."""
-        if device_type() == "GPU" and not self.devices.measures:
+        if takes_gpu_branch() and not self.devices.measures:
             self.devices.measures = True
             raise ValueError(
                 "on GPUs the host runs ahead of a stage, and times are measured from the next step on: "

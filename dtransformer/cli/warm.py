@@ -1,0 +1,62 @@
+"""`dtransformer doctor --warm`: first kernels, which a GPU's driver compiles into CUDA's cache.
+
+TensorFlow's wheel has no machine code for cards of compute capability 9.0 and more: of those the driver
+compiles a kernel when it is first used, and keeps it for all processes of a host. Here that is done
+by one process, before the ranks of a training all wait for it, or compile the same.
+"""
+
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+import dtransformer
+from dtransformer.cli.doctor import check
+from dtransformer.models import CausalLM
+from dtransformer.parallel.runtime.devices import device_type
+from dtransformer.trainers import Trainer
+
+_POLICIES = "float32", "mixed_bfloat16", "mixed_float16"
+_SIZES = {"hidden_size": 64, "num_heads": 2, "num_layers": 1}  # kernels do not depend on them
+_VOCAB_SIZE, _ROWS, _LENGTH = 64, 4, 64
+_OF_CUDA = "~/.nv/ComputeCache"  # where CUDA_CACHE_PATH says nothing
+
+
+def warm(policies: Sequence[str] = _POLICIES) -> list[dict]:
+    """Train a small network and let it generate, in each type; return checks, as `doctor.examine`."""
+    if device_type() == "CPU":
+        why = "TensorFlow sees no GPU whose driver would compile kernels"
+        return [check("kernels", False, why, "dtransformer doctor says why")]
+    folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser(_OF_CUDA))
+    before = _megabytes(folder)
+    dtransformer.init(dtransformer.TransformerOpParallelConfig())
+    checks = [_warmed(policy) for policy in policies]
+    found = f"{folder} has {_megabytes(folder):.0f} MB, {before:.0f} before"
+    return [*checks, check("CUDA's cache", True, found)]
+
+
+def _warmed(policy):
+    """Train, by TensorFlow's own kernels and in XLA's clusters, and generate; return the check."""
+    begin, usual = time.monotonic(), keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        ids = np.random.default_rng(0).integers(1, _VOCAB_SIZE, (_ROWS, _LENGTH))
+        for jit_compile in (False, "auto"):
+            network = CausalLM(_VOCAB_SIZE, **_SIZES)
+            trainer = Trainer(network)
+            trainer.compile("adamw", jit_compile=jit_compile)
+            losses = [trainer.train_on_batch(ids[:, :-1], ids[:, 1:]) for _ in range(2)]
+        network.generate(ids[:, :4], max_new_tokens=2)
+    finally:
+        keras.config.set_dtype_policy(usual)
+    is_finite = bool(np.all(np.isfinite([np.ravel(loss)[0] for loss in losses])))
+    found = f"{policy}: first steps and tokens took {time.monotonic() - begin:.0f} s"
+    return check("kernels", is_finite, found, "the loss is not finite: do other programs compute?")
+
+
+def _megabytes(folder):
+    """Return what a folder's files have, 10^6 bytes; 0 where it is not there."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6

@@ -1,0 +1,97 @@
+"""Promise: steps as on GPUs are compiled in clusters, once; collectives stay outside, and are told."""
+
+import collections
+import pathlib
+import tempfile
+import types
+
+import pytest
+
+from dtransformer.reports.clusters import ClusterReport
+from dtransformer.trainers import Trainer
+from harness.networks import loss_of, make
+from harness.runs import Run
+from harness.training import _data
+from tests.distributed.parity_runs import LONG, RUNS
+from tests.shared_runs import each, on_ranks
+from tests.trainers.small import dense_trainer
+from tests.trainers.test_xla import compilations
+
+STEPS, NETWORK = 5, "causal"
+PRODUCTS = {"MatMul", "_MklMatMul", "BatchMatMulV2", "Einsum"}
+
+
+@each([run for run in RUNS if run.endswith("+gpu")], LONG)
+def test_products_are_in_clusters_and_collectives_are_not(run, ranks_of):
+    layout = Run.of(run).layout
+    for rank in ranks_of(run):
+        assert rank["clusters"] > 1
+        if (
+            layout.stages == 1
+        ):  # a backward pass for weights alone may be one product, and no cluster
+            assert not PRODUCTS & rank["outside"].keys()
+        of_ranks = any(
+            op.startswith(("Horovod", "EagerPyFunc", "PyFunc")) for op in rank["outside"]
+        )
+        of_mesh = any(op.startswith("Collective") for op in rank["outside"])
+        assert of_mesh if layout.joins_ranks else of_ranks or layout.stages > 1
+
+
+def _trained():
+    """Train five steps; return the report of clusters, and how often XLA compiled after the first."""
+    model, optimizer = make(NETWORK)
+    model.build()
+    trainer = Trainer(model)
+    trainer.compile(optimizer, loss_of(NETWORK))
+    data = _data(NETWORK, STEPS, model, seed=0)
+    fit = lambda some: trainer.fit(some, verbose=0, shard=False)
+    fit(data.take(1))
+    with tempfile.TemporaryDirectory() as folder:
+        later = compilations(lambda: fit(data.skip(1)), pathlib.Path(folder))
+    assert trainer.num_steps == STEPS
+    return trainer.cluster_report(), later
+
+
+@pytest.mark.long
+@on_ranks("dp2@2x1+gpu")
+def test_data_ranks():
+    report, later = _trained()
+    assert report.clusters > 1 and not later, (report, later)
+    assert any("Horovod" in op for op in report.outside), report
+    assert not PRODUCTS & report.outside.keys(), report
+
+
+@pytest.mark.long
+@on_ranks("mp2@2x1+rows+sp+gpu")
+def test_ranks_of_a_mesh():
+    report, later = _trained()
+    assert report.clusters > 1 and not later, (report, later)
+    assert report.outside["CollectiveReduceV2"] >= 4, report
+    assert not PRODUCTS & report.outside.keys(), report
+
+
+def test_a_report_counts_clusters_and_what_stays_outside():
+    operations = {
+        "_XlaCompile": 2,
+        "_XlaRun": 2,
+        "StatefulPartitionedCall": 3,
+        "Const": 4,
+        "NoOp": 1,
+    }
+    operations |= {"XlaLaunch": 1, "CollectiveReduceV2": 1000} | {f"Op{n}": 1 for n in range(9)}
+    nodes = [types.SimpleNamespace(op=op) for op in collections.Counter(operations).elements()]
+    report = ClusterReport.of(
+        [types.SimpleNamespace(node=nodes[:9])] + [types.SimpleNamespace(node=nodes[9:])]
+    )
+    assert report.clusters == 3 and report.outside["function"] == 1
+    assert str(report) == (
+        "XLA compiles 3 clusters of a step; 1,010 operations stay outside: 1000 CollectiveReduceV2, "
+        "1 Op0, 1 Op1, 1 Op2, 1 Op3, 1 Op4, 1 Op5, 1 Op6, …"
+    )
+
+
+def test_without_clusters_there_is_no_report():
+    with pytest.raises(
+        ValueError, match='no clusters of XLA: train a step on GPUs with jit_compile="auto"'
+    ):
+        dense_trainer().cluster_report()
