@@ -68,6 +68,16 @@ def glm_experts(vocab_size, num_layers):
     )
 
 
+def gpt_oss(vocab_size, num_layers):
+    """Gpt-oss' form: sinks, windows of every other block, experts with biases and a clamped gate."""
+    experts = MoEConfig(
+        expert_num=4, num_experts_chosen=2, dropless=True, expert_group_size=8, router_bias=True
+    )
+    own = {"hidden_act": "clamped_swiglu", "use_bias": True, "sinks": True, "tied_head": False}
+    own |= {"rotary_scaling": _YARN, "block_pattern": [{"window": 4}, {"window": None}]}
+    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, moe_config=experts)
+
+
 def modernbert(vocab_size, num_layers):
     """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
     own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
@@ -80,5 +90,11 @@ def modernbert(vocab_size, num_layers):
 
 
 # Their names in the harness: their batches are those of `causal` and `bert`.
-DECODERS = {"gemma": gemma, "olmo": olmo, "falcon": falcon, "glm_experts": glm_experts}
+DECODERS = {
+    "gemma": gemma,
+    "olmo": olmo,
+    "falcon": falcon,
+    "glm_experts": glm_experts,
+    "gpt_oss": gpt_oss,
+}
 ENCODERS = {"modernbert": modernbert}

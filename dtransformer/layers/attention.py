@@ -68,6 +68,8 @@ class MultiHeadAttention(Layer):
             None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
             of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
+        sinks: whether each head has a score that is learnt, besides those of its keys; see
+            `attention`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
 
     Call arguments:
@@ -126,6 +128,7 @@ class MultiHeadAttention(Layer):
         soft_cap: float | None = None,
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
+        sinks: bool = False,
         implementation: str = "auto",
         **kwargs,
     ):
@@ -152,7 +155,7 @@ class MultiHeadAttention(Layer):
         self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
-        self.qk_norm, self.qk_norm_epsilon = qk_norm, qk_norm_epsilon
+        self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
@@ -203,6 +206,11 @@ class MultiHeadAttention(Layer):
         self.output_bias = None
         if self.use_bias:
             self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
+        self.sink_scores = None
+        if self.sinks:
+            self.sink_scores = self.add_weight(
+                (n,), "zeros", axes=("heads",), name="sinks", autocast=False
+            )
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
         for norm in filter(None, (self.query_norm, self.key_norm)):
@@ -307,7 +315,8 @@ class MultiHeadAttention(Layer):
             others = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
             others |= {"mask": mask, "bias": self.alibi or table is not None, **options}
             if implementation_for(self.implementation, q, k, **others) == "reference":
-                return recomputed(attend, tensors, [])  # the others keep no scores
+                weights = [self.sink_scores] if self.sinks else []
+                return recomputed(attend, tensors, weights)  # the others keep no scores
         return attend(*tensors)
 
     def _attend(self, q, keys, values, mask, bias, **options):
@@ -320,6 +329,7 @@ class MultiHeadAttention(Layer):
             soft_cap=self.soft_cap,
             softmax_compute_type=self.softmax_compute_type,
             implementation=self.implementation if options else "reference",
+            sinks=tf.convert_to_tensor(self.sink_scores) if self.sinks else None,
             **options,
         )
 

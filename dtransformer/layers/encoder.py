@@ -29,7 +29,7 @@ _OF_ATTENTION = (
 )
 _OF_OWN_ATTENTION = (
     *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
-    "relative_max_distance",
+    *("relative_max_distance", "sinks"),
 )
 
 
@@ -64,7 +64,7 @@ class TransformerEncoderLayer(TransformerBlock):
         **kwargs: others of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
             `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon` and `implementation`; and, for
             attention of the sequence to itself, `rotary_base`, `rotary_fraction`,
-            `rotary_scaling`, `causal`, `window`, `alibi` and `relative_max_distance`.
+            `rotary_scaling`, `causal`, `window`, `alibi`, `relative_max_distance` and `sinks`.
 
     Call arguments:
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.

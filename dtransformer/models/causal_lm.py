@@ -55,7 +55,7 @@ class CausalLM(OneStackModel):
         lambda_func: places each block on a pipeline stage.
         embedding_scale: what embeddings are multiplied with; √h by default.
         norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
-        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon: as
+        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon, sinks: as
             `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
@@ -146,6 +146,7 @@ class CausalLM(OneStackModel):
         block_pattern: Sequence[Mapping] | None = None,
         logits_scale: float = 1.0,
         logits_soft_cap: float | None = None,
+        sinks: bool = False,
         name: str = "causal_lm",
         **kwargs,
     ):

@@ -68,7 +68,7 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         "qkv_bias": given.get("qkv_bias"),
         "rms_norm": given.get("norm", "layer_norm") not in ("layer_norm", "layer_norm_unit_offset"),
         "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **given}).number,
-        "other_block_parameters": _qk_norms(given),
+        "other_block_parameters": _qk_norms(given) + given["num_heads"] * bool(given.get("sinks")),
         "tied_head": given.get("tied_head", True),
         "is_causal": network != "MaskedLM",
         "final_norms": 0 if is_last else number,
@@ -110,7 +110,8 @@ def _experts(given, num_layers):
         "capacity_factor": 0.0
         if fields.get("dropless", False)
         else float(fields.get("capacity_factor", 1.1)),
-        "biased_choice": fields.get("router_type", "softmax") == "sigmoid",
+        "router_biases": (fields.get("router_type", "softmax") == "sigmoid")
+        + bool(fields.get("router_bias")),
     }
 
 

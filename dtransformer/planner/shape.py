@@ -64,12 +64,12 @@ class ModelShape:
         experts_chosen: experts that each token is sent to.
         experts_every: which blocks of a stack have experts: every so many, the last of them.
         shared_experts: experts that every token is sent to besides.
-        biased_choice: whether the choice of experts has biases.
+        router_biases: number of biases of the router for each expert: of its choice, of its logits.
         expert_hidden_size: inner size of an expert; f by default.
         dense_blocks: numbers of the blocks of the one stack that have no experts, from 0.
         sublayer_norms: number of norms of each sublayer: 2 where its output has one, too, 0.5 where
             attention and the feed-forward layer share one.
-        other_block_parameters: of a block, what else there is: norms of queries and keys.
+        other_block_parameters: of a block, what else there is: norms of queries and keys, sinks.
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
@@ -106,7 +106,7 @@ class ModelShape:
     experts_chosen: int = 1
     experts_every: int = 1
     shared_experts: int = 0
-    biased_choice: bool = False
+    router_biases: int = 0
     expert_hidden_size: int | None = None
     dense_blocks: tuple[int, ...] = ()
     sublayer_norms: float = 1
@@ -244,7 +244,7 @@ class ModelShape:
             return found + each
         # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.
         common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
-        router = h + self.biased_choice
+        router = h + self.router_biases
         return found + self.num_experts * (each + router) + common
 
     def _adapters(self):

@@ -5,6 +5,7 @@ import warnings
 
 from dtransformer.errors import InputError, shown
 from dtransformer.models.generation import rules as generation_rules
+from dtransformer.models.pretrained.quantized import is_quantized
 
 # Fields that say nothing of what a network computes, or in which order alone.
 SILENT = {
@@ -26,6 +27,8 @@ SILENT = {
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "pooler_fc_size", "pooler_num_attention_heads", "pooler_type"),
     *("pooler_num_fc_layers", "pooler_size_per_head", "directionality", "n_positions"),
+    # Of gpt-oss, where other fields say the same.
+    *("experts_per_token", "initial_context_length"),
     # Of T5, where they follow from feed_forward_proj.
     *("dense_act_fn", "is_gated_act"),
     # Ids of tokens that a network does not ask for.
@@ -84,7 +87,8 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     Raises:
         InputError: there is a field by which weights are others.
     """
-    left = {name: x for name, x in config.items() if name not in config.read and x}
+    known = {"quantization_config"} if is_quantized(dict(config)) else set()
+    left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
     if training := sorted(left.keys() & _TRAINING):

@@ -141,6 +141,17 @@ TEXTS = {
         },
         NOT_ROTARY,
     ),
+    "gpt_oss": Row(
+        {
+            "head_dim": 12,
+            "intermediate_size": 64,  # a multiple of 32, which MXFP4's blocks have
+            "num_local_experts": 4,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN, "truncate": False},
+            **EXPERTS,
+        },
+        ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not built"),
+    ),
 }
 # Encoders: besides BERT of `reference_models`.
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -231,6 +242,7 @@ FORM_OF = {
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
+    "gpt_oss": "gpt_oss",
 }
 # Families whose default config in `transformers` is a published size, and its preset.
 DEFAULT_SIZES = {
@@ -238,6 +250,7 @@ DEFAULT_SIZES = {
     "llama": "llama_7b",
     "mistral": "mistral_7b",
     "phi3": "phi3_mini",
+    "gpt_oss": "gpt_oss_120b",
     "mixtral": "mixtral_8x7b",
     "smollm3": "smollm3_3b",
     "gemma": "gemma_7b",

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto import modeling_auto as auto
 
 from tests.models.pretrained import family_rows
@@ -168,8 +169,17 @@ def save_fields(path):
     path.write_text(json.dumps(fields))
 
 
+def save_mxfp4(path):
+    """Save blocks of all bytes with scales, and what their values are."""
+    blocks = torch.randperm(4096).reshape(2, 16, 8, 16).to(torch.uint8)
+    scales = torch.randint(1, 252, (2, 16, 8)).to(torch.uint8)
+    values = convert_moe_packed_tensors(blocks, scales).float()
+    np.savez(path, blocks=blocks, scales=scales, values=values)
+
+
 def make(folder):
     save_fields(folder / "fields.json")
+    save_mxfp4(folder / "mxfp4.npz")
     save_rules(folder / "rules.npz")
     for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
@@ -205,7 +215,8 @@ def make(folder):
 def drawn(model):
     """Return what is drawn of a model, biases and norms, too, and what is not trained of a head."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    return [*trained, *(x for name, x in model.named_buffers() if name == "final_logits_bias")]
+    others = "final_logits_bias", "e_score_correction_bias"
+    return [*trained, *(x for name, x in model.named_buffers() if name.endswith(others))]
 
 
 def check(made, folder):

@@ -44,6 +44,7 @@ _FIXED = {
     "use_bias": False,
     "qkv_bias": False,
     "moe_every": 1,
+    "sinks": False,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {
@@ -64,6 +65,13 @@ LLAMA_PARTS = (
     Activation(),
     Blocks(),
 )
+
+
+def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
+    """Return Llama's parts without those of some arguments, of which configs say nothing."""
+    return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
+
+
 # Their names of products within a block -> ours, whose tensors follow each other in theirs.
 ATTENTION = {
     "self_attn.q_proj": ("attention/query",),
@@ -117,6 +125,9 @@ class Stack:
         attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
             those of feed-forward layers, and of what is beside experts. The norms' may be a function
             of the arguments.
+        stacked: those of tensors that have all experts, kernels as [experts, inputs, outputs]; where
+            there are two weights, their outputs take turns.
+        block_vectors: those of other vectors of a block, whole.
         router: what the router's kernel is called.
         router_bias: the whole name of its bias.
         is_grouped: whether queries, keys and values of one tensor are by groups of heads.
@@ -140,6 +151,8 @@ class Stack:
     dense: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: GATED)
     experts: Mapping[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
     norms: Mapping[str, str] | Callable = dataclasses.field(default_factory=lambda: PRE)
+    stacked: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    block_vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     is_grouped: bool = False
@@ -221,14 +234,17 @@ class Stack:
         norms = self.norms(arguments) if callable(self.norms) else self.norms
         for name, ours in norms.items():
             found += _vectors(name, ours, shapes)
+        found += [bias(name, ours) for name, ours in self.block_vectors.items() if ours in shapes]
         for name, ours in {**self.attention, **self.dense}.items():
             is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
             if is_dense and f"{ours[0]}_kernel" in shapes:
                 found += self._product(name, ours, shapes, arguments)
         if has_experts:
             found.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
-            if "feed_forward/router/bias" in shapes:
-                found.append(bias(self.router_bias, "feed_forward/router/bias"))
+            biases = "feed_forward/router/bias", "feed_forward/router/logits_bias"
+            found += [bias(self.router_bias, path) for path in biases if path in shapes]
+            for name, ours in self.stacked.items():
+                found += _stacked(name, ours, shapes)
             for name, ours in self.experts.items():
                 path = f"{ours}_kernel"
                 for i in range(shapes[path][0]):
@@ -258,6 +274,21 @@ class Stack:
             usual_ids=self.ids,
             **{**_SPARE, **self.others},
         )
+
+
+def _stacked(name, ours, shapes):
+    """Return the tensors of all experts: a kernel, and a bias where there is one."""
+    found = []
+    for kind, ending, inputs in (("kernel", "", 2), ("bias", "_bias", 1)):
+        paths = tuple(f"{path}_{kind}" for path in ours)
+        if paths[0] in shapes:
+            turns = shapes[paths[0]][-1] if len(ours) > 1 else 1
+            found.append(
+                StoredTensor(
+                    f"{name}{ending}", paths, num_inputs=inputs, groups=turns, is_stacked=True
+                )
+            )
+    return found
 
 
 def _vectors(name, ours, shapes):
