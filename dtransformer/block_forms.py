@@ -78,6 +78,35 @@ def shortest(blocks: Pattern) -> list[dict]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of attention through latents; see `layers.LatentAttention`.
+
+    Args:
+        kv_rank: features of the latent of keys and values.
+        rotary_dim: features of queries and keys that turn, which keys of all heads share.
+        value_dim: features of a head's value.
+        query_rank: features of the latent of queries; None where these have none.
+    """
+
+    kv_rank: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+    @staticmethod
+    def of(given: "Latent | Mapping | None") -> "Latent | None":
+        """Return sizes that may be given as a dict; None for none."""
+        return Latent(**given) if isinstance(given, Mapping) else given
+
+    def products(self, hidden_size: int, num_heads: int, head_dim: int) -> int:
+        """Return the number of elements of all kernels of the attention."""
+        h, n, own = hidden_size, num_heads, head_dim - self.rotary_dim
+        down, r = h * (self.kv_rank + self.rotary_dim), self.query_rank
+        queries = n * head_dim * (r or h) + h * (r or 0)
+        return down + queries + n * self.value_dim * h + self.kv_rank * n * (own + self.value_dim)
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a sublayer f, with its residual connection, has norms.
 

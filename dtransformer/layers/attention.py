@@ -139,6 +139,7 @@ class MultiHeadAttention(Layer):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
         self.head_dim = check_size("head_dim", head_dim or hidden_size // num_heads)
+        self.value_dim = self.head_dim
         self.num_kv_heads = check_size("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
@@ -146,10 +147,7 @@ class MultiHeadAttention(Layer):
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
         self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
         self.rotary_scaling = rotary_scaling
-        if rotary_base is not None:
-            rotary = rotary_base, rotary_fraction, rotary_scaling
-            self._frequencies = rotary_frequencies(self.head_dim, *rotary)
-            self._rotary_factor = attention_factor(rotary_scaling)
+        self.set_rotary(self.head_dim)
         self.causal, self.alibi = causal, alibi
         self.window = None if window is None else check_size("window", window)
         self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
@@ -177,9 +175,15 @@ class MultiHeadAttention(Layer):
                 for name in ("query", "key")
             )
 
-    def build(
-        self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
-    ) -> None:
+    def set_rotary(self, num_features: int) -> None:
+        """Compute the angles of rotary positions, if there are any, of so many features of a head."""
+        if self.rotary_base is not None:
+            rotary = self.rotary_base, self.rotary_fraction, self.rotary_scaling
+            self._frequencies = rotary_frequencies(num_features, *rotary)
+            self._rotary_factor = attention_factor(self.rotary_scaling)
+
+    def add_projections(self) -> None:
+        """Add the weights of the projections of queries, keys and values."""
         h, d = self.hidden_size, self.head_dim
         n, m = self.num_heads, self.num_kv_heads
         scales = {"query": d**-0.5 / self.query_scale} if self.query_scale else {}
@@ -196,8 +200,14 @@ class MultiHeadAttention(Layer):
             if self.qkv_bias:
                 bias = self.add_weight((heads, d), "zeros", axes=axes, name=f"{name}_bias")
             setattr(self, f"{name}_bias", bias)
+
+    def build(
+        self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
+    ) -> None:
+        h, n, m = self.hidden_size, self.num_heads, self.num_kv_heads
+        self.add_projections()
         self.output_kernel = self.add_weight(
-            (n, d, h),
+            (n, self.value_dim, h),
             FlattenedInitializer(self.kernel_initializer, num_inputs=2),
             axes=("heads", "head_dim", "embed"),
             name="output_kernel",
@@ -214,7 +224,7 @@ class MultiHeadAttention(Layer):
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
         for norm in filter(None, (self.query_norm, self.key_norm)):
-            norm.build((None, n if norm is self.query_norm else m, None, d))
+            norm.build((None, n if norm is self.query_norm else m, None, self.head_dim))
         self.built = True
 
     def call(

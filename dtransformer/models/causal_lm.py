@@ -62,6 +62,8 @@ class CausalLM(OneStackModel):
         norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
         block_pattern: what differs from block to block: their windows, rotary positions and
             experts; see `block_forms`. None for nothing.
+        latent: sizes of attention through latents, a dict of the fields of `block_forms.Latent`,
+            where `head_dim` is the size of queries and keys; None for attention of plain projections.
         logits_scale, logits_soft_cap: of the head; see `VocabHead`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.
@@ -147,6 +149,7 @@ class CausalLM(OneStackModel):
         logits_scale: float = 1.0,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
+        latent: Mapping | None = None,
         name: str = "causal_lm",
         **kwargs,
     ):

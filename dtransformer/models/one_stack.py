@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from dtransformer.block_forms import Latent
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.models import weight_shapes
@@ -61,7 +62,10 @@ class OneStackModel(TokenModel):
         queries = n * first_given(options.get("head_dim"), h // n)
         shared = queries * first_given(options.get("num_kv_heads"), n) // n
         b, s = tf.unstack(tf.cast(tf.shape(self.named_inputs(inputs)["tokens"]), "float32"))
-        block = s * 2 * h * (queries + shared) + 2 * queries * s * s
+        kernels, latent = 2 * h * (queries + shared), Latent.of(options.get("latent"))
+        if latent is not None:
+            kernels = latent.products(h, n, queries // n)
+        block = s * kernels + 2 * queries * s * s
         blocks = options["num_layers"] * block
         blocks += s * feed_forward_products(self.arguments_and_experts(), "blocks")
         return 6.0 * b * (blocks + self._head_products(s))

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 
 from dtransformer.architectures import ARCHITECTURES, Architecture
-from dtransformer.block_forms import arguments_of_block, placement_of
+from dtransformer.block_forms import Latent, arguments_of_block, placement_of
 from dtransformer.errors import InputError, shown
 from dtransformer.planner.shape import ModelShape
 
@@ -68,7 +68,8 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         "qkv_bias": given.get("qkv_bias"),
         "rms_norm": given.get("norm", "layer_norm") not in ("layer_norm", "layer_norm_unit_offset"),
         "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **given}).number,
-        "other_block_parameters": _qk_norms(given) + given["num_heads"] * bool(given.get("sinks")),
+        "latent": Latent.of(given.get("latent")),
+        "other_block_parameters": _vectors(given),
         "tied_head": given.get("tied_head", True),
         "is_causal": network != "MaskedLM",
         "final_norms": 0 if is_last else number,
@@ -81,6 +82,14 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         fields["learned_positions"] = entries * number
     fields["other_parameters"] = _other_parameters(network, given, fields, number)
     return checked(ModelShape, {**fields, **changes})
+
+
+def _vectors(given):
+    """Return the parameters of a block's norms of queries, keys and latents, and of its sinks."""
+    latent = Latent.of(given.get("latent"))
+    of_latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
+    sinks = given["num_heads"] * bool(given.get("sinks"))
+    return _qk_norms(given) + of_latents + sinks
 
 
 def _qk_norms(given):

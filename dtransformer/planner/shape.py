@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError, check_int, shown
 
 _DENSE = "mapping", "gate", "projection"
@@ -76,6 +77,7 @@ class ModelShape:
         adapter_kind: `"dora"` for adapters with a magnitude of each output, too.
         adapter_targets: what has adapters: "query", "key", "value", "output"; "mapping", "gate" and
             "projection" of feed-forward layers; "head".
+        latent: sizes of attention through latents; None for attention of plain projections.
 
     Raises:
         InputError: a size is not a positive integer, or one does not divide another that it has to.
@@ -116,6 +118,7 @@ class ModelShape:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ("query", "value")
     adapter_kind: str = "lora"
+    latent: Latent | None = None
 
     def __post_init__(self):
         defaults = {
@@ -204,6 +207,8 @@ class ModelShape:
 
     def attention_parameters(self) -> int:
         """Return the parameters of the products of an attention."""
+        if self.latent is not None:
+            return self.latent.products(self.hidden_size, self.num_heads, self.head_dim)
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return 2 * self.hidden_size * (heads + shared)
 

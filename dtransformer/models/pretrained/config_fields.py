@@ -29,6 +29,8 @@ SILENT = {
     *("pooler_num_fc_layers", "pooler_size_per_head", "directionality", "n_positions"),
     # Of gpt-oss, where other fields say the same.
     *("experts_per_token", "initial_context_length"),
+    # Of DeepSeek's training, of which `transformers` has none either.
+    *("aux_loss_alpha", "seq_aux", "ep_size"),
     # Of T5, where they follow from feed_forward_proj.
     *("dense_act_fn", "is_gated_act"),
     # Ids of tokens that a network does not ask for.

@@ -36,6 +36,14 @@ BY_KIND = {
     FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
 }
 EXPERTS = {"num_experts_per_tok": 2}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+}
 # Decoders: besides SIZES of `reference_models`.
 TEXTS = {
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
@@ -152,6 +160,36 @@ TEXTS = {
         },
         ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not built"),
     ),
+    "deepseek_v2": Row(
+        {
+            **LATENTS,
+            "q_lora_rank": None,
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+        },
+        NO_BIAS,
+    ),
+    "deepseek_v3": Row(
+        {
+            **LATENTS,
+            "q_lora_rank": 12,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+            **EXPERTS,
+        },
+        ({"scoring_func": "softmax"}, 'scoring_func="softmax" is not built'),
+    ),
 }
 # Encoders: besides BERT of `reference_models`.
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -229,6 +267,7 @@ PRESETS_OF = {
     "gemma3_text": "gemma3_",
     "glm": "glm4_9b$",
     "glm4": "glm4_9b_0414",
+    "deepseek_v2": "deepseek_v2",
     "m2m_100": "nllb_",
     "xlm-roberta": "xlm_roberta_",
 }
@@ -243,6 +282,7 @@ FORM_OF = {
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
     "gpt_oss": "gpt_oss",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
 # Families whose default config in `transformers` is a published size, and its preset.
 DEFAULT_SIZES = {

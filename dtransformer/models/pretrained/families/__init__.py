@@ -3,6 +3,7 @@
 from dtransformer.models.pretrained.families import llama
 from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
+from dtransformer.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from dtransformer.models.pretrained.families.encoders import DISTILBERT, MODERNBERT
 from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
 from dtransformer.models.pretrained.families.family import Family, as_class
@@ -49,6 +50,8 @@ FAMILIES: dict[str, Family] = {
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
     "bert": BERT,
     "distilbert": DISTILBERT,
     "modernbert": MODERNBERT,

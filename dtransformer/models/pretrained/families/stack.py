@@ -6,6 +6,7 @@ What a row does not say is Llama's.
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
@@ -45,6 +46,7 @@ _FIXED = {
     "qkv_bias": False,
     "moe_every": 1,
     "sinks": False,
+    "latent": None,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {
@@ -255,9 +257,8 @@ class Stack:
         kernels = [f"{path}_kernel" for path in ours]
         groups = shapes["attention/key_kernel"][1] if self.is_grouped and len(ours) == 3 else 1
         order, inputs = None, 2 if ours == ("attention/output",) else 1
-        if self.is_interleaved and ours in (("attention/query",), ("attention/key",)):
-            features = shapes[kernels[0]][-1]
-            order = _evens_first(features, int(features * arguments["rotary_fraction"]))
+        if self.is_interleaved and len(ours) == 1:
+            order = _order(ours[0], shapes[kernels[0]][-1], arguments)
         found = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
         if f"{ours[0]}_bias" in shapes:
             found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
@@ -307,6 +308,20 @@ def _meant(arguments, name):
     return None if name in usual and value == usual[name] else value
 
 
-def _evens_first(features, turning):
-    """Return our order of a head's features: of the pairs that turn first all first ones."""
-    return (*range(0, turning, 2), *range(1, turning, 2), *range(turning, features))
+def _order(path, features, arguments):
+    """Return our order of a product's features: of the pairs that turn first all first ones."""
+    latent = Latent.of(arguments.get("latent"))
+    if latent is not None:
+        first = features - latent.rotary_dim
+        others, turning = range(first), _evens_first(range(first, features))
+        of_path = {"attention/latent": (*others, *turning)}
+        of_path |= dict.fromkeys(("attention/query", "attention/query_up"), (*turning, *others))
+        return of_path.get(path)
+    if path not in ("attention/query", "attention/key"):
+        return None
+    turning = int(features * arguments["rotary_fraction"])
+    return (*_evens_first(range(turning)), *range(turning, features))
+
+
+def _evens_first(places):
+    return (*places[::2], *places[1::2])
