@@ -98,12 +98,28 @@ class Latent:
         """Return sizes that may be given as a dict; None for none."""
         return Latent(**given) if isinstance(given, Mapping) else given
 
+    @property
+    def features(self) -> int:
+        """The number of features of a position's latents, and of its rotary key."""
+        return self.kv_rank + self.rotary_dim + (self.query_rank or 0)
+
+    def kernels(self, hidden_size: int, num_heads: int, head_dim: int) -> list[tuple]:
+        """Return the kernels of the attention: (features, those of heads or latents, by heads).
+
+        The last is whether they are sharded by heads.
+        """
+        h, n, r = hidden_size, num_heads, self.query_rank
+        own = head_dim - self.rotary_dim + self.value_dim
+        return [
+            (h, self.features, False),
+            (r or h, n * head_dim, True),
+            (self.kv_rank, n * own, True),
+            (h, n * self.value_dim, True),
+        ]
+
     def products(self, hidden_size: int, num_heads: int, head_dim: int) -> int:
         """Return the number of elements of all kernels of the attention."""
-        h, n, own = hidden_size, num_heads, head_dim - self.rotary_dim
-        down, r = h * (self.kv_rank + self.rotary_dim), self.query_rank
-        queries = n * head_dim * (r or h) + h * (r or 0)
-        return down + queries + n * self.value_dim * h + self.kv_rank * n * (own + self.value_dim)
+        return sum(x * y for x, y, _ in self.kernels(hidden_size, num_heads, head_dim))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -212,6 +212,7 @@ def _kind(block):
 def factored(blocks: list[dict]) -> dict:
     """Return the arguments of blocks: what all have, and the pattern of what differs."""
     same = {name for name in blocks[0] if all(one[name] == blocks[0][name] for one in blocks)}
+    same -= {name for name in same & {*_OF_PATTERN} if not blocks[0][name]}  # in no block
     pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
     if len(same) == len(blocks[0]):
         pattern = None
