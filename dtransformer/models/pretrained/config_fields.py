@@ -5,7 +5,7 @@ import warnings
 
 from dtransformer.errors import InputError, shown
 from dtransformer.models.generation import rules as generation_rules
-from dtransformer.models.pretrained.quantized import is_quantized
+from dtransformer.models.pretrained.quantized import form_of
 
 # Fields that say nothing of what a network computes, or in which order alone.
 SILENT = {
@@ -89,7 +89,7 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     Raises:
         InputError: there is a field by which weights are others.
     """
-    known = {"quantization_config"} if is_quantized(dict(config)) else set()
+    known = {"quantization_config"} if form_of(dict(config)) else set()
     left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")

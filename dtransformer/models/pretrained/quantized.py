@@ -1,11 +1,10 @@
-"""Kernels of experts of published files in MXFP4: four bits an element, a scale for each 32.
+"""Kernels of published files in MXFP4 and FP8: few bits an element, and a scale for each block.
 
-Reference: Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0", §5.3, §5.4
-and §6.3.
+References: Open Compute Project, 2023, "OCP Microscaling Formats (MX) Specification 1.0", §5.3, §5.4
+and §6.3; DeepSeek-AI, 2024, "DeepSeek-V3", arXiv 2412.19437, §3.3, for blocks of 128 × 128 in FP8.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
@@ -17,13 +16,7 @@ from dtransformer.errors import InputError
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _NOT_A_NUMBER, _BIAS = 255, 127  # of scales of the type E8M0
-ENDINGS = _BLOCKS, _SCALES = "_blocks", "_scales"  # of the names of a tensor's two parts
-
-
-def is_quantized(config: Mapping) -> bool:
-    """Return whether a published config says that its folder has such tensors."""
-    about = config.get("quantization_config")
-    return isinstance(about, dict) and about.get("quant_method") == "mxfp4"
+_SIZE = 128  # of a block's sides in FP8
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -44,32 +37,79 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), -1).T.astype(ml_dtypes.bfloat16)
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizedTensor:
-    """Kernels [experts, inputs, outputs], of which some experts are computed as asked for.
+def mxfp4_kernels(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the kernels [experts, inputs, outputs] of several; see `mxfp4_values`."""
+    result = np.empty((len(blocks), blocks.shape[2] * 32, blocks.shape[1]), ml_dtypes.bfloat16)
+    for number, own in enumerate(zip(blocks, scales)):  # one at a time, as memory is short
+        result[number] = mxfp4_values(*own)
+    return result
+
+
+def fp8_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the values, float32, of a matrix of which each block of 128 × 128 has a scale.
 
     Args:
-        blocks, scales: functions that return the arrays of all experts.
-        shape: the kernels'.
+        elements: [outputs, inputs] of any type.
+        scales: float32 [⌈outputs / 128⌉, ⌈inputs / 128⌉].
+    """
+    values = elements.astype(np.float32)
+    for row, of_row in enumerate(scales):
+        own = np.repeat(of_row, _SIZE)[: values.shape[1]]
+        values[row * _SIZE : (row + 1) * _SIZE] *= own
+    return values
+
+
+def _mxfp4_shape(blocks, scales):
+    is_one = len(blocks) == 4 and blocks[:-1] == scales and blocks[-1] == 16
+    return (blocks[0], blocks[2] * 32, blocks[1]) if is_one else None
+
+
+def _fp8_shape(elements, scales):
+    is_one = len(elements) == 2 and scales == tuple(-(-size // _SIZE) for size in elements)
+    return elements if is_one else None
+
+
+# `quant_method` of a config -> endings of the names of elements and scales, a function of their shapes
+# that returns the tensor's, and one of their arrays that returns its values.
+_FORMS = {
+    "mxfp4": ("_blocks", "_scales", _mxfp4_shape, mxfp4_kernels),
+    "fp8": ("", "_scale_inv", _fp8_shape, fp8_values),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor whose values are computed where they are asked for.
+
+    Args:
+        parts: the names of its elements and its scales.
+        shape: its shape.
+        stored: a function of a name that returns the array.
+        values: a function of both arrays, or of the same entries of them.
     """
 
-    blocks: Callable[[], np.ndarray]
-    scales: Callable[[], np.ndarray]
+    parts: tuple[str, str]
     shape: tuple[int, ...]
+    stored: Callable[[str], np.ndarray]
+    values: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the kernels of some experts."""
-        blocks, scales = self.blocks()[part], self.scales()[part]
-        result = np.empty((len(blocks), *self.shape[1:]), ml_dtypes.bfloat16)
-        for number, own in enumerate(zip(blocks, scales)):  # one at a time, as memory is short
-            result[number] = mxfp4_values(*own)
-        return result
+        """Return the values of some entries of the first dimension: of some experts, or all."""
+        return self.values(*(self.stored(name)[part] for name in self.parts))
+
+
+def form_of(config: Mapping) -> tuple | None:
+    """Return the form of `_FORMS` that a published config says its tensors have; None for none."""
+    about = config.get("quantization_config")
+    if not isinstance(about, dict) or about.get("weight_block_size") not in (None, [_SIZE] * 2):
+        return None
+    return _FORMS.get(about.get("quant_method"))
 
 
 def quantized_tensors(
     config: Mapping, shapes: Mapping[str, tuple], stored: Callable[[str], np.ndarray]
 ) -> dict[str, QuantizedTensor]:
-    """Return the tensors of a folder that are MXFP4, by their names without endings.
+    """Return the tensors of a folder that have scales, by their names.
 
     Args:
         config: the folder's.
@@ -77,17 +117,17 @@ def quantized_tensors(
         stored: a function of a name that returns the array.
 
     Raises:
-        InputError: a tensor's scales lack, or are of another shape.
+        InputError: a tensor's scales are of another shape.
     """
-    found = {}
-    for name in [x for x in shapes if x.endswith(_BLOCKS) and is_quantized(config)]:
-        own, shape = name.removesuffix(_BLOCKS), shapes[name]
-        of_scales = shapes.get(own + _SCALES)
-        if len(shape) != 4 or shape[:-1] != of_scales or shape[-1] != 16:
-            raise InputError(
-                f"{name} is {list(shape)}, its scales {own + _SCALES} are "
-                f"{of_scales and list(of_scales)}: they do not fit together"
-            )
-        parts = [functools.partial(stored, own + ending) for ending in ENDINGS]
-        found[own] = QuantizedTensor(*parts, (shape[0], shape[2] * 32, shape[1]))
+    found, form = {}, form_of(config)
+    if form is None:
+        return found
+    ending, of_scales, shape_of, values = form
+    for name in [x for x in shapes if x.endswith(of_scales)]:
+        own = name.removesuffix(of_scales)
+        both = [shapes.get(own + ending), shapes[name]]
+        shape = both[0] and shape_of(*both)
+        if not shape:
+            raise InputError(f"{own + ending} is {both[0]}, its scales {name} are {both[1]}")
+        found[own] = QuantizedTensor((own + ending, name), shape, stored, values)
     return found

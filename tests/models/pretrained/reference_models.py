@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto import modeling_auto as auto
 
@@ -177,9 +178,17 @@ def save_mxfp4(path):
     np.savez(path, blocks=blocks, scales=scales, values=values)
 
 
+def save_fp8(path):
+    """Save a matrix of two by three blocks in FP8, and what its values are."""
+    elements, scales = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3)
+    values = Fp8Dequantize(None)._dequantize_one(elements, scales, torch.float32)
+    np.savez(path, elements=elements.float(), scales=scales, values=values)
+
+
 def make(folder):
     save_fields(folder / "fields.json")
     save_mxfp4(folder / "mxfp4.npz")
+    save_fp8(folder / "fp8.npz")
     save_rules(folder / "rules.npz")
     for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
