@@ -92,6 +92,7 @@ class Latent:
     rotary_dim: int
     value_dim: int
     query_rank: int | None = None
+    DOWN = "latent", "query_down"
 
     @staticmethod
     def of(given: "Latent | Mapping | None") -> "Latent | None":
@@ -103,23 +104,24 @@ class Latent:
         """The number of features of a position's latents, and of its rotary key."""
         return self.kv_rank + self.rotary_dim + (self.query_rank or 0)
 
-    def kernels(self, hidden_size: int, num_heads: int, head_dim: int) -> list[tuple]:
-        """Return the kernels of the attention: (features, those of heads or latents, by heads).
+    def kernels(self, hidden_size: int, num_heads: int, head_dim: int) -> dict[str, tuple]:
+        """Return the kernels of the attention by their names, as pairs of features.
 
-        The last is whether they are sharded by heads.
+        The second ones are those of heads, of which devices have shards, but for kernels `DOWN`.
         """
         h, n, r = hidden_size, num_heads, self.query_rank
+        query = {"query_down": (h, r), "query_up": (r, n * head_dim)}
         own = head_dim - self.rotary_dim + self.value_dim
-        return [
-            (h, self.features, False),
-            (r or h, n * head_dim, True),
-            (self.kv_rank, n * own, True),
-            (h, n * self.value_dim, True),
-        ]
+        return {
+            **(query if r else {"query": (h, n * head_dim)}),
+            "latent": (h, self.kv_rank + self.rotary_dim),
+            "key_value": (self.kv_rank, n * own),
+            "output": (h, n * self.value_dim),
+        }
 
     def products(self, hidden_size: int, num_heads: int, head_dim: int) -> int:
         """Return the number of elements of all kernels of the attention."""
-        return sum(x * y for x, y, _ in self.kernels(hidden_size, num_heads, head_dim))
+        return sum(x * y for x, y in self.kernels(hidden_size, num_heads, head_dim).values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,11 @@ from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError, check_int, shown
 
 _DENSE = "mapping", "gate", "projection"
+# What may have adapters; the last ones are there where attention is through latents alone.
+_ADAPTED = (
+    *("query", "key", "value", "output", *_DENSE, "head"),
+    *("latent", "query_down", "query_up", "key_value"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +80,9 @@ class ModelShape:
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
         adapter_kind: `"dora"` for adapters with a magnitude of each output, too.
-        adapter_targets: what has adapters: "query", "key", "value", "output"; "mapping", "gate" and
-            "projection" of feed-forward layers; "head".
+        adapter_targets: what has adapters: "query", "key", "value", "output", or of attention through
+            latents the names of `Latent.kernels`; "mapping", "gate" and "projection" of feed-forward
+            layers; "head".
         latent: sizes of attention through latents; None for attention of plain projections.
 
     Raises:
@@ -256,14 +262,17 @@ class ModelShape:
         """Return the products that may have adapters, of each kind; see `adapters_of_block`."""
         h, f = self.hidden_size, self.ffn_hidden_size
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = {"query": heads, "key": shared, "value": shared, "output": heads}
-        sizes = attention | dict.fromkeys(_DENSE, f) | {"head": self.vocab_size}
-        magnitudes = {**sizes, "output": h, "projection": h}
+        sizes = {"query": heads, "key": shared, "value": shared, "output": heads}
+        found = {name: (h, size) for name, size in sizes.items()}
+        if self.latent is not None:
+            found = self.latent.kernels(h, self.num_heads, self.head_dim)
+        found |= dict.fromkeys(_DENSE, (h, f)) | {"head": (h, self.vocab_size)}
         is_there = {"gate": self.gated, "head": not self.tied_head}
-        return {
-            name: ((h, size, magnitudes[name] * (self.adapter_kind == "dora")),)
+        has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
+        return dict.fromkeys(_ADAPTED, ()) | {
+            name: ((x, y, (h if name in to_stream else y) * has_magnitudes),)
             * is_there.get(name, True)
-            for name, size in sizes.items()
+            for name, (x, y) in found.items()
         }
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:

@@ -69,8 +69,8 @@ def block_passes(
     for number, other in enumerate(kind.attended):
         queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
         if model.latent is not None:
-            for inputs, outputs, by_heads in model.latent.kernels(h, model.num_heads, d):
-                products += product(rows, inputs, outputs / (t if by_heads else 1))
+            for name, (x, y) in model.latent.kernels(h, model.num_heads, d).items():
+                products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
         elif number == 0:
             products += product(rows, h, queries + shared) + product(rows, queries, h)
         else:  # keys and values come from the source

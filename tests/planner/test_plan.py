@@ -208,6 +208,20 @@ def test_latents_are_counted_as_the_network_counts_them():
         assert model.flops_per_sequence() == pytest.approx(float(flops), rel=1e-6)
 
 
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
+    from dtransformer.models import add_lora
+    from harness.block_networks import deepseek
+
+    network, targets = deepseek(100, 2), ("latent", "query_up", "key_value", "output")
+    network.build()
+    add_lora(network, 4, targets=[f"*attention/{x}_kernel" for x in targets], kind=kind)
+    asked = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
+    count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
+    assert from_network(network, **asked).trained_parameters() == count
+
+
 def test_latents_take_less_time_and_more_memory_than_plain_projections():
     latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
     plain, layouts = dataclasses.replace(latents, latent=None), grid_of(latents, many, Job(8))
