@@ -268,6 +268,7 @@ PRESETS_OF = {
     "glm": "glm4_9b$",
     "glm4": "glm4_9b_0414",
     "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
     "m2m_100": "nllb_",
     "xlm-roberta": "xlm_roberta_",
 }
