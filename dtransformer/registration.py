@@ -10,7 +10,7 @@ import sys
 # Those with `@register`.
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
-    FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
+    FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm Linear Masked MaskedLM MaskedLMHead
     MicroBatchInterleaved MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
     RMSNorm RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
     TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
