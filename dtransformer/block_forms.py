@@ -78,6 +78,53 @@ def shortest(blocks: Pattern) -> list[dict]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of attention through latents; see `layers.LatentAttention`.
+
+    Args:
+        kv_rank: features of the latent of keys and values.
+        rotary_dim: features of queries and keys that turn, which keys of all heads share.
+        value_dim: features of a head's value.
+        query_rank: features of the latent of queries; None where these have none.
+    """
+
+    kv_rank: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    DOWN = "latent", "query_down"
+
+    @staticmethod
+    def of(given: "Latent | Mapping | None") -> "Latent | None":
+        """Return sizes that may be given as a dict; None for none."""
+        return Latent(**given) if isinstance(given, Mapping) else given
+
+    @property
+    def features(self) -> int:
+        """The number of features of a position's latents, and of its rotary key."""
+        return self.kv_rank + self.rotary_dim + (self.query_rank or 0)
+
+    def kernels(self, hidden_size: int, num_heads: int, head_dim: int) -> dict[str, tuple]:
+        """Return the kernels of the attention by their names, as pairs of features.
+
+        The second ones are those of heads, of which devices have shards, but for kernels `DOWN`.
+        """
+        h, n, r = hidden_size, num_heads, self.query_rank
+        query = {"query_down": (h, r), "query_up": (r, n * head_dim)}
+        own = head_dim - self.rotary_dim + self.value_dim
+        return {
+            **(query if r else {"query": (h, n * head_dim)}),
+            "latent": (h, self.kv_rank + self.rotary_dim),
+            "key_value": (self.kv_rank, n * own),
+            "output": (h, n * self.value_dim),
+        }
+
+    def products(self, hidden_size: int, num_heads: int, head_dim: int) -> int:
+        """Return the number of elements of all kernels of the attention."""
+        return sum(x * y for x, y in self.kernels(hidden_size, num_heads, head_dim).values())
+
+
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a sublayer f, with its residual connection, has norms.
 

@@ -10,13 +10,13 @@ import sys
 # Those with `@register`.
 CLASSES = """
     AllHeadsRMSNorm AttentionMask CausalLM CrossEntropyLoss Dropout EncoderDecoderLM FeedForward
-    FixedSparseAttention FlattenedInitializer LayerNorm Linear Masked MaskedLM MaskedLMHead
-    MoE MultiHeadAttention PaddedInitializer PoolingHead PositionEmbedding
-    RMSNorm RelativePositionTable Router SentenceHead SequenceHead StackedInitializer TokenHead
-    TokenTypeEmbedding Trainer Transformer TransformerDecoder TransformerDecoderLayer
-    TransformerEncoder TransformerEncoderLayer TranslationTransformer VocabEmbedding VocabHead
-    WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear WarmupRestarts
-    WarmupStableDecay
+    FixedSparseAttention FlattenedInitializer LatentAttention LayerNorm Linear Masked MaskedLM
+    MaskedLMHead MoE MultiHeadAttention PaddedInitializer PoolingHead
+    PositionEmbedding RMSNorm RelativePositionTable Router SentenceHead SequenceHead
+    StackedInitializer TokenHead TokenTypeEmbedding Trainer Transformer TransformerDecoder
+    TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer TranslationTransformer
+    VocabEmbedding VocabHead WarmupConstant WarmupCosine WarmupInverseSquareRoot WarmupLinear
+    WarmupRestarts WarmupStableDecay
 """.split()
 
 

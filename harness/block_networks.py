@@ -68,6 +68,41 @@ def glm_experts(vocab_size, num_layers):
     )
 
 
+def gpt_oss(vocab_size, num_layers):
+    """Gpt-oss' form: sinks, windows of every other block, experts with biases and a clamped gate."""
+    experts = MoEConfig(
+        expert_num=4, num_experts_chosen=2, dropless=True, expert_group_size=8, router_bias=True
+    )
+    own = {"hidden_act": "clamped_swiglu", "use_bias": True, "sinks": True, "tied_head": False}
+    own |= {"rotary_scaling": _YARN, "block_pattern": [{"window": 4}, {"window": None}]}
+    return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, moe_config=experts)
+
+
+def deepseek(vocab_size, num_layers):
+    """DeepSeek-V3's form: attention through latents, groups of experts, a dense block first."""
+    experts = MoEConfig(
+        expert_num=4,
+        num_experts_chosen=2,
+        ffn_hidden_size=24,
+        shared_experts=1,
+        dropless=True,
+        expert_group_size=8,
+        router_type="sigmoid",
+        routing_groups=2,
+        routing_groups_chosen=1,
+    )
+    own = {"num_kv_heads": None, "head_dim": 6, "tied_head": False, "rotary_scaling": _YARN}
+    own["latent"] = {"kv_rank": 10, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
+    blocks = [{"experts": False}, *[{"experts": True}] * (num_layers - 1)]
+    return CausalLM(
+        vocab_size,
+        num_layers=num_layers,
+        **{**_DECODER, **own},
+        moe_config=experts,
+        block_pattern=blocks,
+    )
+
+
 def modernbert(vocab_size, num_layers):
     """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
     own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
@@ -80,5 +115,12 @@ def modernbert(vocab_size, num_layers):
 
 
 # Their names in the harness: their batches are those of `causal` and `bert`.
-DECODERS = {"gemma": gemma, "olmo": olmo, "falcon": falcon, "glm_experts": glm_experts}
+DECODERS = {
+    "gemma": gemma,
+    "olmo": olmo,
+    "falcon": falcon,
+    "glm_experts": glm_experts,
+    "gpt_oss": gpt_oss,
+    "deepseek": deepseek,
+}
 ENCODERS = {"modernbert": modernbert}

@@ -12,6 +12,7 @@ from dtransformer.layers.encoder import TransformerEncoder, TransformerEncoderLa
 from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.fixed_sparse_attention import FixedSparseAttention
 from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
+from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
 from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
@@ -29,6 +30,7 @@ __all__ = [
     "Dropout",
     "FeedForward",
     "FixedSparseAttention",
+    "LatentAttention",
     "Layer",
     "LayerNorm",
     "Linear",

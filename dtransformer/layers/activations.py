@@ -1,7 +1,8 @@
 """Activations: Keras' by their names, and those whose gradients keep less than TensorFlow's do.
 
 References: Hendrycks and Gimpel, 2016, "Gaussian error linear units (GELUs)", arXiv 1606.08415;
-Shazeer, 2020, "GLU variants improve Transformer", arXiv 2002.05202, for gates.
+Shazeer, 2020, "GLU variants improve Transformer", arXiv 2002.05202, for gates; OpenAI, 2025, gpt-oss
+model card, arXiv 2508.10925, for one that is clamped.
 """
 
 import functools
@@ -13,6 +14,8 @@ import tensorflow as tf
 from dtransformer.layers.base import register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.dependences import computed_anew
+
+_LIMIT, _SLOPE = 7.0, 1.702  # of gpt-oss' gate
 
 
 @register
@@ -43,16 +46,38 @@ def _relu2(x):
     return tf.square(tf.nn.relu(x))
 
 
+@register
+def clamped_swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Return (x' + 1) · g · σ(1.702 · g), of x' = x in ±7 and g = gate of at most 7: gpt-oss' gate.
+
+    Its gradient keeps the two alone.
+    """
+    return _computed_again(_clamped_swiglu, gate, x)
+
+
+def _clamped_swiglu(gate, x):
+    gate, x = tf.minimum(gate, _LIMIT), tf.clip_by_value(x, -_LIMIT, _LIMIT)
+    return (x + 1) * gate * tf.sigmoid(_SLOPE * gate)
+
+
 def gated_product(activation: Callable, gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     """Return activation(gate) · x, elementwise, of tensors of one shape and type.
 
     With an activation of this module, or `"silu"`, the gradient keeps these two alone: it computes
-    the activation once more, which is little beside the matrix products around it.
+    the activation once more, which is little beside the matrix products around it. An activation
+    that `needs_gate` computes the whole product.
     """
+    if needs_gate(activation):
+        return activation(gate, x)
     function = next((plain for own, plain in _PLAIN if own is activation), None)
     if function is None:
         return activation(gate) * x
     return _computed_again(lambda gate, x: function(gate) * x, gate, x)
+
+
+def needs_gate(activation: Callable) -> bool:
+    """Return whether an activation is a function of a gate and what it multiplies."""
+    return activation is clamped_swiglu
 
 
 def _gelu(x, approximate=False):
@@ -87,11 +112,16 @@ def _computed_again(compute, *args):
 
 
 # Names that are not Keras', or whose gradient is not.
-_ACTIVATIONS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+_ACTIVATIONS = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+    "clamped_swiglu": clamped_swiglu,
+}
 
 
 def get_activation(identifier: str | dict | Callable) -> Callable:
-    """Return an activation by its Keras name, or "gelu_tanh" or "relu2"; or the callable itself.
+    """Return an activation by its Keras name, or one of this module; or the callable itself.
 
     Raises:
         ValueError: the name is unknown; lists what exists.

@@ -68,6 +68,8 @@ class MultiHeadAttention(Layer):
             None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
             of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
+        sinks: whether each head has a score that is learnt, besides those of its keys; see
+            `attention`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
 
     Call arguments:
@@ -126,6 +128,7 @@ class MultiHeadAttention(Layer):
         soft_cap: float | None = None,
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
+        sinks: bool = False,
         implementation: str = "auto",
         **kwargs,
     ):
@@ -136,6 +139,7 @@ class MultiHeadAttention(Layer):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}")
         self.head_dim = check_size("head_dim", head_dim or hidden_size // num_heads)
+        self.value_dim = self.head_dim
         self.num_kv_heads = check_size("num_kv_heads", num_kv_heads or num_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
@@ -143,16 +147,13 @@ class MultiHeadAttention(Layer):
         self.qkv_bias = use_bias if qkv_bias is None else qkv_bias
         self.rotary_base, self.rotary_fraction = rotary_base, rotary_fraction
         self.rotary_scaling = rotary_scaling
-        if rotary_base is not None:
-            rotary = rotary_base, rotary_fraction, rotary_scaling
-            self._frequencies = rotary_frequencies(self.head_dim, *rotary)
-            self._rotary_factor = attention_factor(rotary_scaling)
+        self.set_rotary(self.head_dim)
         self.causal, self.alibi = causal, alibi
         self.window = None if window is None else check_size("window", window)
         self.relative_max_distance = check_size("relative_max_distance", relative_max_distance)
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
-        self.qk_norm, self.qk_norm_epsilon = qk_norm, qk_norm_epsilon
+        self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
@@ -174,9 +175,15 @@ class MultiHeadAttention(Layer):
                 for name in ("query", "key")
             )
 
-    def build(
-        self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
-    ) -> None:
+    def set_rotary(self, num_features: int) -> None:
+        """Compute the angles of rotary positions, if there are any, of so many features of a head."""
+        if self.rotary_base is not None:
+            rotary = self.rotary_base, self.rotary_fraction, self.rotary_scaling
+            self._frequencies = rotary_frequencies(num_features, *rotary)
+            self._rotary_factor = attention_factor(self.rotary_scaling)
+
+    def add_projections(self) -> None:
+        """Add the weights of the projections of queries, keys and values."""
         h, d = self.hidden_size, self.head_dim
         n, m = self.num_heads, self.num_kv_heads
         scales = {"query": d**-0.5 / self.query_scale} if self.query_scale else {}
@@ -193,8 +200,14 @@ class MultiHeadAttention(Layer):
             if self.qkv_bias:
                 bias = self.add_weight((heads, d), "zeros", axes=axes, name=f"{name}_bias")
             setattr(self, f"{name}_bias", bias)
+
+    def build(
+        self, query_shape: tuple, key_shape: tuple | None = None, value_shape: tuple | None = None
+    ) -> None:
+        h, n, m = self.hidden_size, self.num_heads, self.num_kv_heads
+        self.add_projections()
         self.output_kernel = self.add_weight(
-            (n, d, h),
+            (n, self.value_dim, h),
             FlattenedInitializer(self.kernel_initializer, num_inputs=2),
             axes=("heads", "head_dim", "embed"),
             name="output_kernel",
@@ -203,10 +216,15 @@ class MultiHeadAttention(Layer):
         self.output_bias = None
         if self.use_bias:
             self.output_bias = self.add_weight((h,), "zeros", axes=("embed",), name="output_bias")
+        self.sink_scores = None
+        if self.sinks:
+            self.sink_scores = self.add_weight(
+                (n,), "zeros", axes=("heads",), name="sinks", autocast=False
+            )
         self.attention_dropout.build((None, n, None, None))
         self.hidden_dropout.build(query_shape)
         for norm in filter(None, (self.query_norm, self.key_norm)):
-            norm.build((None, n if norm is self.query_norm else m, None, d))
+            norm.build((None, n if norm is self.query_norm else m, None, self.head_dim))
         self.built = True
 
     def call(
@@ -307,7 +325,8 @@ class MultiHeadAttention(Layer):
             others = {"soft_cap": self.soft_cap, "softmax_compute_type": self.softmax_compute_type}
             others |= {"mask": mask, "bias": self.alibi or table is not None, **options}
             if implementation_for(self.implementation, q, k, **others) == "reference":
-                return recomputed(attend, tensors, [])  # the others keep no scores
+                weights = [self.sink_scores] if self.sinks else []
+                return recomputed(attend, tensors, weights)  # the others keep no scores
         return attend(*tensors)
 
     def _attend(self, q, keys, values, mask, bias, **options):
@@ -320,6 +339,7 @@ class MultiHeadAttention(Layer):
             soft_cap=self.soft_cap,
             softmax_compute_type=self.softmax_compute_type,
             implementation=self.implementation if options else "reference",
+            sinks=tf.convert_to_tensor(self.sink_scores) if self.sinks else None,
             **options,
         )
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
-from dtransformer.layers.attention_scores import context_of, scores_of
+from dtransformer.layers.attention_scores import by_heads, context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
 from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
@@ -35,6 +35,7 @@ def attention(
     dropout: DropoutMasks | None = None,
     softmax_compute_type: str = "float32",
     implementation: str = "auto",
+    sinks: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the context of queries.
 
@@ -64,6 +65,9 @@ def attention(
             computes them again; `"cudnn"` neither, by cuDNN's kernels; what these do not compute
             is computed by blocks, with a warning. `"auto"` takes cuDNN on GPUs, where it can, with a
             warning where it cannot, and blocks where there are many scores.
+        sinks: tensor [n], a score that each query of a head has besides those of its keys, which
+            takes its share of the probabilities and adds nothing to the context (Xiao et al., 2023,
+            "Attention sinks", arXiv 2309.17453, §3.3; as published in gpt-oss' code); None for none.
 
     Returns:
         A tensor [b, n, s, d].
@@ -74,12 +78,12 @@ def attention(
     if implementation != "reference":
         exchange = context_exchange(q, keys[0], reach(mask, causal, window)[0], bias is not None)
         if exchange is not None:
-            return context_attention(exchange, q, keys[0], values[0], *options)
+            return context_attention(exchange, q, keys[0], values[0], *options, sinks)
     chosen = implementation_for(implementation, q, keys[0], *options)
     if chosen == "cudnn":
-        return cudnn_attention(q, keys[0], values[0], mask, causal, window)
+        return cudnn_attention(q, keys[0], values[0], mask, causal, window, sinks)
     if chosen == "blockwise":
-        return blockwise_attention(q, keys[0], values[0], *options)
+        return blockwise_attention(q, keys[0], values[0], *options, sinks)
     scores = [scores_of(q, k) for k in keys]
     scores = joined(scores, axis=-1)
     scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
@@ -108,6 +112,10 @@ def attention(
         probabilities = tf.split(probabilities[0], sizes, axis=-1)
     parts = [context_of(p, v) for p, v in zip(probabilities, values)]
     context = parts[0] if len(parts) == 1 else tf.add_n(parts)
+    if sinks is not None:
+        sums = tf.reduce_logsumexp(scores, axis=-1, keepdims=True)
+        kept = tf.sigmoid(sums - tf.cast(by_heads(sinks), sums.dtype))
+        context *= tf.cast(kept, context.dtype)
     if any_seen is not None:
         context = scale(context, tf.cast(any_seen, context.dtype))
     return constrain_both(context, ("batch", "heads", None, "head_dim"))

@@ -18,6 +18,11 @@ def context_of(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     return by_shared_heads(lambda p: tf.matmul(p, v), p, v)
 
 
+def by_heads(x: tf.Tensor) -> tf.Tensor:
+    """Return a number of each head [n] as [1, n, 1, 1]."""
+    return tf.reshape(x, [1, x.shape[0], 1, 1])
+
+
 def by_shared_heads(product: Callable, x: tf.Tensor, shared: tf.Tensor) -> tf.Tensor:
     """Return product(x) of x [..., n, s, d], as if `shared` [..., m, t, d] were repeated n / m times.
 

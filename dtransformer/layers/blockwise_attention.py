@@ -13,9 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
-from dtransformer.layers.attention_scores import scores_of
+from dtransformer.layers.attention_scores import by_heads, scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients, within
+from dtransformer.layers.online_softmax import (
+    OnlineSoftmax,
+    block_context,
+    block_gradients,
+    sink_gradients,
+    within,
+)
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
@@ -63,6 +69,7 @@ def blockwise_attention(
     soft_cap: float | None = None,
     dropout: DropoutMasks | None = None,
     softmax_compute_type: str = "float32",
+    sinks: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. Sums are of float32 at least."""
     compute_type = "float64" if softmax_compute_type == "float64" else "float32"
@@ -70,27 +77,31 @@ def blockwise_attention(
         mask = expand_mask(mask)
     blocks = _Blocks(mask, bias, causal, window, soft_cap, dropout, compute_type)
     tensors = [] if bias is None else bias.tensors
+    sinks = [] if sinks is None else [tf.cast(by_heads(sinks), compute_type)]
 
     @custom_gradient
-    def attend(q, k, v, *tensors):
-        context, log_sums = _forward(blocks, q, k, v, tensors)
+    def attend(q, k, v, *others):
+        sinks, tensors = others[:number], others[number:]
+        context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
-            return _backward(blocks, q, k, v, tensors, context, log_sums, dy)
+            return _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy)
 
         return context, gradient
 
-    return constrain(attend(q, k, v, *tensors), ("batch", "heads", None, "head_dim"))
+    number = len(sinks)
+    context = attend(q, k, v, *sinks, *tensors)
+    return constrain(context, ("batch", "heads", None, "head_dim"))
 
 
-def _forward(blocks, q, k, v, tensors):
+def _forward(blocks, q, k, v, sinks, tensors):
     """Return the context, and the logarithms of the sums of exponentials [b, n, s, 1]."""
     contexts, log_sums, parts = [], [], _Parts()
     for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
         # One block of queries after the other: else all scores could be there at once.
         own = q[:, :, first:last]
         own = after(own, contexts[-1]) if contexts else own
-        softmax, kept = OnlineSoftmax(), blocks.kept(own, row, columns)
+        softmax, kept = OnlineSoftmax(*sinks), blocks.kept(own, row, columns)
         for (start, end), own_kept in zip(columns, kept, strict=True):
             scores = blocks.scores(own, parts(k, start, end), tensors, first, start)
             own_v = parts(v, start, end)
@@ -103,8 +114,8 @@ def _forward(blocks, q, k, v, tensors):
     return joined(contexts, axis=2), joined(log_sums, axis=2)
 
 
-def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
-    """Return the gradients of q, k, v and the tensors."""
+def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
+    """Return the gradients of q, k, v, the sinks and the tensors."""
     # The softmax's gradient needs the mean of the probabilities' gradients, which is this.
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
     of_q, of_k, of_v, of_tensors = [], tf.zeros_like(k), tf.zeros_like(v), []
@@ -129,7 +140,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
             of_v += within(v.shape[2], dv, start, end)
             of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
         of_q.append(tf.add_n(of_own))
-    return joined(of_q, axis=2), of_k, of_v, *of_tensors
+    of_sinks = sink_gradients(sinks, log_sums, means)
+    return joined(of_q, axis=2), of_k, of_v, *of_sinks, *of_tensors
 
 
 @dataclasses.dataclass(frozen=True)

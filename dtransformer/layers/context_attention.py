@@ -11,9 +11,15 @@ import dataclasses
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, same_segment
-from dtransformer.layers.attention_scores import scores_of
+from dtransformer.layers.attention_scores import by_heads, scores_of
 from dtransformer.layers.dropout import DropoutMasks
-from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients, within
+from dtransformer.layers.online_softmax import (
+    OnlineSoftmax,
+    block_context,
+    block_gradients,
+    sink_gradients,
+    within,
+)
 from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
@@ -38,13 +44,14 @@ def context_attention(
     soft_cap: float | None = None,
     dropout: DropoutMasks | None = None,
     softmax_compute_type: str = "float32",
+    sinks: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. Sums are of float32 at least.
 
     Args:
         exchange: from `context_exchange`.
         q, k, v: tensors [b, n, s, d] and [b, m, t, d], sharded along s and t.
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type: see `attention`.
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks: see `attention`.
     """
     compute_type = "float64" if softmax_compute_type == "float64" else "float32"
     tensors = [] if bias is None else bias.tensors
@@ -55,22 +62,27 @@ def context_attention(
         exchange, _mask_of(exchange, mask), bias, causal, window, soft_cap, dropout, compute_type
     )
 
+    sinks = [] if sinks is None else [blocks.of_heads(by_heads(sinks))]
+
     @custom_gradient
-    def attend(q, k, v, *tensors):
-        context, log_sums = _forward(blocks, q, k, v, tensors)
+    def attend(q, k, v, *others):
+        sinks, tensors = others[:number], others[number:]
+        context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
-            return _backward(blocks, q, k, v, tensors, context, log_sums, constrain(dy, _AXES))
+            dy = constrain(dy, _AXES)
+            return _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy)
 
         return context, gradient
 
+    number = len(sinks)
     q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
-    return exchange.context(attend(q, k, v, *tensors))
+    return exchange.context(attend(q, k, v, *sinks, *tensors))
 
 
-def _forward(blocks, q, k, v, tensors):
+def _forward(blocks, q, k, v, sinks, tensors):
     """Return the context [c, b, n, s, d], and the logarithms of the sums of exponentials."""
-    softmaxes, done = [OnlineSoftmax() for _ in blocks.rows], None
+    softmaxes, done = [OnlineSoftmax(*sinks) for _ in blocks.rows], None
     for number, part in enumerate(blocks.plan.round_parts):
         # One round, and one block of queries, after the other: else all could be there at once.
         round_k, round_v = blocks.exchange.gather(_after(k, done), v, part)
@@ -89,8 +101,8 @@ def _forward(blocks, q, k, v, tensors):
     return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
 
 
-def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
-    """Return the gradients of q, k, v and the tensors."""
+def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
+    """Return the gradients of q, k, v, the sinks and the tensors."""
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
     of_q, of_tensors, of_memory = [None] * len(blocks.rows), [], []
     done = means  # not with the forward pass: gathered keys and values would be kept since then
@@ -128,7 +140,8 @@ def _backward(blocks, q, k, v, tensors, context, log_sums, dy):
         for row, dq in zip(blocks.rows, of_q)
     ]
     of_q = tf.cast(tf.concat(of_q, axis=-2), q.dtype)
-    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_tensors
+    of_sinks = sink_gradients(sinks, log_sums, means)
+    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_sinks, *of_tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +200,13 @@ class _Blocks:
             ]
             for segments in self.plan.rounds
         ]
+
+    def of_heads(self, sinks):
+        """Return sinks [1, n, 1, 1] as the shards have heads: [c or 1, 1, n, 1, 1]."""
+        sinks = tf.cast(sinks, self.compute_type)
+        return (
+            self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)
+        )
 
     def scores(self, q, k, tensors, row: int, column: Columns):
         """Return the scores [c, b, n, s, t] of a block, -inf where a query may not attend."""

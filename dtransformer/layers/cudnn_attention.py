@@ -17,9 +17,14 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
-from dtransformer.layers.attention_scores import scores_of
+from dtransformer.layers.attention_scores import by_heads, scores_of
 from dtransformer.layers.cudnn_call import CudnnCall, why_not
-from dtransformer.layers.online_softmax import OnlineSoftmax, block_context, block_gradients
+from dtransformer.layers.online_softmax import (
+    OnlineSoftmax,
+    block_context,
+    block_gradients,
+    sink_gradients,
+)
 from dtransformer.parallel.ops import gpu_calls
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 
@@ -80,8 +85,13 @@ def cudnn_attention(
     mask: tf.Tensor | Segments | None = None,
     causal: bool = False,
     window: int | None = None,
+    sinks: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Return the context of queries; see `attention`. There is no `obstacle`."""
+    """Return the context of queries; see `attention`. There is no `obstacle`.
+
+    The calls know of no sinks: their results are divided by a larger sum, forward, and by that one
+    they compute probabilities again, backward.
+    """
     if mask is not None:  # int32 would be copied to the host: functions take it there
         as_index = lambda x: (
             x if x is None or x.dtype != "int32" else tf.cast(x, gpu_calls.INDEX_TYPE)
@@ -103,13 +113,32 @@ def cudnn_attention(
         return _backward(call, q, k, v, log_sums, _only(any_seen, dy), *bias, context)
 
     @custom_gradient
-    def attend(q, k, v):
+    def attend(q, k, v, *sinks):
         # The functions have no gradients of their own, which a tape would ask for.
         q, k, v = (tf.stop_gradient(x) for x in (q, k, v))
         context, log_sums = forward(q, k, v, mask)
-        return context, lambda dy: backward(q, k, v, log_sums, context, dy, mask)
+        if sinks:
+            context, log_sums = _with_sinks(*sinks, context, log_sums)
 
-    return _swapped(attend(*map(_swapped, (q, k, v))))
+        def gradient(dy):
+            found = backward(q, k, v, log_sums, context, dy, mask)
+            if not sinks:
+                return found
+            products = tf.cast(_swapped(dy * context), log_sums.dtype)
+            means = tf.reduce_sum(products, axis=-1, keepdims=True)
+            return *found, *sink_gradients(sinks, log_sums[..., None], means)
+
+        return context, gradient
+
+    sinks = [] if sinks is None else [tf.cast(by_heads(sinks), _sums_type(q))]
+    return _swapped(attend(*map(_swapped, (q, k, v)), *sinks))
+
+
+def _with_sinks(sinks, context, log_sums):
+    """Return the context [b, s, n, d], and log_sums [b, n, s], with sinks [1, n, 1, 1]."""
+    with_own = log_sums + tf.math.softplus(sinks[..., 0] - log_sums)
+    factor = tf.cast(tf.exp(log_sums - with_own), context.dtype)
+    return context * tf.transpose(factor, [0, 2, 1])[..., None], with_own
 
 
 def _compiled(function: Callable) -> Callable:
@@ -187,10 +216,15 @@ def _backward(call, q, k, v, log_sums, dy, *others):
     return [_swapped(x) for x in (dq, dk, dv)]
 
 
+def _sums_type(q):
+    """Return the type of scores and of log_sums."""
+    return "float64" if q.dtype == "float64" else "float32"
+
+
 def _scores(call, q, k, *bias):
     """Return the scores [b, n, s, t] of q [b, n, s, d] and k [b, m, t, d]."""
     scores = scores_of(q, k)
-    scores = tf.cast(scores, "float64" if q.dtype == "float64" else "float32")
+    scores = tf.cast(scores, _sums_type(q))
     for x in bias:
         scores += tf.cast(x, scores.dtype)
     near = is_near(*(tf.range(n) for n in scores.shape[2:]), call.causal, call.window)

@@ -1,5 +1,6 @@
 """The Transformer's encoder: its layer and the stack."""
 
+import functools
 from collections.abc import Callable
 
 import keras
@@ -15,6 +16,7 @@ from dtransformer.layers.base import register
 from dtransformer.layers.block import BlockStack, TransformerBlock
 from dtransformer.layers.elementwise import add, scale
 from dtransformer.layers.feed_forward import FeedForward
+from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.settings import as_moe_config
@@ -29,7 +31,7 @@ _OF_ATTENTION = (
 )
 _OF_OWN_ATTENTION = (
     *("rotary_base", "rotary_fraction", "rotary_scaling", "causal", "window", "alibi"),
-    "relative_max_distance",
+    *("relative_max_distance", "sinks", "latent"),
 )
 
 
@@ -64,7 +66,8 @@ class TransformerEncoderLayer(TransformerBlock):
         **kwargs: others of `MultiHeadAttention`: `num_kv_heads`, `head_dim`, `qkv_bias`,
             `query_scale`, `soft_cap`, `qk_norm`, `qk_norm_epsilon` and `implementation`; and, for
             attention of the sequence to itself, `rotary_base`, `rotary_fraction`,
-            `rotary_scaling`, `causal`, `window`, `alibi` and `relative_max_distance`.
+            `rotary_scaling`, `causal`, `window`, `alibi`, `relative_max_distance` and `sinks`; and
+            `latent`, sizes of the `LatentAttention` that takes its place.
 
     Call arguments:
         inputs: tensor [b, s, h]; or [b·s, h] with a mask, which tells b.
@@ -166,7 +169,11 @@ class TransformerEncoderLayer(TransformerBlock):
 
     def make_attention(self, name: str, to_itself: bool = True) -> MultiHeadAttention:
         names = (*_OF_ATTENTION, *(_OF_OWN_ATTENTION if to_itself else ()))
-        return MultiHeadAttention(
+        latent = self.arguments.get("latent") if to_itself else None
+        kind = MultiHeadAttention
+        if latent is not None:
+            kind = functools.partial(LatentAttention, latent=latent)
+        return kind(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
             hidden_dropout_rate=self.arguments["hidden_dropout_rate"],
@@ -175,7 +182,7 @@ class TransformerEncoderLayer(TransformerBlock):
             dtype=self.dtype_policy,
             name=name,
             use_bias=self.arguments["use_bias"],
-            **{name: self.arguments[name] for name in names if name in self.arguments},
+            **{x: self.arguments[x] for x in names if x in self.arguments and x != "latent"},
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:

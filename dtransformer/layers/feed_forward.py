@@ -5,7 +5,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from dtransformer.layers.activations import gated_product, get_activation
+from dtransformer.layers.activations import gated_product, get_activation, needs_gate
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
@@ -35,6 +35,8 @@ class BaseFeedForward(Layer):
         self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
         self.dropout_rate = check_rate("dropout_rate", dropout_rate)
         self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        if needs_gate(self.activation) and not gated:
+            raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
         self.kernel_initializer = kernel_initializer
         self.gated, self.use_bias = gated, use_bias
         check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)

@@ -17,12 +17,18 @@ from dtransformer.layers.dropout import DropoutMasks
 class OnlineSoftmax:
     """The context of a block of queries, to which blocks of keys are added one after the other.
 
+    Args:
+        sinks: tensor of which each query has one score [..., 1, 1] besides those of its keys, that adds
+            to the sum of exponentials and not to the context (see `attention`); None for none.
+
     Attributes:
         context: tensor [..., s, d], not yet divided; None before the first block.
     """
 
-    def __init__(self):
+    def __init__(self, sinks: tf.Tensor | None = None):
         self.context = self._highest = self._total = None
+        if sinks is not None:
+            self.context, self._highest, self._total = 0.0, sinks, 1.0
 
     def add(self, scores: tf.Tensor, context_of: Callable) -> None:
         """Add a block of keys.
@@ -83,6 +89,23 @@ def block_gradients(
     dp, dv = context_tape.gradient(own, [probabilities, v], tf.cast(dy, own.dtype))
     ds = probabilities * (dp - means)
     return tape.gradient(scores, tensors, ds), dv
+
+
+def sink_gradients(
+    sinks: list[tf.Tensor], log_sums: tf.Tensor, means: tf.Tensor
+) -> list[tf.Tensor]:
+    """Return the gradients of the sinks, a list of one tensor [..., 1, 1] or none.
+
+    Args:
+        sinks: list of what `OnlineSoftmax` was given, if anything.
+        log_sums, means: tensors [..., s, 1], as `block_gradients`'.
+    """
+    found = []
+    for own in sinks:
+        each = -tf.exp(own - log_sums) * means
+        axes = [axis for axis, size in enumerate(own.shape) if size == 1]
+        found.append(tf.reduce_sum(each, axes, keepdims=True))
+    return found
 
 
 def block_context(

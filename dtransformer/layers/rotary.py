@@ -1,5 +1,6 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position."""
 
+import functools
 import math
 
 import numpy as np
@@ -112,15 +113,17 @@ def attention_factor(scaling: dict | None) -> float:
     if scaling is None or scaling["type"] != "yarn":
         return 1.0
     given = {**_YARN, **scaling}
-
-    def of(scale):
-        return 0.1 * scale * math.log(given["factor"]) + 1 if given["factor"] > 1 else 1.0
-
+    of = functools.partial(yarn_magnitude, given["factor"])
     if given["attention_factor"] is not None:
         return float(given["attention_factor"])
     if given["mscale"] and given["mscale_all_dim"]:
         return of(given["mscale"]) / of(given["mscale_all_dim"])
     return of(1)
+
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """Return 0.1·scale·ln(factor) + 1, or 1 where texts are not longer; see `attention_factor`."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def ntk_base(base: float, factor: float, turning: int) -> float:

@@ -9,6 +9,7 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.settings import as_moe_config
 from dtransformer.parallel.config.config import MoEConfig
 from dtransformer.parallel.expert_parallel.checks import check_moe_config
+from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tracing.dropout_seed import (
@@ -47,7 +48,8 @@ class Router(Layer):
 
     With `"sigmoid"` the choice is by the sigmoid of the logits plus a bias of each expert, which
     has no part in the gates: the sigmoids of those chosen, divided by their sum where k > 1
-    (DeepSeek-V3, arXiv 2412.19437, §2.1.2). Of `routing_groups` of experts a token chooses the
+    (DeepSeek-V3, arXiv 2412.19437, §2.1.2). With `router_bias` the logits have one that is trained
+    as any other. Of `routing_groups` of experts a token chooses the
     `routing_groups_chosen` whose two best experts have the highest sum, or with
     `group_score="max"` the best expert (DeepSeek-V2, arXiv 2405.04434, §2.2.2). In the end gates
     are multiplied with `gate_scale`.
@@ -72,7 +74,7 @@ class Router(Layer):
         check_moe_config(self.config)
         check_size("expert_num", self.config.expert_num)
         self.kernel_initializer = kernel_initializer
-        self.bias = None
+        self.bias = self.logits_bias = None
 
     @property
     def number(self) -> int:
@@ -89,9 +91,12 @@ class Router(Layer):
             name="kernel",
             autocast=False,
         )
+        vector = ((experts,), "zeros")
         if self.config.router_type == "sigmoid":
-            self.bias = self.add_weight(
-                (experts,), "zeros", axes=(None,), name="bias", autocast=False
+            self.bias = self.add_weight(*vector, axes=(None,), name="bias", autocast=False)
+        if self.config.router_bias:
+            self.logits_bias = self.add_weight(
+                *vector, axes=(None,), name="logits_bias", autocast=False
             )
         self.built = True
 
@@ -100,6 +105,8 @@ class Router(Layer):
         if training and self.config.router_jitter:
             x *= self._jitter(static_or_dynamic_shape(x))
         (logits,) = column_parallel(x, [self.kernel], (None,))
+        if self.logits_bias is not None:
+            logits = add_bias(logits, self.logits_bias)
         if self.config.router_type == "softmax":
             scores = probabilities = tf.nn.softmax(logits)
             ranked = scores

@@ -55,13 +55,15 @@ class CausalLM(OneStackModel):
         lambda_func: places each block on a pipeline stage.
         embedding_scale: what embeddings are multiplied with; √h by default.
         norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
-        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon: as
+        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon, sinks: as
             `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
         norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
         block_pattern: what differs from block to block: their windows, rotary positions and
             experts; see `block_forms`. None for nothing.
+        latent: sizes of attention through latents, a dict of the fields of `block_forms.Latent`,
+            where `head_dim` is the size of queries and keys; None for attention of plain projections.
         logits_scale, logits_soft_cap: of the head; see `VocabHead`.
         window: how many positions each may attend to, its own and those before it; None for all.
         implementation: of attention: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`.
@@ -146,6 +148,8 @@ class CausalLM(OneStackModel):
         block_pattern: Sequence[Mapping] | None = None,
         logits_scale: float = 1.0,
         logits_soft_cap: float | None = None,
+        sinks: bool = False,
+        latent: Mapping | None = None,
         name: str = "causal_lm",
         **kwargs,
     ):

@@ -61,6 +61,7 @@ def kept_bytes(
     experts_chosen=0,
     shared_experts=0,
     sublayer_norms=1,
+    latent_features=0,
 ):
     """Return the bytes that a block keeps of a sequence until its backward pass, on a device.
 
@@ -86,6 +87,8 @@ def kept_bytes(
         experts_chosen: experts that each token is sent to.
         shared_experts: experts that every token is sent to besides.
         sublayer_norms: number of norms of each sublayer; 0.5 where two share one, and what it gives.
+        latent_features: of attention through latents: of these features of each attention what is
+            projected and what a norm gives are kept, on each device.
 
     Example: s·b·h(34 + 5·n·s/h), in units of s·b·h; Korthikanti et al., table 2.
 
@@ -119,7 +122,8 @@ def kept_bytes(
             replicated += item * (expert_rows / length + experts_chosen)
     if "norm" in recomputed:
         replicated -= norms
-    return replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
+    latents = 2 * item * latent_features * length * number
+    return latents + replicated * stream / np.where(is_sequence_sharded, t, 1) + sharded / t
 
 
 def sums_over_model(

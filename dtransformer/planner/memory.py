@@ -51,6 +51,7 @@ def activations_of_block(
         "num_kv_heads": model.num_kv_heads,
         "ffn_hidden_size": model.inner_size(kind),
         "sublayer_norms": model.sublayer_norms,
+        "latent_features": model.latent.features if model.latent is not None else 0,
         "gated": model.gated,
         "item_bytes": item_bytes,
         "model_parallel": layouts.model,

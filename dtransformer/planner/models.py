@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from dtransformer.architectures import Architecture, architecture_named
-from dtransformer.block_forms import arguments_of_block, placement_of
+from dtransformer.block_forms import Latent, arguments_of_block, placement_of
 from dtransformer.errors import InputError, shown
 from dtransformer.planner.shape import ModelShape
 
@@ -64,7 +64,8 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         "qkv_bias": given.get("qkv_bias"),
         "rms_norm": given.get("norm", "layer_norm") not in ("layer_norm", "layer_norm_unit_offset"),
         "sublayer_norms": placement_of({"post_layernorm_residual": is_last, **given}).number,
-        "other_block_parameters": _qk_norms(given),
+        "latent": Latent.of(given.get("latent")),
+        "other_block_parameters": _vectors(given),
         "tied_head": given.get("tied_head", True),
         "is_causal": network != "MaskedLM",
         "final_norms": 0 if is_last else number,
@@ -81,6 +82,14 @@ def from_architecture(name: str, architecture: Architecture, /, **changes) -> Mo
         fields["head_products"] = size * h * (h + fields["vocab_size"]) + pair
     fields["other_parameters"] = _other_parameters(network, given, fields, number)
     return checked(ModelShape, {**fields, **changes})
+
+
+def _vectors(given):
+    """Return the parameters of a block's norms of queries, keys and latents, and of its sinks."""
+    latent = Latent.of(given.get("latent"))
+    of_latents = 0 if latent is None else latent.kv_rank + (latent.query_rank or 0)
+    sinks = given["num_heads"] * bool(given.get("sinks"))
+    return _qk_norms(given) + of_latents + sinks
 
 
 def _qk_norms(given):
@@ -110,7 +119,8 @@ def _experts(given, num_layers):
         "capacity_factor": 0.0
         if fields.get("dropless", False)
         else float(fields.get("capacity_factor", 1.1)),
-        "biased_choice": fields.get("router_type", "softmax") == "sigmoid",
+        "router_biases": (fields.get("router_type", "softmax") == "sigmoid")
+        + bool(fields.get("router_bias")),
     }
 
 

@@ -7,9 +7,15 @@ import math
 
 import numpy as np
 
+from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError, check_int, shown
 
 _DENSE = "mapping", "gate", "projection"
+# What may have adapters; the last ones are there where attention is through latents alone.
+_ADAPTED = (
+    *("query", "key", "value", "output", *_DENSE, "head"),
+    *("latent", "query_down", "query_up", "key_value"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +71,20 @@ class ModelShape:
         experts_chosen: experts that each token is sent to.
         experts_every: which blocks of a stack have experts: every so many, the last of them.
         shared_experts: experts that every token is sent to besides.
-        biased_choice: whether the choice of experts has biases.
+        router_biases: number of biases of the router for each expert: of its choice, of its logits.
         expert_hidden_size: inner size of an expert; f by default.
         dense_blocks: numbers of the blocks of the one stack that have no experts, from 0.
         sublayer_norms: number of norms of each sublayer: 2 where its output has one, too, 0.5 where
             attention and the feed-forward layer share one.
-        other_block_parameters: of a block, what else there is: norms of queries and keys.
+        other_block_parameters: of a block, what else there is: norms of queries and keys, sinks.
         capacity_factor: tokens an expert takes, as a multiple of an even share; 0 for all.
         frozen_blocks: how many of the first blocks are not trained, nor the tables of embeddings.
         adapter_rank: rank r of low-rank adapters, beside which all is frozen; 0 for none.
         adapter_kind: `"dora"` for adapters with a magnitude of each output, too.
-        adapter_targets: what has adapters: "query", "key", "value", "output"; "mapping", "gate" and
-            "projection" of feed-forward layers; "head".
+        adapter_targets: what has adapters: "query", "key", "value", "output", or of attention through
+            latents the names of `Latent.kernels`; "mapping", "gate" and "projection" of feed-forward
+            layers; "head".
+        latent: sizes of attention through latents; None for attention of plain projections.
 
     Raises:
         InputError: a size is not a positive integer, or one does not divide another that it has to.
@@ -108,7 +116,7 @@ class ModelShape:
     experts_chosen: int = 1
     experts_every: int = 1
     shared_experts: int = 0
-    biased_choice: bool = False
+    router_biases: int = 0
     expert_hidden_size: int | None = None
     dense_blocks: tuple[int, ...] = ()
     sublayer_norms: float = 1
@@ -118,6 +126,7 @@ class ModelShape:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ("query", "value")
     adapter_kind: str = "lora"
+    latent: Latent | None = None
 
     def __post_init__(self):
         defaults = {
@@ -206,6 +215,8 @@ class ModelShape:
 
     def attention_parameters(self) -> int:
         """Return the parameters of the products of an attention."""
+        if self.latent is not None:
+            return self.latent.products(self.hidden_size, self.num_heads, self.head_dim)
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return 2 * self.hidden_size * (heads + shared)
 
@@ -246,21 +257,24 @@ class ModelShape:
             return found + each
         # A shared expert is a part of one feed-forward layer, which has one bias of its outputs.
         common = self.shared_experts * each - max(self.shared_experts - 1, 0) * self.use_bias * h
-        router = h + self.biased_choice
+        router = h + self.router_biases
         return found + self.num_experts * (each + router) + common
 
     def _adapters(self):
         """Return the products that may have adapters, of each kind; see `adapters_of_block`."""
         h, f = self.hidden_size, self.ffn_hidden_size
         heads, shared = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = {"query": heads, "key": shared, "value": shared, "output": heads}
-        sizes = attention | dict.fromkeys(_DENSE, f) | {"head": self.vocab_size}
-        magnitudes = {**sizes, "output": h, "projection": h}
+        sizes = {"query": heads, "key": shared, "value": shared, "output": heads}
+        found = {name: (h, size) for name, size in sizes.items()}
+        if self.latent is not None:
+            found = self.latent.kernels(h, self.num_heads, self.head_dim)
+        found |= dict.fromkeys(_DENSE, (h, f)) | {"head": (h, self.vocab_size)}
         is_there = {"gate": self.gated, "head": not self.tied_head}
-        return {
-            name: ((h, size, magnitudes[name] * (self.adapter_kind == "dora")),)
+        has_magnitudes, to_stream = self.adapter_kind == "dora", ("output", "projection")
+        return dict.fromkeys(_ADAPTED, ()) | {
+            name: ((x, y, (h if name in to_stream else y) * has_magnitudes),)
             * is_there.get(name, True)
-            for name, size in sizes.items()
+            for name, (x, y) in found.items()
         }
 
     def adapters_of_block(self, kind: BlockKind) -> list[tuple[int, int, int]]:
@@ -350,7 +364,10 @@ class ModelShape:
         for kind in self.kinds:
             weights = (active if kind.has_experts else 1) * self.expert_parameters(kind)
             products = kind.length * (weights + kind.has_experts * self.num_experts * h)
-            products += sum(2 * h * (kind.length * heads + t * shared) for t in kind.attended)
+            if self.latent is not None:
+                products += kind.length * self.attention_parameters() * len(kind.attended)
+            else:
+                products += sum(2 * h * (kind.length * heads + t * shared) for t in kind.attended)
             scores = 2 * kind.length * heads * sum(kind.attended)
             each = 2.0 * (products + scores) if kind.is_frozen else own * products + 6.0 * scores
             flops += kind.number * each

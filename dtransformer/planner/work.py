@@ -68,12 +68,14 @@ def block_passes(
     products, core, scores = 0.0, 0.0, 0.0
     for number, other in enumerate(kind.attended):
         queries, shared = model.num_heads * d / t, 2 * model.num_kv_heads * d / t
-        if number == 0:
-            products += product(rows, h, queries + shared)
+        if model.latent is not None:
+            for name, (x, y) in model.latent.kernels(h, model.num_heads, d).items():
+                products += product(rows, x, y / (1 if name in model.latent.DOWN else t))
+        elif number == 0:
+            products += product(rows, h, queries + shared) + product(rows, queries, h)
         else:  # keys and values come from the source
             others = layouts.micro_batch * other / layouts.context
-            products += product(rows, h, queries) + product(others, h, shared)
-        products += product(rows, queries, h)
+            products += 2 * product(rows, h, queries) + product(others, h, shared)
         heads = layouts.micro_batch * model.num_heads / t
         core += product(length, d, other, heads) + product(length, other, d, heads)
         scores += heads * length * other

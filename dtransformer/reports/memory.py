@@ -11,6 +11,7 @@ import resource
 import tensorflow as tf
 
 from dtransformer import _compat
+from dtransformer.block_forms import Latent
 from dtransformer.layers.attention_core import implementation_for
 from dtransformer.layers.block import BlockStack
 from dtransformer.layers.decoder import TransformerDecoderLayer
@@ -239,7 +240,7 @@ def _of_block(block, shape, lengths, kinds, item, config):
         experts["experts_chosen"] = moe.config.num_experts_chosen
         experts["shared_experts"] = moe.config.shared_experts
     inner = moe.ffn_hidden_size if experts else options["ffn_hidden_size"]
-    n = options["num_heads"]
+    n, latent = options["num_heads"], Latent.of(options.get("latent"))
     return kept_bytes(
         length=s,
         attended=lengths,
@@ -257,6 +258,7 @@ def _of_block(block, shape, lengths, kinds, item, config):
         is_input_sharded=choice.recompute_slice_activation,
         recomputed=choice.select,
         by_blocks=[kind != "reference" for kind in kinds],
+        latent_features=latent.features if latent is not None else 0,
         **experts,
     )
 

@@ -25,7 +25,8 @@ _DENSE = tuple(
 _ADAPTED = {
     name: [f"{layer}/{name}_kernel" for layer in layers]
     for names, layers in (
-        (("query", "key", "value", "output"), _ATTENTION),
+        (("query", "key", "value", "output", "latent"), _ATTENTION),
+        (("query_down", "query_up", "key_value"), _ATTENTION),
         (("mapping", "gate", "projection"), _DENSE),
     )
     for name in names

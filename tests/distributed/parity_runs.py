@@ -76,6 +76,10 @@ LONG = """
     olmo/mp2@1x2+rows+sp olmo/dp2@2x1+shard3 deep_olmo/pp2m2-1f1b@2x1
     falcon/mp2@1x2+rows+sp falcon/dp2@2x1+shard3 deep_falcon/pp2m2-1f1b@2x1 falcon.used/mp2@1x2
     glm_experts/mp2@1x2+rows+sp glm_experts/dp2@2x1+shard3 deep_glm_experts/pp2m2-1f1b@2x1
+    gpt_oss/mp2@1x2+rows+sp gpt_oss/dp2ep2@2x1 gpt_oss/dp2@2x1+shard3+recompute
+    deep_gpt_oss/pp2m2-1f1b@2x1 gpt_oss.used/dp2mp2ep2@2x2+rows
+    deepseek/mp2@1x2+rows+sp deepseek/dp2ep2@2x1 deepseek/dp2@2x1+shard3+recompute
+    deep_deepseek/pp2m2-1f1b@2x1 deepseek.used/dp2mp2ep2@2x2+rows
     modernbert/mp2@1x2+rows+sp modernbert/dp2@2x1+shard3 deep_modernbert/pp2m2-1f1b@2x1
     gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute
     tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_v2@4x1+shard2+recompute

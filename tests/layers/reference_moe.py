@@ -57,7 +57,7 @@ def moe(config, x, weights, mask=None, hidden_act="gelu"):
         load, taken = np.zeros(config.expert_num), np.zeros(config.expert_num)
         probability, square = np.zeros(config.expert_num), 0.0
         for position in tokens:
-            logits = x[position] @ weights["router_kernel"]
+            logits = x[position] @ weights["router_kernel"] + weights.get("router_logits_bias", 0)
             chosen, gates, probabilities = route(config, logits, weights.get("router_bias"))
             probability += probabilities
             square += np.log(np.exp(logits).sum()) ** 2

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.layers import FeedForward
 from dtransformer.layers.activations import gated_product, gelu, gelu_tanh, get_activation
 
 PAIRS = {
@@ -53,6 +54,31 @@ class Doubled:
 
     def __call__(self, x):
         return 2 * x
+
+
+def gpt_oss_gate(gate, x):
+    """As in gpt-oss' published code, by NumPy's clip."""
+    gate, x = tf.minimum(gate, 7), tf.clip_by_value(x, -7, 7)
+    return (x + 1) * gate / (1 + tf.exp(-1.702 * gate))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("bfloat16", 3e-2)])
+def test_a_clamped_gate_is_that_of_gpt_oss(dtype, tolerance):
+    values = np.random.default_rng(0).normal(size=(2, 60)) * 6
+    own = functools.partial(gated_product, get_activation("clamped_swiglu"))
+    found = product_and_gradients(own, *tf.cast(values, dtype))
+    expected = product_and_gradients(gpt_oss_gate, *tf.constant(values))
+    assert (values[0] > 7).any() and (np.abs(values[1]) > 7).any()
+    for x, reference in zip(found, expected):
+        scale = np.abs(reference).max()
+        np.testing.assert_allclose(
+            tf.cast(x, "float64"), reference, rtol=tolerance, atol=tolerance * scale
+        )
+
+
+def test_a_gate_is_no_activation_by_itself():
+    with pytest.raises(ValueError, match="'clamped_swiglu' is a gate's: give gated=True"):
+        FeedForward(4, 8, hidden_act="clamped_swiglu")
 
 
 OTHERS = {"relu": [keras.activations.relu] * 2, "own": [Doubled()] * 2}

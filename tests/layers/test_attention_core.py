@@ -56,6 +56,23 @@ def test_context_and_gradients(num_kv_heads, mask, parts):
         np.testing.assert_allclose((gradient * direction).numpy().sum(), slope, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "cudnn"])
+def test_a_sink_is_a_key_of_each_head_without_a_value(implementation):
+    q, k, v = np.random.default_rng(2).normal(size=(3, B, N, T, D))
+    sinks, seen = np.linspace(-2.0, 3.0, N), MASKS["keys"] > 0
+    scores = np.where(seen[:, None, None], q @ k.swapaxes(-1, -2), -np.inf)
+    scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (B, N, T, 1))], -1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = (weights / weights.sum(-1, keepdims=True))[..., :-1] @ v
+    context = attention(
+        *(tf.constant(q), [tf.constant(k)], [tf.constant(v)], tf.constant(seen)),
+        softmax_compute_type="float64",
+        implementation=implementation,
+        sinks=tf.constant(sinks),
+    )
+    np.testing.assert_allclose(context, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_all_of_a_sequence_sees_its_prefix(implementation):
     segments = np.array([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]])

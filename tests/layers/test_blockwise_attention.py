@@ -35,6 +35,7 @@ CASES = {
     "relative": {"bias": "relative"},
     "relative causal": {"bias": "relative", "causal": True, "mask": SEGMENTS > 0},
     "alibi": {"bias": "alibi", "causal": True, "window": 6},
+    "sinks": {"causal": True, "mask": Segments(SEGMENTS, SEGMENTS), "window": 6, "sinks": True},
 }
 
 
@@ -61,6 +62,8 @@ def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
             options["bias"] = relative_bias(table, 6, options.get("causal", False))
         elif options.get("bias") == "alibi":
             options["bias"] = alibi(N)
+        if "sinks" in options:
+            options["sinks"] = tf.reduce_sum(table, axis=0)
         with dropout_seed(tf.constant([3, 4])), tf.GradientTape() as tape:
             tape.watch([q, k, v, table])
             context = attention(

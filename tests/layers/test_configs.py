@@ -42,6 +42,17 @@ LAYER_OPTIONS = {
         },
         [(2, 8, 12)] * 3,
     ),
+    "LatentAttention": (
+        {
+            "hidden_size": 12,
+            "num_heads": 3,
+            "latent": {"kv_rank": 5, "rotary_dim": 2, "value_dim": 3, "query_rank": None},
+            "head_dim": 6,
+            "hidden_dropout_rate": 0.2,
+            "qkv_bias": False,
+        },
+        [(2, 4, 12)] * 3,
+    ),
     "LayerNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
     "Linear": (
         {"units": 5, "use_bias": False, "parallel": "row", "kernel_initializer": "ones"},
@@ -139,6 +150,8 @@ PUBLIC = [
 def run(layer, shapes):
     rng = np.random.default_rng(0)
     tensors = [tf.constant(rng.integers(0, 2, shape), layer.compute_dtype) for shape in shapes]
+    if isinstance(layer, layers.LatentAttention):  # of a sequence to itself
+        tensors = tensors[:1] * 3
     return tf.nest.flatten(layer(*tensors))
 
 

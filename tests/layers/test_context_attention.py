@@ -36,6 +36,7 @@ CASES = {
     "nowhere": {"mask": lambda: tf.zeros((B, S), "bool"), "soft_cap": 2.0},
     "relative": {"bias": lambda table: relative_bias(table, 6, causal=False)},
     "alibi": {"bias": lambda table: alibi(N), "causal": True, "window": 9},
+    "sinks": {"mask": lambda: tf.constant(SEGMENTS > 0), "causal": True, "sinks": True},
 }
 
 RING, GATHERED, BY_HEADS = (
@@ -58,6 +59,8 @@ def results(case, q, k, v, upstream, table):
         tape.watch([q, k, v, table])
         if "bias" in options:
             options["bias"] = options["bias"](table)
+        if "sinks" in options:
+            options["sinks"] = tf.reduce_sum(table, axis=0)
         q_, k_, v_ = (constrain(x, ("batch", "heads", "inner_length", None)) for x in (q, k, v))
         context = attention(q_, [k_], [v_], **options)
     gradients = tape.gradient(context, [q, k, v, table], upstream, unconnected_gradients="zero")
@@ -91,7 +94,7 @@ def use_small_blocks():
 @on_mesh
 def test_in_rounds():
     use_small_blocks()
-    check(["causal window", "relative"], 2, model_parallel=1, context_parallel=2, **RING)
+    check(["causal window", "relative", "sinks"], 2, model_parallel=1, context_parallel=2, **RING)
 
 
 @on_mesh

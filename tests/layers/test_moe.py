@@ -22,6 +22,7 @@ CONFIGS = {
     "dropless": {"num_experts_chosen": 3, "dropless": True},
     "sigmoid": {"router_type": "sigmoid", "num_experts_chosen": 2, "capacity_factor": 0.8},
     "sigmoid, one": {"router_type": "sigmoid"},
+    "bias of logits": {"router_bias": True, "num_experts_chosen": 2, "dropless": True},
     "groups of experts": {
         "router_type": "sigmoid",
         "num_experts_chosen": 2,

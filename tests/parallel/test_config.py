@@ -38,6 +38,7 @@ DEFAULTS = {
         "normalizes_gates": True,
         "gate_scale": 1.0,
         "ffn_hidden_size": None,
+        "router_bias": False,
     },
     TransformerRecomputeConfig: {
         "recompute": False,
@@ -126,6 +127,7 @@ KIND_OF = {
     "group_score": "score",
     "normalizes_gates": "flag",
     "gate_scale": "positive",
+    "router_bias": "flag",
     "ffn_hidden_size": "count or None",
     "optimizer_shard": "level",
     "optimizer_shard_partition": "partition",

@@ -32,8 +32,10 @@ from dtransformer.planner.cost import evaluate
 from dtransformer.planner.grid import grid_of
 from dtransformer.planner.layouts import Layouts
 from dtransformer.planner.machine import cpu_device
+from dtransformer.planner.memory import activations_of_block
 from dtransformer.planner.search import ROOM_SHARE, TIE_SHARE
 from dtransformer.planner.stages import stage_kinds
+from dtransformer.planner.work import block_passes
 from dtransformer.runs.config import load_config
 from tests.models.pretrained.family_rows import PRESETS_OF
 
@@ -193,6 +195,43 @@ WITH_EXPERTS = [
     ({"moe_config": EXPERTS | {"dropless": True}}, (0, 0, 0, 0, 0)),
     ({"moe_config": {"expert_num": 1}}, (0, 0, 0, 0, 0)),
 ]
+
+
+@pytest.mark.tensorflow
+def test_latents_are_counted_as_the_network_counts_them():
+    from harness.block_networks import deepseek, gpt_oss
+
+    for make in (deepseek, gpt_oss):
+        network = make(100, 3)
+        model = from_network(network, sequence_length=16)
+        assert model.parameters() == network.num_parameters()
+        flops = network.flops_per_step(np.ones((1, 16), "int32"))
+        assert model.flops_per_sequence() == pytest.approx(float(flops), rel=1e-6)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_latents_are_counted_as_the_network_counts_them(kind):
+    from dtransformer.models import add_lora
+    from harness.block_networks import deepseek
+
+    network, targets = deepseek(100, 2), ("latent", "query_up", "key_value", "output")
+    network.build()
+    add_lora(network, 4, targets=[f"*attention/{x}_kernel" for x in targets], kind=kind)
+    asked = {"adapter_rank": 4, "adapter_targets": (*targets, "query"), "adapter_kind": kind}
+    count = sum(weight.shape.num_elements() for weight in network.trainable_variables)
+    assert from_network(network, **asked).trained_parameters() == count
+
+
+def test_latents_take_less_time_and_more_memory_than_plain_projections():
+    latents, many = named("deepseek_v3", sequence_length=4096), cluster(8)
+    plain, layouts = dataclasses.replace(latents, latent=None), grid_of(latents, many, Job(8))
+    both = [block_passes(many.device, x, x.kinds[0], layouts).forward for x in (latents, plain)]
+    assert (both[0] < both[1]).all()
+    kept = [activations_of_block(x, x.kinds[0], layouts) for x in (latents, plain)]
+    length = layouts.micro_batch * 4096 / layouts.context
+    own = np.where(layouts.recompute < 2, 2 * 2 * length * (512 + 64 + 1536), 0)
+    np.testing.assert_allclose(kept[0] - kept[1], own)
 
 
 @pytest.mark.parametrize("arguments, order", WITH_EXPERTS)

@@ -5,6 +5,7 @@ import warnings
 
 from dtransformer.errors import InputError, shown
 from dtransformer.models.generation import rules as generation_rules
+from dtransformer.models.pretrained.quantized import form_of
 from dtransformer.models.published_fields import FIELDS
 
 SILENT, _TRAINING, _REFUSED = (set(FIELDS["config"][x]) for x in ("silent", "training", "refused"))
@@ -43,7 +44,8 @@ def check_others(config: ReadFields, path: os.PathLike) -> None:
     Raises:
         InputError: there is a field by which weights are others.
     """
-    left = {name: x for name, x in config.items() if name not in config.read and x}
+    known = {"quantization_config"} if form_of(dict(config)) else set()
+    left = {x: y for x, y in config.items() if x not in config.read.keys() | known and y}
     for name in sorted(left.keys() & _REFUSED):
         raise InputError(f"{name}={shown(left[name])} is not built: give the weights as they were")
     if training := sorted(left.keys() & _TRAINING):

@@ -8,6 +8,7 @@ import numpy as np
 from dtransformer.errors import InputError
 from dtransformer.inputs.json_file import read_json
 from dtransformer.inputs.safetensors_file import SafetensorsFile
+from dtransformer.models.pretrained.quantized import QuantizedTensor, quantized_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -34,10 +35,17 @@ class PretrainedFolder:
             raise InputError(f"{path}: there is no such folder: download the model first")
         self.config = read_object(self.path / CONFIG)
         self._files = self._open()
-        self.shapes = {name: file.shapes[name] for name, file in self._files.items()}
+        shapes = {name: file.shapes[name] for name, file in self._files.items()}
+        self._quantized = quantized_tensors(self.config, shapes, self._stored)
+        parts = {part for tensor in self._quantized.values() for part in tensor.parts}
+        self.shapes = {name: shape for name, shape in shapes.items() if name not in parts}
+        self.shapes |= {name: tensor.shape for name, tensor in self._quantized.items()}
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        """Return a tensor: an array that is read where it is used."""
+    def __getitem__(self, name: str) -> np.ndarray | QuantizedTensor:
+        """Return a tensor, whose slices are read where they are used."""
+        return self._quantized[name] if name in self._quantized else self._stored(name)
+
+    def _stored(self, name):
         return self._files[name][name]
 
     def _open(self):

@@ -23,6 +23,8 @@ class StoredTensor:
             None for the same order.
         groups: number of parts of the weights' outputs: the first part of each weight comes before
             the second ones. 1 for each weight as a whole.
+        is_stacked: whether it has the weights' inputs as dimensions of their own, of which the first
+            is that of experts.
     """
 
     name: str
@@ -33,6 +35,7 @@ class StoredTensor:
     expert: int | None = None
     order: tuple[int, ...] | None = None
     groups: int = 1
+    is_stacked: bool = False
 
     def shape(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """Return the tensor's shape, from those of our weights.
@@ -46,6 +49,8 @@ class StoredTensor:
         shapes = self._own(shapes)
         columns = sum(math.prod(shape[self._inputs(shape) :]) for shape in shapes)
         rows = math.prod(shapes[0][: self._inputs(shapes[0])])
+        if self.is_stacked:
+            return (*shapes[0][: self._inputs(shapes[0])], columns)
         if self._inputs(shapes[0]) == 0:
             return (1, columns) if self.is_row else (columns,)
         return (columns, rows) if self.is_transposed else (rows, columns)
@@ -73,7 +78,7 @@ class StoredTensor:
             rows = value.shape[: self._inputs(value.shape)]
             flat.append(value.reshape([*([math.prod(rows)] if rows else []), self.groups, -1]))
         joint = np.concatenate(flat, axis=-1)
-        joint = joint.reshape([*joint.shape[:-2], -1])
+        joint = joint.reshape([*(rows if self.is_stacked else joint.shape[:-2]), -1])
         joint = joint[None] if self.is_row else joint
         return np.ascontiguousarray(joint.T if self.is_transposed else joint)
 

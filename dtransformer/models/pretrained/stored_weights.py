@@ -86,8 +86,11 @@ class StoredWeights:
     def _rectangle(self, path, expert, bounds, dtype):
         """Return a rectangle of a weight, or of an expert's."""
         stored, number, name = self._places[path, expert]
-        shapes = [self._shapes[weight] for weight in stored.weights]
-        weight = stored.of(self._content[name], number, shapes)
+        shapes, part = [self._shapes[weight] for weight in stored.weights], slice(None)
+        if stored.is_stacked:  # no other experts are read
+            part, bounds = slice(*bounds[0]), [(0, bounds[0][1] - bounds[0][0]), *bounds[1:]]
+            shapes = [(bounds[0][1], *shape[1:]) for shape in shapes]
+        weight = stored.of(self._content[name][part], number, shapes)
         kind = tf.as_dtype(dtype).as_numpy_dtype
         value = convert(
             weight[tuple(slice(*ends) for ends in bounds)], kind, f"{self._content.path}: {name}"

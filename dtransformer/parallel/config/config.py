@@ -1,9 +1,8 @@
 """Config dataclasses of how a job is divided, the global config and its scope.
 
-Every field is checked on construction and on every assignment; a refused value
-leaves the old one in place. A wrong type is a TypeError, a wrong value a
-ValueError, and a bool is not an int. Both name the field, what came and what is
-allowed.
+Every field is checked on construction and on every assignment; a refused value leaves the old one
+in place. A wrong type is a TypeError, a wrong value a ValueError, and a bool is not an int. Both name
+the field, what came and what is allowed.
 """
 
 import contextlib
@@ -85,16 +84,16 @@ class MoEConfig(validators.Checked):
         aux_loss_factor: weight of the load-balancing loss.
         num_experts_chosen: number k of experts that each token is sent to.
         expert_group_size: most tokens of a sequence that share experts' places; None for the batch.
-        z_loss_factor: weight of the mean square of the router's logsumexp (Zoph et al., 2022, arXiv
-            2202.08906, §3.3).
+        z_loss_factor: weight of the mean square of the router's logsumexp (arXiv 2202.08906, §3.3).
         router_jitter: the router's inputs are multiplied with random numbers of 1 ± this in
             training (Fedus et al., 2021, arXiv 2101.03961, §2.4).
-        router_type: `"softmax"`; or `"sigmoid"`, with a bias; see `Router`.
+        router_type: `"softmax"`; or `"sigmoid"`, with a bias of the choice; see `Router`.
+        router_bias: whether logits have one.
         shared_experts: number of experts that every token is sent to besides.
         dropless: whether experts take all tokens that are sent to them, whatever their capacity.
-        routing_groups: number of groups of experts, of which a token may choose a few.
-        routing_groups_chosen: how many; those of the highest scores.
-        group_score: what ranks groups: `"top2"` or `"max"`; see `Router`.
+        routing_groups: number of groups of experts.
+        routing_groups_chosen: of how many of them a token may choose, by `group_score`: `"top2"` or
+            `"max"`; see `Router`.
         normalizes_gates: whether the gates of the chosen experts are divided by their sum.
         gate_scale: what gates are multiplied with in the end.
         ffn_hidden_size: inner size of each expert; that of other feed-forward layers where None.
@@ -116,6 +115,7 @@ class MoEConfig(validators.Checked):
     normalizes_gates: bool = validators.field(True, validators.flag)
     gate_scale: float = validators.field(1.0, validators.positive)
     ffn_hidden_size: int | None = validators.field(None, validators.optional_count)
+    router_bias: bool = validators.field(False, validators.flag)
 
 
 @dataclasses.dataclass

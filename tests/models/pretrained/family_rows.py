@@ -36,6 +36,14 @@ BY_KIND = {
     FULL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
 }
 EXPERTS = {"num_experts_per_tok": 2}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+}
 # Decoders: besides SIZES of `reference_models`.
 TEXTS = {
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
@@ -141,6 +149,47 @@ TEXTS = {
         },
         NOT_ROTARY,
     ),
+    "gpt_oss": Row(
+        {
+            "head_dim": 12,
+            "intermediate_size": 64,  # a multiple of 32, which MXFP4's blocks have
+            "num_local_experts": 4,
+            "sliding_window": 5,
+            "rope_parameters": {**YARN, "truncate": False},
+            **EXPERTS,
+        },
+        ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not built"),
+    ),
+    "deepseek_v2": Row(
+        {
+            **LATENTS,
+            "q_lora_rank": None,
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+        },
+        NO_BIAS,
+    ),
+    "deepseek_v3": Row(
+        {
+            **LATENTS,
+            "q_lora_rank": 12,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+            **EXPERTS,
+        },
+        ({"scoring_func": "softmax"}, 'scoring_func="softmax" is not built'),
+    ),
 }
 # Encoders: besides BERT of `reference_models`.
 ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
@@ -218,6 +267,8 @@ PRESETS_OF = {
     "gemma3_text": "gemma3_",
     "glm": "glm4_9b$",
     "glm4": "glm4_9b_0414",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
     "m2m_100": "nllb_",
     "xlm-roberta": "xlm_roberta_",
 }
@@ -231,6 +282,8 @@ FORM_OF = {
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
+    "gpt_oss": "gpt_oss",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
 # Families whose default config in `transformers` is a published size, and its preset.
 DEFAULT_SIZES = {
@@ -238,6 +291,7 @@ DEFAULT_SIZES = {
     "llama": "llama_7b",
     "mistral": "mistral_7b",
     "phi3": "phi3_mini",
+    "gpt_oss": "gpt_oss_120b",
     "mixtral": "mixtral_8x7b",
     "smollm3": "smollm3_3b",
     "gemma": "gemma_7b",

@@ -14,6 +14,8 @@ import sys
 import numpy as np
 import torch
 import transformers
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto import modeling_auto as auto
 
 from tests.models.pretrained import family_rows
@@ -168,8 +170,25 @@ def save_fields(path):
     path.write_text(json.dumps(fields))
 
 
+def save_mxfp4(path):
+    """Save blocks of all bytes with scales, and what their values are."""
+    blocks = torch.randperm(4096).reshape(2, 16, 8, 16).to(torch.uint8)
+    scales = torch.randint(1, 252, (2, 16, 8)).to(torch.uint8)
+    values = convert_moe_packed_tensors(blocks, scales).float()
+    np.savez(path, blocks=blocks, scales=scales, values=values)
+
+
+def save_fp8(path):
+    """Save a matrix of two by three blocks in FP8, and what its values are."""
+    elements, scales = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3)
+    values = Fp8Dequantize(None)._dequantize_one(elements, scales, torch.float32)
+    np.savez(path, elements=elements.float(), scales=scales, values=values)
+
+
 def make(folder):
     save_fields(folder / "fields.json")
+    save_mxfp4(folder / "mxfp4.npz")
+    save_fp8(folder / "fp8.npz")
     save_rules(folder / "rules.npz")
     for number, (name, (model_class, options, kind)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
@@ -205,7 +224,8 @@ def make(folder):
 def drawn(model):
     """Return what is drawn of a model, biases and norms, too, and what is not trained of a head."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    return [*trained, *(x for name, x in model.named_buffers() if name == "final_logits_bias")]
+    others = "final_logits_bias", "e_score_correction_bias"
+    return [*trained, *(x for name, x in model.named_buffers() if name.endswith(others))]
 
 
 def check(made, folder):

@@ -60,7 +60,8 @@ def check(folder, expected, dtype="bfloat16"):
     items = [(math.prod(x.shape), x.value.dtype.size) for x in own_shards(network.weights)]
     share = sum(number * size for number, size in items)
     largest = VOCAB_SIZE * LLAMA["hidden_size"] * items[0][1]
-    assert peak < share + 1.1 * largest + 2**20, (peak, share, largest)
+    objects = 5 * 2**18  # of Keras' layers, those of the copy that shapes are of among them
+    assert peak < share + 1.1 * largest + objects, (peak, share, largest)
 
 
 @DTYPES

@@ -157,7 +157,7 @@ def test_what_is_translated(name):
 @each_of(FAMILY_OF, ("gemma2", "qwen3_moe"))
 def test_three_steps_of_training(name):
     network, expected = from_pretrained(published() / name), results(name)
-    if name == "glm4_moe":  # its router's bias is not trained there
+    if name in ("glm4_moe", "deepseek_v3"):  # the router's bias is not trained there
         freeze(network, "*/router/bias")
     trainer = Trainer(network)
     batch = batch_of(expected)

@@ -3,12 +3,14 @@
 from dtransformer.models.pretrained.families import llama
 from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
 from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
+from dtransformer.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from dtransformer.models.pretrained.families.encoders import DISTILBERT, MODERNBERT
 from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
 from dtransformer.models.pretrained.families.family import Family, as_class
 from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
 from dtransformer.models.pretrained.families.gpt2 import GPT2
+from dtransformer.models.pretrained.families.gpt_oss import GPT_OSS
 from dtransformer.models.pretrained.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from dtransformer.models.pretrained.families.parallel import COHERE, COHERE2, FALCON, GPT_NEOX, PHI
 from dtransformer.models.pretrained.families.t5 import MT5, T5
@@ -47,6 +49,9 @@ FAMILIES: dict[str, Family] = {
     "glm": GLM,
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
     "bert": BERT,
     "distilbert": DISTILBERT,
     "modernbert": MODERNBERT,

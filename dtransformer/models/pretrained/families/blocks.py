@@ -43,6 +43,7 @@ class Blocks:
         are_full_turned: whether blocks that do not slide have rotary positions where others slide.
         turns: name of a field that lists whether each block has rotary positions, and how often
             they are left out where it lacks; None for everywhere.
+        scaling: fields of `rope_scaling` where nothing is said of rotary positions.
     """
 
     base: float = 10000.0
@@ -62,6 +63,7 @@ class Blocks:
     fields: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     are_full_turned: bool = True
     turns: tuple[str, str, int] | None = None
+    scaling: Mapping = dataclasses.field(default_factory=dict)
     arguments: tuple[str, ...] = (*_ROTARY, "window", "block_pattern")
 
     def read(self, config: Mapping) -> dict:
@@ -111,7 +113,8 @@ class Blocks:
         if FULL in given or SLIDING in given:
             own = dict(given.get(kind) or {})
         else:
-            scaling = {} if is_local else config.get("rope_scaling") or {}
+            usual = {} if given else self.scaling
+            scaling = {} if is_local else config.get("rope_scaling") or usual
             own = {**scaling, **(given if not is_local else {})}
         usual = self.sliding_base if is_local and self.sliding_base else self.base
         field = self.older.get(kind, self.fields[0])
@@ -209,6 +212,7 @@ def _kind(block):
 def factored(blocks: list[dict]) -> dict:
     """Return the arguments of blocks: what all have, and the pattern of what differs."""
     same = {name for name in blocks[0] if all(one[name] == blocks[0][name] for one in blocks)}
+    same -= {name for name in same & {*_OF_PATTERN} if not blocks[0][name]}  # in no block
     pattern = shortest([{x: v for x, v in one.items() if x not in same} for one in blocks])
     if len(same) == len(blocks[0]):
         pattern = None

@@ -107,6 +107,35 @@ def first_dense(usual: int) -> tuple:
     return is_dense, fields
 
 
+def deepseek_experts(*usual, kind: type[Experts] = Experts, **fixed) -> Experts:
+    """Return the fields of experts by DeepSeek's names, of which no loss is a part.
+
+    Args:
+        *usual: what a config means that does not say them, in their order.
+        kind: the class.
+        **fixed: other fields of `MoEConfig`.
+    """
+    fields = {own: (field, x) for (own, field), x in zip(_DEEPSEEK.items(), usual)}
+    return kind(fields, aux_loss=None, fixed=fixed)
+
+
+_DEEPSEEK = {
+    "expert_num": "n_routed_experts",
+    "num_experts_chosen": "num_experts_per_tok",
+    "ffn_hidden_size": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "gate_scale": "routed_scaling_factor",
+    "routing_groups": "n_group",
+    "routing_groups_chosen": "topk_group",
+    "normalizes_gates": "norm_topk_prob",
+}
+
+
+def next_tokens(arguments: Mapping) -> tuple[str, ...]:
+    """Return what names begin with of what predicts several tokens, behind the last block."""
+    return (f"model.layers.{arguments['num_layers']}.",)
+
+
 _MIXTRAL_NAMES = {"w1": "gate", "w3": "mapping", "w2": "projection"}
 MIXTRAL = Stack(
     "MixtralForCausalLM",

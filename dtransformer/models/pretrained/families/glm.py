@@ -5,7 +5,11 @@ References: Team GLM, 2024, "ChatGLM", arXiv 2406.12793; GLM-4.5 Team, 2025, "GL
 """
 
 from dtransformer.models.pretrained.families.blocks import Blocks
-from dtransformer.models.pretrained.families.experts import Experts, first_dense
+from dtransformer.models.pretrained.families.experts import (
+    deepseek_experts,
+    first_dense,
+    next_tokens,
+)
 from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
 from dtransformer.models.pretrained.families.stack import FUSED_GATED, GATED, SHARED, Stack
 
@@ -43,22 +47,8 @@ GLM4_MOE = Stack(
         Blocks(fraction=0.5, dense=first_dense(1)),
         Field("qkv_bias", "attention_bias", False),
         Field("qk_norm", "use_qk_norm", False, lambda x: "rms_norm" if x else None, bool),
-        Experts(
-            {
-                "expert_num": ("n_routed_experts", 128),
-                "num_experts_chosen": ("num_experts_per_tok", 8),
-                "ffn_hidden_size": ("moe_intermediate_size", 1408),
-                "shared_experts": ("n_shared_experts", 1),
-                "gate_scale": ("routed_scaling_factor", 1.0),
-                "routing_groups": ("n_group", 1),
-                "routing_groups_chosen": ("topk_group", 1),
-                "normalizes_gates": ("norm_topk_prob", True),
-            },
-            aux_loss=None,
-            fixed={"router_type": "sigmoid"},
-        ),
+        deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
     ),
     dense={**GATED, **SHARED},
-    # What predicts several tokens comes after the last block, and is left out.
-    others={"left_out": lambda arguments: (f"model.layers.{arguments['num_layers']}.",)},
+    others={"left_out": next_tokens},
 ).family()

@@ -16,7 +16,7 @@ from dtransformer.models.pretrained.families.parts import (
     Field,
     epsilon,
 )
-from dtransformer.models.pretrained.families.stack import LLAMA_PARTS, PRE, Stack
+from dtransformer.models.pretrained.families.stack import PRE, Stack, llama_parts_without
 
 # What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
 CLASSIC = {
@@ -32,11 +32,6 @@ _EPSILON = epsilon(1e-5, "layer_norm_eps", own=1e-5)
 _TIED = Field("tied_head", "tie_word_embeddings", True)
 MAPPING, PROJECTION = ("feed_forward/mapping",), ("feed_forward/projection",)
 _ONE_NORM = "parallel_one_norm"
-
-
-def _without(*arguments: str) -> tuple:
-    """Return Llama's parts without those of some arguments, of which configs say nothing."""
-    return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
 
 
 def parallel_residual(usual: bool, placement: str) -> Field:
@@ -60,7 +55,7 @@ GPT_NEOX = Stack(
         Field("dropout_rate", "hidden_dropout", 0.0, same=("embedding_dropout_rate",)),
         parallel_residual(True, "parallel"),
     ),
-    usual_parts=_without("num_kv_heads", "head_dim"),
+    usual_parts=llama_parts_without("num_kv_heads", "head_dim"),
     fixed=CLASSIC,
     refused={"attention_bias": True, "is_decoder": False},
     ids={"bos_token_id": 0, "eos_token_id": 2},
@@ -180,7 +175,7 @@ FALCON = Stack(
         ),
         Field("max_length", "max_position_embeddings", 2048),
     ),
-    usual_parts=_without("head_dim", "attention_dropout_rate"),
+    usual_parts=llama_parts_without("head_dim", "attention_dropout_rate"),
     fixed={"norm": "layer_norm", "gated": False, "head_dim": None, "attention_dropout_rate": 0.0},
     # Dropout is of the sum of both there, and that of attention of ALiBi alone.
     refused={

@@ -6,6 +6,7 @@ What a row does not say is Llama's.
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from dtransformer.block_forms import Latent
 from dtransformer.errors import InputError
 from dtransformer.models import weight_shapes
 from dtransformer.models.base import TokenModel
@@ -44,6 +45,8 @@ _FIXED = {
     "use_bias": False,
     "qkv_bias": False,
     "moe_every": 1,
+    "sinks": False,
+    "latent": None,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {
@@ -64,6 +67,13 @@ LLAMA_PARTS = (
     Activation(),
     Blocks(),
 )
+
+
+def llama_parts_without(*arguments: str) -> tuple[Part, ...]:
+    """Return Llama's parts without those of some arguments, of which configs say nothing."""
+    return tuple(part for part in LLAMA_PARTS if not set(part.arguments) & set(arguments))
+
+
 # Their names of products within a block -> ours, whose tensors follow each other in theirs.
 ATTENTION = {
     "self_attn.q_proj": ("attention/query",),
@@ -117,6 +127,9 @@ class Stack:
         attention, dense, experts, norms: names of tensors within a block, and ours; `dense` are
             those of feed-forward layers, and of what is beside experts. The norms' may be a function
             of the arguments.
+        stacked: those of tensors that have all experts, kernels as [experts, inputs, outputs]; where
+            there are two weights, their outputs take turns.
+        block_vectors: those of other vectors of a block, whole.
         router: what the router's kernel is called.
         router_bias: the whole name of its bias.
         is_grouped: whether queries, keys and values of one tensor are by groups of heads.
@@ -140,6 +153,8 @@ class Stack:
     dense: Mapping[str, tuple] = dataclasses.field(default_factory=lambda: GATED)
     experts: Mapping[str, str] = dataclasses.field(default_factory=lambda: EXPERTS)
     norms: Mapping[str, str] | Callable = dataclasses.field(default_factory=lambda: PRE)
+    stacked: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    block_vectors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"
     is_grouped: bool = False
@@ -221,14 +236,17 @@ class Stack:
         norms = self.norms(arguments) if callable(self.norms) else self.norms
         for name, ours in norms.items():
             found += _vectors(name, ours, shapes)
+        found += [bias(name, ours) for name, ours in self.block_vectors.items() if ours in shapes]
         for name, ours in {**self.attention, **self.dense}.items():
             is_dense = not has_experts or name in self.attention or "/shared_experts/" in ours[0]
             if is_dense and f"{ours[0]}_kernel" in shapes:
                 found += self._product(name, ours, shapes, arguments)
         if has_experts:
             found.append(linear(f"{self.router}.weight", "feed_forward/router/kernel"))
-            if "feed_forward/router/bias" in shapes:
-                found.append(bias(self.router_bias, "feed_forward/router/bias"))
+            biases = "feed_forward/router/bias", "feed_forward/router/logits_bias"
+            found += [bias(self.router_bias, path) for path in biases if path in shapes]
+            for name, ours in self.stacked.items():
+                found += _stacked(name, ours, shapes)
             for name, ours in self.experts.items():
                 path = f"{ours}_kernel"
                 for i in range(shapes[path][0]):
@@ -239,9 +257,8 @@ class Stack:
         kernels = [f"{path}_kernel" for path in ours]
         groups = shapes["attention/key_kernel"][1] if self.is_grouped and len(ours) == 3 else 1
         order, inputs = None, 2 if ours == ("attention/output",) else 1
-        if self.is_interleaved and ours in (("attention/query",), ("attention/key",)):
-            features = shapes[kernels[0]][-1]
-            order = _evens_first(features, int(features * arguments["rotary_fraction"]))
+        if self.is_interleaved and len(ours) == 1:
+            order = _order(ours[0], shapes[kernels[0]][-1], arguments)
         found = [StoredTensor(f"{name}.weight", tuple(kernels), self.is_transposed, inputs)]
         if f"{ours[0]}_bias" in shapes:
             found.append(bias(f"{name}.bias", *(f"{path}_bias" for path in ours)))
@@ -260,6 +277,21 @@ class Stack:
         )
 
 
+def _stacked(name, ours, shapes):
+    """Return the tensors of all experts: a kernel, and a bias where there is one."""
+    found = []
+    for kind, ending, inputs in (("kernel", "", 2), ("bias", "_bias", 1)):
+        paths = tuple(f"{path}_{kind}" for path in ours)
+        if paths[0] in shapes:
+            turns = shapes[paths[0]][-1] if len(ours) > 1 else 1
+            found.append(
+                StoredTensor(
+                    f"{name}{ending}", paths, num_inputs=inputs, groups=turns, is_stacked=True
+                )
+            )
+    return found
+
+
 def _vectors(name, ours, shapes):
     """Return the tensors of a norm that is there, with a shift or without."""
     parts = {"weight": "gamma", "bias": "beta"}.items()
@@ -276,6 +308,20 @@ def _meant(arguments, name):
     return None if name in usual and value == usual[name] else value
 
 
-def _evens_first(features, turning):
-    """Return our order of a head's features: of the pairs that turn first all first ones."""
-    return (*range(0, turning, 2), *range(1, turning, 2), *range(turning, features))
+def _order(path, features, arguments):
+    """Return our order of a product's features: of the pairs that turn first all first ones."""
+    latent = Latent.of(arguments.get("latent"))
+    if latent is not None:
+        first = features - latent.rotary_dim
+        others, turning = range(first), _evens_first(range(first, features))
+        of_path = {"attention/latent": (*others, *turning)}
+        of_path |= dict.fromkeys(("attention/query", "attention/query_up"), (*turning, *others))
+        return of_path.get(path)
+    if path not in ("attention/query", "attention/key"):
+        return None
+    turning = int(features * arguments["rotary_fraction"])
+    return (*_evens_first(range(turning)), *range(turning, features))
+
+
+def _evens_first(places):
+    return (*places[::2], *places[1::2])

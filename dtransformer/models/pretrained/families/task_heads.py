@@ -122,13 +122,16 @@ _POOLING = Field(
 )
 _OF_KIND = {
     # Of these tokens have no class there.
-    **{kind: {SEQUENCE: _DECODER[SEQUENCE]} for kind in ("olmo2", "olmo3")},
+    **{
+        kind: {SEQUENCE: _DECODER[SEQUENCE]}
+        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text")
+    },
     **{
         kind: _heads(_LAST, dropouts=_RATES, usual_dropout=0.1)
         for kind in ("gpt2", "gpt_neox", "falcon")
     },
-    # And these have none, or, of Gemma 3's, of another name.
-    **{kind: {} for kind in ("granite", "olmoe", "glm4_moe", "gemma3_text")},
+    # And these have none.
+    **{kind: {} for kind in ("granite", "olmoe", "glm4_moe")},
     **{kind: {} for kind in ("cohere", "cohere2", "ernie4_5")},
     "bert": _heads(_first("bert.pooler.dense", "classifier")),
     "roberta": _ROBERTA,
@@ -241,6 +244,7 @@ def head_fields(kind: str, network: TokenModel) -> dict:
         return {}
     head = network.head
     base = FAMILIES[kind].architecture.removesuffix("LMHeadModel").partition("For")[0]
+    base += "Text" * (kind == "gemma3_text")  # beside classes that see images
     if isinstance(head, PoolingHead):
         _bare(kind)  # refuses families that have no such class
         return {"architectures": [f"{base}Model"]}

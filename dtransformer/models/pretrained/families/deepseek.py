@@ -1,0 +1,160 @@
+"""DeepSeek-V2 and V3: attention through latents, and many small experts.
+
+References: DeepSeek-AI, 2024, "DeepSeek-V2", arXiv 2405.04434, and "DeepSeek-V3", arXiv 2412.19437;
+what they do not say, by their published code.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from dtransformer.block_forms import Latent
+from dtransformer.errors import InputError
+from dtransformer.layers.rotary import yarn_magnitude
+from dtransformer.models.pretrained.families.blocks import Blocks
+from dtransformer.models.pretrained.families.experts import (
+    Experts,
+    deepseek_experts,
+    first_dense,
+    next_tokens,
+)
+from dtransformer.models.pretrained.families.stack import (
+    GATED,
+    PRE,
+    SHARED,
+    Stack,
+    llama_parts_without,
+)
+
+
+class _Latents:
+    """The fields of latents, and of the factor of queries, which grows for longer texts."""
+
+    arguments = "latent", "head_dim", "query_scale", "num_kv_heads"
+    _fields = {"kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank", "value_dim": "v_head_dim"}
+    _usual = {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128}
+    _heads = "num_attention_heads", "num_key_value_heads"
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: heads share keys and values, which those of latents do not.
+        """
+        for name in ("head_dim", "qk_head_dim"):  # which follow from others
+            config.get(name)
+        heads, shared = (config.get(name) for name in self._heads)
+        if shared not in (None, heads):
+            raise InputError(
+                f"num_key_value_heads={shared} is not built for latents: all heads' are"
+            )
+        sizes = {own: config.get(field, self._usual[field]) for own, field in self._fields.items()}
+        rotary = config.get("qk_rope_head_dim", 64)
+        size = config.get("qk_nope_head_dim", 128) + rotary
+        scaling = config.get("rope_parameters") or config.get("rope_scaling")
+        return {
+            "latent": {**sizes, "rotary_dim": rotary},
+            "head_dim": size,
+            "query_scale": size**-0.5 * _magnitude(scaling or {}),
+            "num_kv_heads": None,
+        }
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the network has no latents, or another factor of queries.
+        """
+        latent, size = Latent.of(arguments["latent"]), arguments["head_dim"]
+        if latent is None:
+            raise InputError("the family's attention is through latents, and the network's is not")
+        scale = size**-0.5 * _magnitude(arguments["rotary_scaling"] or {})
+        own = arguments["query_scale"] or size**-0.5
+        if not math.isclose(own, scale, rel_tol=1e-6):
+            raise InputError(f"query_scale={own} is not said by the family's configs: {scale} is")
+        fields = {field: getattr(latent, own) for own, field in self._fields.items()}
+        rotary = {
+            "qk_rope_head_dim": latent.rotary_dim,
+            "qk_nope_head_dim": size - latent.rotary_dim,
+        }
+        return {**fields, **rotary, "num_key_value_heads": arguments["num_heads"]}
+
+
+def _magnitude(scaling):
+    """Return what queries are multiplied with for longer texts, by fields of rotary positions."""
+    given = scaling.get("mscale_all_dim")
+    return yarn_magnitude(scaling["factor"], given) ** 2 if given else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfMethod(Experts):
+    """The fields of V2's experts: of groups of them one method alone chooses."""
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the method is not known.
+        """
+        found, method = super().read(config)["moe_config"], config.get("topk_method") or _METHODS[0]
+        if method not in _METHODS:
+            raise InputError(f"topk_method is {method!r}, expected one of {', '.join(_METHODS)}")
+        if method == _METHODS[0]:
+            found = dataclasses.replace(found, routing_groups=1, routing_groups_chosen=1)
+        return {"moe_config": found}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        fields = super().written(arguments)
+        return {**fields, "topk_method": _METHODS[fields["topk_group"] < fields["n_group"]]}
+
+
+_METHODS = "greedy", "group_limited_greedy"
+_REFUSED = {"attention_bias": False, "moe_layer_freq": 1}
+_BOTH = {
+    "usual_parts": llama_parts_without("num_kv_heads", "head_dim"),
+    "attention": {
+        "self_attn.q_proj": ("attention/query",),
+        "self_attn.q_a_proj": ("attention/query_down",),
+        "self_attn.q_b_proj": ("attention/query_up",),
+        "self_attn.kv_a_proj_with_mqa": ("attention/latent",),
+        "self_attn.kv_b_proj": ("attention/key_value",),
+        "self_attn.o_proj": ("attention/output",),
+    },
+    "norms": {
+        **PRE,
+        "self_attn.q_a_layernorm": "attention/query_latent_norm",
+        "self_attn.kv_a_layernorm": "attention/latent_norm",
+    },
+    "dense": {**GATED, **SHARED},
+    "is_interleaved": True,
+    "others": {"left_out": next_tokens},
+}
+_V2 = {"normalizes_gates": False, "group_score": "max"}
+DEEPSEEK_V2 = Stack(
+    "DeepseekV2ForCausalLM",
+    parts=(
+        _Latents(),
+        Blocks(dense=first_dense(0)),
+        deepseek_experts(64, 8, 1407, 2, 1.0, 1, 1, kind=_OfMethod, **_V2),
+    ),
+    refused={**_REFUSED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
+    ids={"bos_token_id": 1, "eos_token_id": 2},
+    **_BOTH,
+).family()
+DEEPSEEK_V3 = Stack(
+    "DeepseekV3ForCausalLM",
+    parts=(
+        _Latents(),
+        Blocks(dense=first_dense(3)),
+        deepseek_experts(256, 8, 2048, 1, 2.5, 8, 4, True, router_type="sigmoid"),
+    ),
+    refused={
+        **_REFUSED,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    ids={"bos_token_id": 0, "eos_token_id": 1},
+    **_BOTH,
+).family()

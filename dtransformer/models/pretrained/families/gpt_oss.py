@@ -1,0 +1,52 @@
+"""Gpt-oss: sinks of attention, and experts with biases and a clamped gate.
+
+References: OpenAI, 2025, gpt-oss model card, arXiv 2508.10925; what it does not say, by its published
+code. Files whose experts are MXFP4 are read, too (`quantized.py`), and saved as floats.
+"""
+
+from dtransformer.models.pretrained.families.blocks import Blocks, every
+from dtransformer.models.pretrained.families.experts import Experts
+from dtransformer.models.pretrained.families.parts import epsilon, head_dim, kv_heads
+from dtransformer.models.pretrained.families.stack import Stack, llama_parts_without
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = Stack(
+    "GptOssForCausalLM",
+    parts=(
+        epsilon(1e-5),
+        kv_heads(8),
+        head_dim(64),
+        # Even blocks slide.
+        Blocks(base=150000.0, kind_of=every(2), window=128, has_types=True, scaling=_YARN),
+        Experts(
+            {
+                "expert_num": ("num_local_experts", 128),
+                "num_experts_chosen": ("num_experts_per_tok", 4),
+            },
+            fixed={"router_bias": True},
+        ),
+    ),
+    usual_parts=llama_parts_without("hidden_act"),
+    fixed={"use_bias": True, "qkv_bias": True, "sinks": True, "hidden_act": "clamped_swiglu"},
+    refused={
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    router="mlp.router",
+    router_bias="mlp.router.bias",
+    experts={},
+    stacked={
+        "mlp.experts.gate_up_proj": ("feed_forward/gate", "feed_forward/mapping"),
+        "mlp.experts.down_proj": ("feed_forward/projection",),
+    },
+    block_vectors={"self_attn.sinks": "attention/sinks"},
+).family()
