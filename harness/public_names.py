@@ -60,6 +60,7 @@ NAMES = (
     layers.FixedSparseAttention,
     layers.Layer,
     layers.LayerNorm,
+    layers.LatentAttention,
     layers.Linear,
     layers.MaskedLMHead,
     layers.MoE,

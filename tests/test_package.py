@@ -21,7 +21,7 @@ ROOMS = {
     for name in (
         "dtransformer",
         *(f"dtransformer.{x}" for x in ("datasets", "layers", "models", "parallel.collectives")),
-        *(f"dtransformer.{x}" for x in ("planner", "reports", "trainers")),
+        *(f"dtransformer.{x}" for x in ("planner", "trainers")),
     )
 }
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 
+from dtransformer.cli.checks import check
 from dtransformer.cli.install_horovod import (
     COMMAND,
     InstallError,
@@ -45,11 +46,14 @@ def examine():
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine this host or others, or install Horovod, as the arguments say; return the exit code."""
     if arguments.hosts:
-        hosts = importlib.import_module("dtransformer.cli.doctor_hosts")
+        from dtransformer.cli.doctor_hosts import examine_hosts
+
         key = arguments.ssh_identity_file
-        return doctor(checks=hosts.examine_hosts(arguments.hosts, ["-i", key] if key else []))
+        return doctor(checks=examine_hosts(arguments.hosts, ["-i", key] if key else []))
     if arguments.warm:
-        return doctor(checks=importlib.import_module("dtransformer.cli.warm").warm())
+        from dtransformer.cli.warm import warm
+
+        return doctor(checks=warm())
     if not arguments.install_horovod:
         return doctor(arguments.json)
     try:
@@ -73,11 +77,6 @@ def doctor(as_json=False, checks=None):
             if not one["ok"] and one["mend"]:
                 print(f"{'':9}{'':{width}}  -> {one['mend']}")
     return 1 if any(one["ok"] is False for one in checks) else 0
-
-
-def check(name: str, ok: bool | None, found: str, mend: str | None = None) -> dict:
-    """Return a check: what was found, whether that is right, and how to mend it where it is not."""
-    return {"name": name, "ok": ok, "found": found, "mend": None if ok else mend}
 
 
 def _version(name):
@@ -122,9 +121,10 @@ def _horovod():
 def _devices():
     import tensorflow as tf
 
-    gpus = importlib.import_module("dtransformer.cli.doctor_gpu").examine_gpus()
+    from dtransformer.cli.doctor_gpu import examine_gpus
+
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    checks = [check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory"), *gpus]
+    checks = [check("CPU", True, f"{cores} cores, {memory:.0f} GiB of memory"), *examine_gpus()]
     result = float(tf.reduce_sum(tf.function(lambda x: x @ x)(tf.ones((2, 2)))))
     return [*checks, check("compiled function", result == 8, "runs", "reinstall tensorflow")]

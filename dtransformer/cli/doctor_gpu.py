@@ -9,7 +9,7 @@ import pathlib
 import tensorflow as tf
 
 from dtransformer import nvidia_driver
-from dtransformer.cli.doctor import check
+from dtransformer.cli.checks import check
 from dtransformer.parallel.runtime.devices import unused_driver
 
 # What TensorFlow 2.21 opens by name; without one of them it sees no GPU.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from dtransformer.cli import host_probe
-from dtransformer.cli.doctor import check
+from dtransformer.cli.checks import check
 from dtransformer.cli.launching.hosts import parse_hosts
 from dtransformer.cli.launching.processes import is_here, ssh_command
 

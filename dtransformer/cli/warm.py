@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 import dtransformer
-from dtransformer.cli.doctor import check
+from dtransformer.cli.checks import check
 from dtransformer.models import CausalLM
 from dtransformer.parallel.runtime.devices import device_type
 from dtransformer.trainers import Trainer

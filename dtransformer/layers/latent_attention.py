@@ -47,7 +47,7 @@ class LatentAttention(MultiHeadAttention):
 
     >>> x = tf.zeros((2, 5, 16))
     >>> sizes = {"kv_rank": 6, "rotary_dim": 4, "value_dim": 8}
-    >>> LatentAttention(16, 4, sizes, head_dim=12, qkv_bias=False)(x, x, x).shape
+    >>> LatentAttention(16, 4, sizes, head_dim=12)(x, x, x).shape
     TensorShape([2, 5, 16])
     """
 
@@ -62,7 +62,7 @@ class LatentAttention(MultiHeadAttention):
         rotary_scaling: dict | None = None,
         **kwargs,
     ):
-        options = {"head_dim": head_dim, "use_bias": use_bias, **kwargs}
+        options = {"head_dim": head_dim, "use_bias": use_bias, "qkv_bias": False, **kwargs}
         super().__init__(hidden_size, num_heads, **options)
         self.arguments = {x: kwargs[x] for x in kwargs.keys() - {"name", "dtype", "trainable"}}
         sizes = self.sizes = Latent.of(latent)

@@ -1,5 +1,7 @@
 """Promise: frozen weights stay, seeds decide, and what cannot be carried out is refused."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from dtransformer.trainers import Trainer, fit_loop
 from dtransformer.trainers.compile_checks import check_network
 from dtransformer.trainers.data import peek
 from dtransformer.trainers.optimizer.checks import check_constraints
+from harness.quick import calls_of_traces
 from tests.tolerances import TRAINING
 from tests.trainers.small import (
     Record,
@@ -227,7 +230,10 @@ def test_data_that_end_count_no_batch_that_is_not_there():
     )
 
 
-def test_an_error_of_a_step_says_where_it_comes_from():
+def test_an_error_of_a_step_says_where_it_comes_from(monkeypatch):
+    for module, name in calls_of_traces():  # which the quick suite does without
+        monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+
     class Fails(keras.layers.Layer):
         def call(self, x):
             return tf.reshape(x, [tf.size(x) + 1])
