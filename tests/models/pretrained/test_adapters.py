@@ -75,8 +75,11 @@ def test_three_steps_of_training(name):
         np.testing.assert_allclose(own.numpy(), theirs.numpy(), rtol=0, atol=tolerance * scale)
 
 
-def test_what_is_saved_is_loaded_by_peft(tmp_path):
-    for name in NAMES:
+@pytest.mark.parametrize(
+    "names", [("gpt2", "glm", "llama_dora"), pytest.param(NAMES, marks=pytest.mark.long)]
+)
+def test_what_is_saved_is_loaded_by_peft(names, tmp_path):
+    for name in names:
         network = network_with(name, made() / name)
         save_lora(network, tmp_path / name, family=name.removesuffix("_dora"))
         merge_lora(network)
