@@ -36,7 +36,10 @@ def apply_experts(
     Returns:
         A tensor [g, n, h].
     """
-    if trace.is_on_mesh() or _compat.is_compiled_by_xla():  # shapes have to be known
+    in_clusters = (
+        most is not None and tf.config.optimizer.get_jit()
+    )  # else each would be padded to all
+    if trace.is_on_mesh() or _compat.is_compiled_by_xla() or in_clusters:  # shapes have to be known
         experts = Buffers(taken, choices, groups, most)
     else:
         experts = SortedTokens(taken, choices)

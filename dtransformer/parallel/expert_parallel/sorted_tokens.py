@@ -4,11 +4,20 @@ Shapes: N tokens of h features; k choices of each; M choices that experts take, 
 expert i takes mᵢ; E experts.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from dtransformer.parallel.expert_parallel.capacity_slots import Places
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
+
+
+def _outside_of_clusters():
+    """Let no cluster of XLA's take what the `with` block makes, whose shapes depend on values."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.xla.experimental.jit_scope(compile_ops=False)
 
 
 class SortedTokens:
@@ -32,7 +41,8 @@ class SortedTokens:
         self._rows = tf.gather(row, choices, batch_dims=1)
         flat = tf.reshape(self._rows, [-1, 1])
         numbers = tf.range(tf.shape(flat, INDEX_TYPE)[0])
-        self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
+        with _outside_of_clusters():
+            self._choices = tf.scatter_nd(flat, numbers, [total + 1])[:total]
 
     def send(self, x: tf.Tensor) -> list[tf.Tensor]:
         """Return the tokens [mᵢ, h] of each expert, from those of all [g, n, h]."""
@@ -48,7 +58,8 @@ class SortedTokens:
                 back = self._of_choices(tf.concat(of_experts, 0))
                 return tf.reshape(tf.reduce_sum(back, axis=1), shape)
 
-            return tf.split(sent, self._sizes, num=num_experts), gradient
+            with _outside_of_clusters():
+                return tf.split(sent, self._sizes, num=num_experts), gradient
 
         return send(x)
 
