@@ -15,6 +15,15 @@ _DECODER = {
     "num_kv_heads": 4,
 }
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+_EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "dropless": True, "expert_group_size": 8}
+_GROUPED_EXPERTS = {
+    **_EXPERTS,
+    "ffn_hidden_size": 24,
+    "shared_experts": 1,
+    "router_type": "sigmoid",
+    "routing_groups": 2,
+    "routing_groups_chosen": 1,
+}
 
 
 def gemma(vocab_size, num_layers):
@@ -43,20 +52,8 @@ def falcon(vocab_size, num_layers):
 
 def glm_experts(vocab_size, num_layers):
     """GLM-4.5's form: a dense block first, experts of their own size; no positions in some blocks."""
-    experts = MoEConfig(
-        expert_num=4,
-        num_experts_chosen=2,
-        ffn_hidden_size=24,
-        shared_experts=1,
-        dropless=True,
-        expert_group_size=8,
-        router_type="sigmoid",
-        routing_groups=2,
-        routing_groups_chosen=1,
-        group_score="max",
-        normalizes_gates=False,
-        gate_scale=1.5,
-    )
+    own = {"group_score": "max", "normalizes_gates": False, "gate_scale": 1.5}
+    experts = MoEConfig(**_GROUPED_EXPERTS, **own)
     pattern = [{"experts": False}, {"rotary_base": None}]
     return CausalLM(
         vocab_size,
@@ -70,9 +67,7 @@ def glm_experts(vocab_size, num_layers):
 
 def gpt_oss(vocab_size, num_layers):
     """Gpt-oss' form: sinks, windows of every other block, experts with biases and a clamped gate."""
-    experts = MoEConfig(
-        expert_num=4, num_experts_chosen=2, dropless=True, expert_group_size=8, router_bias=True
-    )
+    experts = MoEConfig(**_EXPERTS, router_bias=True)
     own = {"hidden_act": "clamped_swiglu", "use_bias": True, "sinks": True, "tied_head": False}
     own |= {"rotary_scaling": _YARN, "block_pattern": [{"window": 4}, {"window": None}]}
     return CausalLM(vocab_size, num_layers=num_layers, **{**_DECODER, **own}, moe_config=experts)
@@ -80,17 +75,6 @@ def gpt_oss(vocab_size, num_layers):
 
 def deepseek(vocab_size, num_layers):
     """DeepSeek-V3's form: attention through latents, groups of experts, a dense block first."""
-    experts = MoEConfig(
-        expert_num=4,
-        num_experts_chosen=2,
-        ffn_hidden_size=24,
-        shared_experts=1,
-        dropless=True,
-        expert_group_size=8,
-        router_type="sigmoid",
-        routing_groups=2,
-        routing_groups_chosen=1,
-    )
     own = {"num_kv_heads": None, "head_dim": 6, "tied_head": False, "rotary_scaling": _YARN}
     own["latent"] = {"kv_rank": 10, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
     blocks = [{"experts": False}, *[{"experts": True}] * (num_layers - 1)]
@@ -98,7 +82,7 @@ def deepseek(vocab_size, num_layers):
         vocab_size,
         num_layers=num_layers,
         **{**_DECODER, **own},
-        moe_config=experts,
+        moe_config=MoEConfig(**_GROUPED_EXPERTS),
         block_pattern=blocks,
     )
 

@@ -7,17 +7,22 @@ from collections.abc import Iterable
 import tokenizers
 
 
-def write_byte_tokenizer(folder: pathlib.Path, texts: Iterable[str], chat_template: str) -> None:
-    """Write a tokenizer of bytes and few pieces of some texts into a folder, with a chat template."""
+def byte_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer of bytes and few pieces of some texts."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
+        vocab_size=vocab_size,
         special_tokens=["<unk>", "<s>", "</s>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
     own.train_from_iterator(texts, trainer)
-    own.save(str(folder / "tokenizer.json"))
+    return own
+
+
+def write_byte_tokenizer(folder: pathlib.Path, texts: Iterable[str], chat_template: str) -> None:
+    """Write a tokenizer of bytes and few pieces of some texts into a folder, with a chat template."""
+    byte_tokenizer(texts, 280).save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,6 +1,5 @@
 """The Transformer's encoder: its layer and the stack."""
 
-import functools
 from collections.abc import Callable
 
 import keras
@@ -169,10 +168,11 @@ class TransformerEncoderLayer(TransformerBlock):
 
     def make_attention(self, name: str, to_itself: bool = True) -> MultiHeadAttention:
         names = (*_OF_ATTENTION, *(_OF_OWN_ATTENTION if to_itself else ()))
-        latent = self.arguments.get("latent") if to_itself else None
-        kind = MultiHeadAttention
-        if latent is not None:
-            kind = functools.partial(LatentAttention, latent=latent)
+        options = {x: self.arguments[x] for x in names if x in self.arguments}
+        kind = LatentAttention
+        if options.get("latent") is None:
+            kind = MultiHeadAttention
+            options.pop("latent", None)
         return kind(
             self.arguments["hidden_size"],
             self.arguments["num_heads"],
@@ -182,7 +182,7 @@ class TransformerEncoderLayer(TransformerBlock):
             dtype=self.dtype_policy,
             name=name,
             use_bias=self.arguments["use_bias"],
-            **{x: self.arguments[x] for x in names if x in self.arguments and x != "latent"},
+            **options,
         )
 
     def make_feed_forward(self, name: str) -> FeedForward:

@@ -93,10 +93,11 @@ def init(
     validators.check_supported(config, local_devices)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    same = before.topology.local_devices == local_devices and before.mesh is None
-    if not before.is_joined or not same:  # to leave a mesh starts TensorFlow anew
-        if before.is_joined:
-            _compat.end_context()  # of which devices are taken before the first operation
+    has_devices = before.is_joined and before.mesh is None  # to leave a mesh starts TensorFlow anew
+    if has_devices and before.topology.local_devices != local_devices:
+        _compat.end_context()
+        has_devices = False
+    if not has_devices:  # before the first operation
         take_devices(local_rank, local_size, local_devices, config.pipeline_stage > 1)
     addresses = [None]
     if hvd:

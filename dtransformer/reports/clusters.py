@@ -9,10 +9,8 @@ _CARRIERS = {
     *("_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_Send", "_Recv", "_HostSend", "_HostRecv"),
     *("Const", "NoOp", "Identity", "IdentityN", "Switch", "Merge", "_XlaRun", "_XlaMerge"),
 }
-_CLUSTERS = (
-    "_XlaCompile",
-    "XlaLaunch",
-)  # each cluster of a graph that TensorFlow has optimized has one
+# Each cluster of a graph that TensorFlow has optimized has one of these.
+_CLUSTERS = "_XlaCompile", "XlaLaunch"
 _CALLS = "StatefulPartitionedCall", "PartitionedCall"
 _NAMED = 8  # of the operations that stay outside, in the report's text
 

@@ -21,6 +21,7 @@ from dtransformer.models import (
     save_pretrained,
 )
 from dtransformer.models.generation.text_generator import TextGenerator
+from harness.byte_tokenizer import byte_tokenizer
 from tests.runs.small_records import LLAMA
 
 PROMPTS = ["The quick", "été é", "dog"]
@@ -56,15 +57,7 @@ def folder(tmp_path_factory):
     """A random Llama whose tokenizer knows bytes, so that characters are found in parts."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     save(CausalLM(300, **LLAMA), folder, "llama")
-    own = tokenizers.Tokenizer(tokenizers.models.BPE())
-    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    own.train_from_iterator(["The quick brown fox jumps over the lazy dog, été."] * 3, trainer)
+    own = byte_tokenizer(["The quick brown fox jumps over the lazy dog, été."] * 3, 290)
     own.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )

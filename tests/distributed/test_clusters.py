@@ -26,9 +26,8 @@ def test_products_are_in_clusters_and_collectives_are_not(run, ranks_of):
     layout = Run.of(run).layout
     for rank in ranks_of(run):
         assert rank["clusters"] > 1
-        if (
-            layout.stages == 1
-        ):  # a backward pass for weights alone may be one product, and no cluster
+        # Of stages a backward pass for weights alone may be one product, and no cluster.
+        if layout.stages == 1:
             assert not PRODUCTS & rank["outside"].keys()
         of_ranks = any(
             op.startswith(("Horovod", "EagerPyFunc", "PyFunc")) for op in rank["outside"]

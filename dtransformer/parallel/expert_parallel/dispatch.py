@@ -36,10 +36,10 @@ def apply_experts(
     Returns:
         A tensor [g, n, h].
     """
-    in_clusters = (
-        most is not None and tf.config.optimizer.get_jit()
-    )  # else each would be padded to all
-    if trace.is_on_mesh() or _compat.is_compiled_by_xla() or in_clusters:  # shapes have to be known
+    # Where XLA compiles, shapes have to be known. Its clusters can leave out what depends on values,
+    # which costs less than to pad each expert that has no bound to all tokens.
+    in_clusters = most is not None and tf.config.optimizer.get_jit()
+    if trace.is_on_mesh() or _compat.is_compiled_by_xla() or in_clusters:
         experts = Buffers(taken, choices, groups, most)
     else:
         experts = SortedTokens(taken, choices)
