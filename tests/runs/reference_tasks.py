@@ -3,7 +3,7 @@
     python -m tests.runs.reference_tasks FOLDER
 
 It saves a small Llama of `transformers`, with adapters of `peft`, and a BERT; and losses, gradients and
-logits in float32. Losses of preferences are those of the papers, and of `trl`, where it is there.
+logits in float32. Losses of preferences are those of the papers; `reference_trl` has those of `trl`.
 """
 
 import pathlib
@@ -31,8 +31,8 @@ def pairs():
     ids = torch.randint(4, VOCAB_SIZE, (ROWS, 2, LENGTH))
     lengths = torch.tensor([[12, 9], [7, 12], [10, 10]])
     prompts = torch.tensor([[3], [2], [5]])
-    ids[:, 1, :2] = ids[:, 0, :2]
     places = torch.arange(LENGTH)
+    ids[:, 1] = torch.where(places < prompts, ids[:, 0], ids[:, 1])
     labels = torch.where((places >= prompts[..., None]) & (places < lengths[..., None]), ids, -100)
     ids = torch.where(places < lengths[..., None], ids, 0)
     return ids, labels, lengths
@@ -60,6 +60,15 @@ def preference(model, ids, labels, kind, smoothing):
         return torch.relu(1 - BETA * h).mean(), theirs
     loss = -(1 - smoothing) * F.logsigmoid(BETA * h) - smoothing * F.logsigmoid(-BETA * h)
     return loss.mean(), theirs
+
+
+def first_gradients(model):
+    """Return those of the two factors of the first block's queries, by their letter."""
+    return {
+        name.split(".")[-3][-1]: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if "lora_" in name and "layers.0" in name and "q_proj" in name
+    }
 
 
 def main(folder):
@@ -102,9 +111,7 @@ def main(folder):
         loss.backward()
         key = f"{kind}/{smoothing}"
         found |= {f"{key}/loss": loss, f"{key}/reference": theirs}
-        for name, weight in model.named_parameters():
-            if "lora_" in name and "layers.0" in name and "q_proj" in name:
-                found[f"{key}/{name.split('.')[-3][-1]}"] = weight.grad.clone()
+        found |= {f"{key}/{name}": x for name, x in first_gradients(model).items()}
 
     config = transformers.BertConfig(**SIZES, num_labels=4, pad_token_id=0)
     transformers.BertForPreTraining(config).save_pretrained(folder / "bert")

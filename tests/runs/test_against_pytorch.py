@@ -21,13 +21,17 @@ BETA = 0.3
 KINDS = [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0)]
 
 
+def run(program, folder):
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-m", f"tests.runs.{program}", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    root = pathlib.Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.runs.reference_tasks", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("reference_tasks", folder)
     return folder, dict(np.load(folder / "found.npz"))
 
 
@@ -59,6 +63,16 @@ def test_preferences_with_adapters_and_without_as_the_reference(reference, kind,
     of_a, of_b = tape.gradient(loss, [a.value, b.value])
     np.testing.assert_allclose(tf.transpose(of_a), found[f"{key}/A"], **CLOSE)
     np.testing.assert_allclose(tf.transpose(tf.reshape(of_b, (3, -1))), found[f"{key}/B"], **CLOSE)
+
+
+@pytest.mark.long
+def test_preferences_and_rewards_of_trl_are_those_of_the_reference(reference):
+    folder, found = reference
+    run("reference_trl", folder)
+    of_trl = np.load(folder / "of_trl.npz")
+    assert len(of_trl.files) == 11
+    for name in of_trl.files:
+        np.testing.assert_allclose(of_trl[name], found[name], **CLOSE, err_msg=name)
 
 
 def test_rewards(reference):
