@@ -36,6 +36,7 @@ class System:
         stage_waits, mesh_waits: those of a step of a pipeline, and of a mesh.
         loss_sums: sums of a number a token, over the model axis, that a sharded vocabulary takes:
             the largest logit, the exponentials and the label's logit of cross entropy.
+        sum_bytes: of a number in a sum over the model axis; None for an activation's.
         copies_weights: whether, without a mesh, a rank computes with a 16-bit copy of the weights at
             levels 1 and 2, and shards float32 ones with the states.
     """
@@ -54,6 +55,7 @@ class System:
     stage_waits: int = 0
     mesh_waits: int = 0
     loss_sums: int = 3
+    sum_bytes: int | None = None
     copies_weights: bool = False
 
     def bytes_a_parameter(self, level, is_on_mesh):
@@ -157,5 +159,7 @@ class Job:
             stage_waits=3,
             mesh_waits=2,
             loss_sums=5,  # two for the accuracy
+            # DTensor sends bfloat16 as float32.
+            sum_bytes=4 if "bfloat16" in (self.precision or "") else None,
             copies_weights=self.is_mixed and number == 4,
         )

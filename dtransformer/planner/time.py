@@ -204,8 +204,8 @@ class _Blocks:
         item, groups = 2 if is_16_bit else 4, groups_of(layouts)
         b, t, c, full = layouts.micro_batch, layouts.model, layouts.context, layouts.recompute == 2
         uses = []
-        summed = lambda num_bytes: collective_seconds(
-            cluster, "all-reduce", num_bytes, groups["model"]
+        summed = lambda elements, number=system.sum_bytes or item: collective_seconds(
+            cluster, "all-reduce", elements * number, groups["model"]
         )
 
         def unsharded(num_bytes, is_trained, passes=2):
@@ -217,7 +217,7 @@ class _Blocks:
 
         for kind in model.kinds:
             passes = block_passes(cluster.device, model, kind, layouts, is_16_bit)
-            stream = b * kind.length / c * model.hidden_size * item
+            elements = b * kind.length / c * model.hidden_size
             sublayers = len(kind.attended) + 1
             sums = np.where(
                 full,
@@ -228,7 +228,7 @@ class _Blocks:
             if kind.is_frozen:
                 sums, passed = sums_over_model(sublayers, backward=0), 1
             keys = 2 * b * kind.length * model.num_kv_heads * model.head_dim / t * item
-            tokens = stream * model.routed_rows(is_on_mesh=True) * kind.has_experts
+            tokens = elements * item * model.routed_rows(is_on_mesh=True) * kind.has_experts
             weights = model.block_parameters(kind) / t * item
             gathers = unsharded(
                 weights / system.gathers_a_block, model.trains(kind), 1 if kind.is_frozen else 2
@@ -237,7 +237,7 @@ class _Blocks:
                 {
                     "products": passes.forward + passes.backward,
                     "recompute": passes.repeated,
-                    "model_parallel": sums * summed(stream),
+                    "model_parallel": sums * summed(elements),
                     "context_parallel": passed
                     * collective_seconds(cluster, "all-gather", keys, groups["context"]),
                     "expert_parallel": 2
@@ -249,13 +249,13 @@ class _Blocks:
         head = head_seconds(cluster.device, model, layouts, is_16_bit)
         shards = np.where(system.shards_sends | (layouts.sequence > 0), t, 1)
         length = max(kind.length for kind in model.kinds)
-        stream = b * length / c * model.hidden_size * item
+        elements = b * length / c * model.hidden_size
         lookups = 2 if model.encoder_layers and model.decoder_layers else 1
-        embedding_sums = np.where(layouts.rows > 0, lookups * summed(stream), 0.0)
+        embedding_sums = np.where(layouts.rows > 0, lookups * summed(elements), 0.0)
         # The gradient of what the head takes; of the loss, numbers of each token.
-        head_sums = summed(stream) + system.loss_sums * summed(b * length / c * 4)
+        head_sums = summed(elements) + system.loss_sums * summed(b * length / c, 4)
         table = _table_elements(model, layouts) * item
-        sends = 2 * send_seconds(cluster, stream / shards, groups["stage"].stride)
+        sends = 2 * send_seconds(cluster, elements * item / shards, groups["stage"].stride)
         gathers = unsharded(table, model.trains_tables)
         return cls(uses, head, gathers, embedding_sums, head_sums, sends)
 

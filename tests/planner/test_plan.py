@@ -647,6 +647,15 @@ def test_a_mesh_sums_at_both_ends_of_a_network():
     assert found.seconds_by_kind["model_parallel"] == pytest.approx(calls * 0.001)
 
 
+def test_a_mesh_sends_bfloat16_as_float32():
+    model, layouts = named("llama2_7b"), Layouts.of(model=[2])
+    seconds = {
+        precision: evaluate(model, cluster(2), Job(8, precision), layouts)[1].model_parallel[0]
+        for precision in ("mixed_float16", "mixed_bfloat16", "float32")
+    }
+    assert seconds["mixed_bfloat16"] == seconds["float32"] > 1.5 * seconds["mixed_float16"]
+
+
 def test_precision_is_a_property_of_the_device():
     """A V100 has no bfloat16: its mixed precision is float16, and bfloat16 is refused."""
     model, job = named("gpt2_small"), Job(global_batch=8)
