@@ -61,7 +61,7 @@ setup: .venv/test $(CUDA) .venv/horovod  ## make the whole environment: for test
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[reference]'
 	@touch $@
 
-.venv/horovod: .venv/ready
+.venv/horovod: .venv/ready dtransformer/cli/install_horovod.py $(wildcard dtransformer/cli/horovod_sources/*.*)
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/dtransformer doctor --install-horovod
 	@touch $@
 

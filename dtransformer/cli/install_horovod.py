@@ -39,11 +39,16 @@ EXIT_FAILED = 1
 EXIT_NO_COMPILER = 3
 
 _OWN_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
-_LEFT_OUT = "xla_mpi_ops.cc"
-# What stands in its place: Horovod's operations on GPUs, all of them by NCCL (the letter N).
-_ON_GPUS = (_OWN_SOURCES / "on_gpus.cmake").read_text("utf-8")
-_STREAM_HEADER = '#include "tensorflow/compiler/xla/stream_executor/stream.h"'
-_STREAM = (_OWN_SOURCES / "stream.inc").read_text("utf-8")
+# A file of Horovod's operations of TensorFlow, words of one of its lines, and what stands in its place:
+# operations on GPUs, all of them by NCCL (the letter N), for the one file that does not compile;
+# where TensorFlow has the header of streams; and memory of a gather, which is taken as it begins, so
+# that gathered weights of the next block do not wait for this one (take_expected.inc, expect_rows.inc).
+_EDITS = [
+    ("CMakeLists.txt", "xla_mpi_ops.cc", "on_gpus.cmake"),
+    ("mpi_ops.cc", '#include "tensorflow/compiler/xla/stream_executor/stream.h"', "stream.inc"),
+    ("mpi_ops.cc", "= context_->allocate_output(output_index,", "take_expected.inc"),
+    ("mpi_ops.cc", "= EnqueueTensorAllgather(", "expect_rows.inc"),
+]
 # The versions that the wheel was built and tested with.
 _BUILD_TOOLS = ("cmake==3.31.6", "setuptools==80.10.2", "wheel==0.48.0", "packaging==26.3")
 _OPTIONS = {
@@ -141,9 +146,8 @@ def cache_folder():
 
 
 def _digest_of_edits():
-    files = (file for file in sorted(_OWN_SOURCES.iterdir()) if file.suffix in (".cc", ".h", ".py"))
-    own = [file.read_text("utf-8") for file in files]
-    text = repr([*own, _ON_GPUS, _STREAM, _OPTIONS, _BUILD_TOOLS, _has_cuda_headers()])
+    own = [file.read_text("utf-8") for file in sorted(_OWN_SOURCES.glob("*.*"))]
+    text = repr([own, _EDITS, _OPTIONS, _BUILD_TOOLS, _has_cuda_headers()])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -223,13 +227,14 @@ def download(folder, log, environment=None):
 
 
 def unpack(archive, folder):
-    """Unpack the sources; leave out the one file that does not compile, and add what GPUs need."""
+    """Unpack the sources, edit them (`_EDITS`), and add what GPUs need."""
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / f"horovod-{VERSION}"
-    on_gpus = _ON_GPUS if _has_cuda_headers() else ""
-    _replace(source / "horovod/tensorflow/CMakeLists.txt", _LEFT_OUT, on_gpus)
-    _replace(source / "horovod/tensorflow/mpi_ops.cc", _STREAM_HEADER, _STREAM)
+    for name, words, own in _EDITS:
+        is_left_out = own == "on_gpus.cmake" and not _has_cuda_headers()
+        text = "" if is_left_out else (_OWN_SOURCES / own).read_text("utf-8")
+        _replace(source / "horovod/tensorflow" / name, words, text)
     for file in (*_OWN_SOURCES.glob("*.cc"), *_OWN_SOURCES.glob("*.h")):
         shutil.copy(file, source / "horovod/common/ops/cuda")
     return source

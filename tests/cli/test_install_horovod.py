@@ -15,6 +15,8 @@ from dtransformer.cli.install_horovod import SHA256, InstallError, download, unp
 FOLDER = "horovod-0.28.1/horovod"
 LISTING, OPERATIONS = f"{FOLDER}/tensorflow/CMakeLists.txt", f"{FOLDER}/tensorflow/mpi_ops.cc"
 INCLUDE = '#include "tensorflow/compiler/xla/stream_executor/stream.h"\n'
+ALLOCATED = "Status status = context_->allocate_output(output_index, tf_shape, &tf_tensor);\n"
+GATHERED = "auto enqueue_result = EnqueueTensorAllgather(\n"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-def sources(folder, listing, operations=INCLUDE):
+def sources(folder, listing, operations=INCLUDE + ALLOCATED + GATHERED):
     """Write an archive as Horovod's, with two of its files; return its path."""
     path = folder / "horovod-0.28.1.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
@@ -78,7 +80,8 @@ def test_sources_of_another_hash_are_not_run(tmp_path, cache):
 
 def test_what_is_edited(tmp_path):
     listing = "list(a.cc)\nlist(xla_mpi_ops.cc)\nlist(b.cc)\n"
-    unpack(sources(tmp_path, listing, f"// first\n{INCLUDE}// last\n"), tmp_path)
+    text = f"// first\n{INCLUDE}{ALLOCATED}{GATHERED}// last\n"
+    unpack(sources(tmp_path, listing, text), tmp_path)
     first, *on_gpus, last = (tmp_path / LISTING).read_text().splitlines()
     assert (first, last) == ("list(a.cc)", "list(b.cc)")
     assert any("nccl_operations" in line for line in on_gpus)
@@ -86,6 +89,8 @@ def test_what_is_edited(tmp_path):
     operations = (tmp_path / OPERATIONS).read_text()
     assert operations.startswith("// first\n") and operations.endswith("// last\n")
     assert "AsGpuStreamValue" in operations and INCLUDE not in operations
+    assert operations.index("mutable_output(") < operations.index(ALLOCATED)
+    assert operations.index("allocate_output(0, expected") < operations.index(GATHERED)
     names = {file.name for file in (tmp_path / FOLDER / "common/ops/cuda").iterdir()}
     assert names == {"a.cu", "cuda_kernels.cc", "nccl.h"}
 

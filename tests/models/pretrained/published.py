@@ -1,11 +1,14 @@
 """Small random models that `transformers` made, in a process of its own, or checks there."""
 
+import fcntl
 import functools
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import uuid
 
 import numpy as np
 import pytest
@@ -42,10 +45,16 @@ with_transformers = pytest.mark.skipif(
 
 @functools.cache
 def published() -> pathlib.Path:
-    """Return the folder of the models; made once a process."""
-    folder = tempfile.mkdtemp(prefix="published-")
-    _run("make", folder)
-    return pathlib.Path(folder)
+    """Return the folder of the models; made once a run of the suite, by the worker that asks first."""
+    suite = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    folder = pathlib.Path(tempfile.gettempdir(), f"published-{suite}")
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            _run("make", folder)
+            (folder / "made").touch()
+    return folder
 
 
 def results(name) -> dict:
