@@ -9,7 +9,7 @@ are sharded and shards have full groups, g is two dimensions: b, and the groups 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -117,9 +117,9 @@ class TokenGroups:
         """Lay a tensor of all groups [g, ...] out as these are."""
         return laid_out(x, self.axes)
 
-    def of_sequences(self, x: tf.Tensor) -> tf.Tensor:
-        """Lay a tensor [b, s, ...] out so that `split` sends nothing."""
-        return laid_out(x, self._of_sequences)
+    def of_sequences(self, x: tf.Tensor, put: Callable | None = None) -> tf.Tensor:
+        """Lay a tensor [b, s, ...] out so that `split` sends nothing; `put` is as of `laid_out`."""
+        return laid_out(x, self._of_sequences, put or relayout)
 
     def totals(self, chosen: tf.Tensor, is_token: tf.Tensor, name: str) -> Totals:
         """Return what is known of the groups, once every rank that shares them is asked.
@@ -167,6 +167,12 @@ class TokenGroups:
         )
 
 
-def laid_out(x: tf.Tensor, axes: Sequence[str | None]) -> tf.Tensor:
-    """Shard the first dimensions of a tensor over mesh axes, where there is one; None is replicated."""
-    return relayout(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x
+def laid_out(x: tf.Tensor, axes: Sequence[str | None], put: Callable = relayout) -> tf.Tensor:
+    """Shard the first dimensions of a tensor over mesh axes, where there is one; None is replicated.
+
+    Args:
+        x: a tensor.
+        axes: of its first dimensions.
+        put: a function that lays out, `relayout` or `axis_rules.laid_out`.
+    """
+    return put(x, (*axes, *[None] * (len(x.shape) - len(axes)))) if trace.is_on_mesh() else x

@@ -125,7 +125,7 @@ def with_calls():
     """Losses of a fit on a rank's share, whose callback evaluates and predicts global data."""
     x, y = X.reshape(ROWS, -1), VALUE.reshape(ROWS, -1)
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((WIDTH * 3,)), keras.layers.Dense(WIDTH)])
+    model = keras.Sequential([keras.Input((WIDTH * 3,)), *map(keras.layers.Dense, (8, WIDTH))])
     data, options, calls = (x, y), {}, []
     if job.size() > 1 or job.mesh() is not None:
         index, count = job.data_shard()
@@ -157,7 +157,7 @@ def begun():
         specs = (tf.TensorSpec((WIDTH * 3,)), tf.TensorSpec((1,)))
         return tf.data.Dataset.from_generator(rows, output_signature=specs).batch(10)
 
-    model = keras.Sequential([keras.Input((WIDTH * 3,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((WIDTH * 3,)), *map(keras.layers.Dense, (8, 1))])
     model = Trainer(model) if job.size() > 1 or job.mesh() is not None else model
     model.compile("sgd", "mse")
     model.fit(dataset(0), validation_data=dataset(1), epochs=2, verbose=0)
@@ -281,7 +281,10 @@ class AddingBlock(TransformerEncoderLayer):
 
 
 def added():
-    """Losses that layers add; metrics whose states are ints; an optimizer that is built before."""
+    """Losses that layers add; metrics whose states are ints; an optimizer that is built before.
+
+    Where weights are sharded such an optimizer is refused.
+    """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WIDTH, 3))
     x = AddingBlock(8, 2, 16, **NO_DROPOUT)(keras.layers.Dense(8, activation="tanh")(inputs))
@@ -291,7 +294,8 @@ def added():
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data = {"x": X[:16], "y": CLASS[:16], "validation_data": validation}
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.build(model.trainable_variables)
+    if job.mesh() is None:
+        optimizer.build(model.trainable_variables)
     return train(model, data, optimizer, loss=classes, metrics=["accuracy", overlap])
 
 

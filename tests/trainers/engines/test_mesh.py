@@ -167,7 +167,7 @@ def test_updates_of_large_networks_are_compiled_on_every_device():
     ):
         expected = losses(trainer_of(network(), optimizer()))
         start()
-        with unittest.mock.patch("dtransformer.trainers.trainer._LARGE_NETWORK", 0):
+        with unittest.mock.patch("dtransformer.trainers.step_compiler._LARGE_NETWORK", 0):
             trainer = trainer_of(network(), optimizer())
             np.testing.assert_allclose(losses(trainer), expected, rtol=PARITY_LOSS)
         assert int(trainer.optimizer.iterations.numpy()) == 3
