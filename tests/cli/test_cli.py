@@ -257,11 +257,6 @@ def test_evaluate_refuses_files_of_different_lengths(run, corpus, capsys):
     assert "320" in error and "16" in error
 
 
-def test_prepare_refuses_a_missing_source(tmp_path, capsys):
-    assert main(["prepare", "--source", str(tmp_path / "no"), "--out", str(tmp_path)]) == 2
-    assert str(tmp_path / "no") in capsys.readouterr().err
-
-
 def test_prepare_keeps_what_is_there(tmp_path, capsys):
     out = tmp_path / "corpus"
     command = ["prepare", "--embedded", "--out", str(out), "--num-train"]
