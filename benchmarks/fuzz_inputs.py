@@ -274,18 +274,18 @@ def weights(good, network, rng, folder):
 def tokenizer_files(good, rng, folder):
     path = folder / "tokenizer"
     shutil.copytree(good, path)
-    name = rng.choice(["subword_tokenizer.json", "vocab.txt", "vocab.txt"])
-    content = (path / name).read_bytes()
-    if name == "subword_tokenizer.json" and rng.random() < 0.6:
-        content = json.dumps(edit(rng, json.loads(content))).encode()
-    elif rng.random() < 0.5:
+    content = (path / "tokenizer.json").read_bytes()
+    if rng.random() < 0.5:
         content = damaged(rng, content)
     else:
-        lines = content.split(b"\n")
-        odd = rng.choice([*ODD_TEXTS, "▁", "##", "##▁", "\ufffd", "a" * 257, "]", "\\", "^", "-"])
-        lines[rng.randrange(len(lines))] = odd.encode("utf-8", "surrogateescape")
-        content = b"\n".join(lines)
-    (path / name).write_bytes(content)
+        fields = json.loads(content)
+        pieces = list(fields["model"]["vocab"])
+        odd = [*ODD_TEXTS, "▁", "##", "##▁", "\ufffd", "a" * 257, "]", "\\", "^", "-"]
+        pieces[rng.randrange(len(pieces))] = rng.choice(odd)
+        fields["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
+        fields = edit(rng, fields) if rng.random() < 0.3 else fields
+        content = json.dumps(fields).encode()
+    (path / "tokenizer.json").write_bytes(content)
     tokenizer = SubwordTokenizer.load(path)
     for text in tokenizer.decode(tokenizer.encode(SENTENCES)):
         if "\n" in text:

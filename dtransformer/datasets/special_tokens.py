@@ -52,7 +52,7 @@ class SpecialTokens:
         Raises:
             InputError: a file is damaged, or names a token that the tokenizer lacks.
         """
-        config, others, generation = (_fields(folder / name) for name in FILES)
+        config, others, generation = (optional_fields(folder / name) for name in FILES)
         ids = {}
         for ours, theirs in _NAMES.items():
             token = config.get(f"{theirs}_token") or others.get(f"{theirs}_token")
@@ -76,8 +76,12 @@ class SpecialTokens:
         return cls(**named, stop_ids=tuple(stop_ids), config=config)
 
 
-def _fields(path):
-    """Return the fields of a file of JSON; none where there is no file."""
+def optional_fields(path: pathlib.Path) -> dict:
+    """Return the fields of a file of JSON; none where there is no file.
+
+    Raises:
+        InputError: it is damaged, or has no fields.
+    """
     if not path.exists():
         return {}
     content = read_json(path)

@@ -147,7 +147,7 @@ def test_a_checkpoint_tells_what_it_is(run, tmp_path, capsys):
     assert "val_loss" in printed and "optimizer/velocities/source_embedding/table" in printed
     assert main(["checkpoint", "inspect", str(newest), "--json"]) == 0
     manifest = json.loads(capsys.readouterr().out)
-    assert manifest["step"] == 240 and "tokenizer/vocab.txt" in manifest["files"]
+    assert manifest["step"] == 240 and "tokenizer/tokenizer.json" in manifest["files"]
 
 
 def test_weights_of_a_checkpoint_are_exported(run, tmp_path, monkeypatch, capsys):

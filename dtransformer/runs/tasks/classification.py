@@ -46,8 +46,6 @@ class LabelTask(RecordTask):
     @property
     def added(self) -> tuple[list[int], list[int]]:
         """The special tokens that come before and after a text."""
-        if not hasattr(self.tokenizer, "encode_prompts"):
-            return [self.tokenizer.start_id], [self.tokenizer.end_id]
         plain, whole = (
             self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
             for adds in (False, True)

@@ -2,13 +2,12 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.translator import Translator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
-from dtransformer.runs.identity import TOKENIZER, digest_of
+from dtransformer.runs.identity import digest_of
 from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.base import Task
 from dtransformer.trainers.callbacks import SacreBleu
@@ -29,9 +28,6 @@ class Translation(Task):
         pairs = self._clean(read["train"])
         self._pairs = {"train": pairs, "dev": read["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
-
-    def load_tokenizer(self, run) -> None:
-        self.tokenizer = SubwordTokenizer.load(run / TOKENIZER)
 
     def _read(self, source_key, target_key):
         """Return the lines of both languages, or None where no files are given."""
