@@ -5,11 +5,12 @@ import abc
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets.batch_plan import check_rows
 from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import permuted
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 Example = tuple[dict[str, np.ndarray], np.ndarray | dict[str, np.ndarray]]
 IGNORED = -100  # a label that no loss counts
@@ -58,15 +59,8 @@ class IndexedBatches(Epochs):
         ignore_id: int = IGNORED,
     ):
         check_shard(shard_index, num_shards)
-        if batch_size < num_shards:
-            raise InputError(
-                f"batch_size={batch_size} is less than the {num_shards} data ranks that share a "
-                f"batch: give at least {num_shards}"
-            )
-        if pad_rows_to_multiple_of < 1:
-            raise InputError(
-                f"pad_rows_to_multiple_of={pad_rows_to_multiple_of} has to be at least 1"
-            )
+        check_rows(batch_size, num_shards, f"batch_size={batch_size}")
+        check_int("pad_rows_to_multiple_of", pad_rows_to_multiple_of)
         num_batches = num_rows // batch_size if training else -(-num_rows // batch_size)
         if not num_batches:
             raise InputError(

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
 from dtransformer.datasets.chat_template import ChatTemplate
-from dtransformer.datasets.special_tokens import FILES, SpecialTokens
+from dtransformer.datasets.special_tokens import FILES
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import read_bytes
@@ -182,7 +182,8 @@ class PublishedTokenizer(BaseTokenizer):
     Args:
         path: its file.
         vocab_size: number of ids; the tables of its model may have more.
-        special: the special ids.
+        ids: dict of the special ids, by the attributes below.
+        config: dict of the fields of its `tokenizer_config.json`.
 
     Attributes:
         pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: special ids; None for none.
@@ -190,12 +191,9 @@ class PublishedTokenizer(BaseTokenizer):
         vocab_size: number of ids.
     """
 
-    def __init__(self, path: pathlib.Path, vocab_size: int, special: SpecialTokens):
-        self._path, self.vocab_size = path, vocab_size
-        self.pad_id, self.unk_id = special.pad_id, special.unk_id
-        self.start_id, self.end_id = special.start_id, special.end_id
-        self.cls_id, self.sep_id, self.mask_id = special.cls_id, special.sep_id, special.mask_id
-        self.stop_ids, self._config = special.stop_ids, special.config
+    def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
+        self._path, self.vocab_size, self._config = path, vocab_size, config
+        vars(self).update(ids)
 
     def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
         """Return `encode`'s ids of texts for the model to go on with, with their special ids."""

@@ -9,7 +9,7 @@ from dtransformer.datasets.epochs import kept
 from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
-from dtransformer.datasets.packing import pack
+from dtransformer.datasets.packing import packed_rows
 from dtransformer.errors import InputError
 
 _WINDOW = 4096  # records of a mixture that are packed together
@@ -135,22 +135,11 @@ class RecordBatches(IndexedBatches):
         if not self._packed:
             return order[:, None]
         rows, window = [], len(order) if self._order is None else _WINDOW
+        sides = np.repeat(self._records.lengths[:, :1], 2, axis=1)
         for start in range(0, len(order), window):
-            rows += self._packed_rows(order[start : start + window], [*seed, start])
+            rng = np.random.default_rng([*seed, start]) if self._shuffles else None
+            rows += packed_rows(sides, order[start : start + window], self._capacity, rng)
         return rows
-
-    def _packed_rows(self, order, seed):
-        """Return the rows of a window: the same lengths make the same rows, whoever has them."""
-        lengths = self._records.lengths[order, 0]
-        order = order[np.argsort(-lengths, kind="stable")]
-        lengths = self._records.lengths[order]
-        row_of = pack(np.concatenate([lengths, lengths], 1), self._capacity)
-        by_row = np.argsort(row_of, kind="stable")
-        rows = np.split(order[by_row], np.cumsum(np.bincount(row_of))[:-1])
-        places = np.arange(len(rows))
-        if self._shuffles:
-            places = np.random.default_rng(seed).permutation(len(rows))
-        return [rows[place] for place in places]
 
     def row(self, epoch: int, number: int) -> Example:
         rows = self._plan(epoch)

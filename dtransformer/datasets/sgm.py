@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 from dtransformer.datasets.text_files import write_text_atomically
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
@@ -50,8 +50,7 @@ def write_sgm(
     """
     if kind not in ("refset", "srcset"):
         raise InputError(f'kind={kind!r} is unknown: use "refset" or "srcset"')
-    if segments_per_document < 1:
-        raise InputError(f"segments_per_document={segments_per_document} must be at least 1")
+    check_int("segments_per_document", segments_per_document)
     if kind == "refset":
         lines = [f'<refset trglang="{language}" setid="{set_id}" srclang="any">']
         system = 'sysid="ref" '

@@ -7,7 +7,7 @@ import tokenizers
 
 from dtransformer.datasets.published_tokenizer import Encoding, PublishedTokenizer, encodings
 from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
-from dtransformer.datasets.special_tokens import SpecialTokens
+from dtransformer.datasets.special_tokens import special_tokens
 from dtransformer.datasets.tokenizer import FILE, SubwordTokenizer
 from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
@@ -82,8 +82,7 @@ class JsonTokenizer(PublishedTokenizer):
         size = max(vocabulary.values(), default=-1) + 1
         if size > _MAX_IDS:
             raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
-        special = SpecialTokens.of(path.parent, vocabulary.get, {})
-        super().__init__(path, size, special)
+        super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
     def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
         return encodings(self._tokenizer, sentences, others)

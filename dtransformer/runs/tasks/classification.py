@@ -14,7 +14,6 @@ from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
-_IGNORED = -100
 _MAX_NAME = 100  # characters, as of data.labels
 
 
@@ -27,9 +26,6 @@ class LabelTask(RecordTask):
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
         return [text_of(record, name, place) for name in names]
 
-    def ids(self) -> dict:
-        return {"pad_id": self.tokenizer.pad_id}
-
     def encode_texts(self, records) -> list[tuple]:
         """Return the ids of texts with their special tokens, and the types of tokens."""
         given = [self.texts(record, place) for place, record in records]
@@ -38,8 +34,12 @@ class LabelTask(RecordTask):
         if len(given[0]) == 2:
             found = self.tokenizer.encode_with_offsets(*zip(*given))
             return [(one.ids, one.types) for one in found]
+        return self.encode_whole([text for (text,) in given])
+
+    def encode_whole(self, texts: list[str]) -> list[tuple]:
+        """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
         before, after = self.added
-        found = self.tokenizer.encode_with_offsets([text for (text,) in given])
+        found = self.tokenizer.encode_with_offsets(texts)
         rows = ([*before, *one.ids, *after] for one in found)
         return [(ids, [0] * len(ids)) for ids in rows]
 
@@ -148,9 +148,6 @@ class Classification(LabelTask):
     def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
         label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else ignore_id
         return self.row(records, numbers, length, pad_id), np.int32(label)
-
-    def loss(self):
-        return self.cross_entropy(_IGNORED)
 
     def results(self, trainer, batches) -> dict[str, float]:
         labels, predicted = self.labels_and_predicted(trainer)

@@ -7,7 +7,7 @@ from dtransformer.models import TranslationTransformer
 from dtransformer.models.translator import Translator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
-from dtransformer.runs.identity import digest_of
+from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.base import Task
 from dtransformer.trainers.callbacks import SacreBleu
@@ -18,13 +18,17 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 class Translation(Task):
     """Sentences of one language become those of another (Vaswani et al., 2017)."""
 
+    kind = TranslationTransformer
+
     def read(self, part: str | None = None) -> None:
         config = self.config
         needs.check_model(
             config, config.tokenizer.vocab_size or 0, job.size()
         )  # before work begins
         read = {name: self._read(*keys) for name, keys in _KEYS.items()}
-        self.digests = {name: digest_of(pairs) for name, pairs in read.items()}
+        self.digests |= {
+            name: digest_of_records(zip(*pairs)) for name, pairs in read.items() if pairs
+        }
         pairs = self._clean(read["train"])
         self._pairs = {"train": pairs, "dev": read["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
@@ -62,7 +66,7 @@ class Translation(Task):
                 **vars(config.model),
                 max_source_length=config.data.max_length,
                 max_target_length=config.data.max_length + 1,  # and the start token
-                **special_ids(tokenizer),
+                **special_ids(tokenizer, self.kind),
                 dtype=precision or config.training.precision,
             )
             self.network.build()
@@ -86,7 +90,7 @@ class Translation(Task):
             pad_to_bucket=job.compiles_shapes(),
             pad_to_multiple_of=self.config.parallel.model_parallel,
             **self.batch_options(part),
-            **special_ids(tokenizer),
+            **special_ids(tokenizer, self.kind),
         )
         needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
         return batches
