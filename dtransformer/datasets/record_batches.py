@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dtransformer.datasets.epochs import kept
-from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
 from dtransformer.datasets.packing import packed_rows
@@ -26,6 +26,7 @@ class EncodedRecords:
 
     Attributes:
         fingerprint: 16 hexadecimal digits of all of it.
+        pad_id: the id of padding.
         num_sequences: of a record.
     """
 
@@ -42,7 +43,7 @@ class EncodedRecords:
         self._ids, self._labels = join(0), join(1)
         self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
         self.targets = None if targets is None else np.array(targets, np.float32)
-        self.special_ids = {"pad": pad_id}
+        self.pad_id, self.special_ids = pad_id, {"pad": pad_id}
         digest = hashlib.sha256()
         for array in (self._ids, self._labels, self._starts, self.targets):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
@@ -74,9 +75,9 @@ class RecordBatches(IndexedBatches):
 
     Args:
         records: them.
-        form: a function of the records, the numbers of those of a row, its length and the label
-            that counts nothing, that returns the row's inputs, labels, and weights where these have
-            any; of no numbers it returns an empty row.
+        form: a function of the records, the numbers of those of a row, and its length, that returns
+            the row's inputs, labels, and weights where these have any; of no numbers it returns an
+            empty row.
         length: number of tokens of a row.
         sizes: numbers of records of the sources, one after the other.
         weights: their weights in a mixture; None for all records alike.
@@ -145,22 +146,20 @@ class RecordBatches(IndexedBatches):
         rows = self._plan(epoch)
         # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
         numbers = rows[number % len(rows)]
-        return self._form(self._records, numbers, self.length, self.ignore_id, self.pad_id)
+        return self._form(self._records, numbers, self.length)
 
     def empty_row(self) -> Example:
-        return self._form(self._records, (), self.length, self.ignore_id, self.pad_id)
+        return self._form(self._records, (), self.length)
 
 
-def next_tokens(
-    records: EncodedRecords, numbers: Sequence[int], length: int, ignore_id: int, pad_id: int
-) -> tuple:
+def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
     """Return a row for a `CausalLM`: records one after the other, with the label of each next token.
 
     Returns:
         {"tokens": int32 [s], "segments": int32 [s]}, labels int32 [s].
     """
-    tokens, segments = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
-    labels, start = np.full(length, ignore_id, np.int32), 0
+    tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
+    labels, start = np.full(length, IGNORED, np.int32), 0
     for segment, number in enumerate(numbers, start=1):
         ids, own = (x[: length - start] for x in records.sequence(int(number)))
         end = start + len(ids)
@@ -171,12 +170,7 @@ def next_tokens(
 
 
 def group_row(
-    records: EncodedRecords,
-    numbers: Sequence[int],
-    length: int,
-    ignore_id: int,
-    pad_id: int,
-    with_labels: bool = True,
+    records: EncodedRecords, numbers: Sequence[int], length: int, with_labels: bool = True
 ) -> tuple:
     """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
 
@@ -185,8 +179,8 @@ def group_row(
         the weight, float32: 0 of an empty row.
     """
     k = records.num_sequences
-    tokens, segments = np.full((k, length), pad_id, np.int32), np.zeros((k, length), np.int32)
-    labels = np.full((k, length), ignore_id, np.int32)
+    tokens = np.full((k, length), records.pad_id, np.int32)
+    segments, labels = np.zeros_like(tokens), np.full_like(tokens, IGNORED)
     for number in numbers:
         for side in range(k):
             ids, own = records.sequence(int(number), side)

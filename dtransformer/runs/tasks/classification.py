@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
@@ -82,9 +83,9 @@ class LabelTask(RecordTask):
         adapt(self.network, self.config, always="head/*")
         return self.network
 
-    def row(self, records, numbers, length, pad_id) -> dict:
+    def row(self, records, numbers, length) -> dict:
         """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""
-        tokens, mask = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
+        tokens, mask = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for number in numbers:
             ids, own = records.sequence(int(number))
@@ -145,9 +146,9 @@ class Classification(LabelTask):
         rows = self.encode_texts(records)
         return [[row] for row in rows], [self.numbers(record, place) for place, record in records]
 
-    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
-        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else ignore_id
-        return self.row(records, numbers, length, pad_id), np.int32(label)
+    def form(self, records, numbers, length) -> tuple:
+        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else IGNORED
+        return self.row(records, numbers, length), np.int32(label)
 
     def results(self, trainer, batches) -> dict[str, float]:
         labels, predicted = self.labels_and_predicted(trainer)

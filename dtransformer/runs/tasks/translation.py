@@ -21,10 +21,6 @@ class Translation(Task):
     kind = TranslationTransformer
 
     def read(self, part: str | None = None) -> None:
-        config = self.config
-        needs.check_model(
-            config, config.tokenizer.vocab_size or 0, job.size()
-        )  # before work begins
         read = {name: self._read(*keys) for name, keys in _KEYS.items()}
         self.digests |= {
             name: digest_of_records(zip(*pairs)) for name, pairs in read.items() if pairs
@@ -58,21 +54,30 @@ class Translation(Task):
         return [self._told]
 
     def make_network(self, precision: str | None = None) -> TranslationTransformer:
-        config, tokenizer = self.config, self.tokenizer
-        needs.check_model(config, tokenizer.vocab_size, job.size())
+        ids = special_ids(self.tokenizer, self.kind)
+        self.network = self.unbuilt(self.tokenizer.vocab_size, precision, **ids)
+        self.network.build()
+        return self.network
+
+    def unbuilt(
+        self, vocab_size: int, precision: str | None = None, **ids: int | None
+    ) -> TranslationTransformer:
+        """Return the network without weights, of which this machine can hold those that it gets."""
+        config = self.config
+        needs.check_search(config, vocab_size, config.search.beam_size)
         try:
-            self.network = TranslationTransformer(
-                tokenizer.vocab_size,
+            network = TranslationTransformer(
+                vocab_size,
                 **vars(config.model),
                 max_source_length=config.data.max_length,
                 max_target_length=config.data.max_length + 1,  # and the start token
-                **special_ids(tokenizer, self.kind),
+                **ids,
                 dtype=precision or config.training.precision,
             )
-            self.network.build()
         except (TypeError, ValueError) as error:
             raise InputError(f"model: {error}") from None
-        return self.network
+        needs.check_network(network, job.size())
+        return network
 
     def batches(self, part: str) -> TranslationBatches | None:
         pairs = self._pairs[part]
