@@ -4,7 +4,6 @@ import functools
 import gzip
 import json
 import shutil
-import tarfile
 import zlib
 
 import h5py
@@ -13,13 +12,14 @@ import numpy as np
 import yaml
 from fuzz_damage import ODD_TEXTS, ODD_VALUES, Failure, command, damaged, edit
 
-from dtransformer.datasets import read_lines, read_pairs, read_sgm, read_tsv, wmt14, write_sgm
+from dtransformer.datasets import read_lines, read_pairs, read_sgm, read_tsv, write_sgm
 from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.inputs.conversion import convert
 from dtransformer.inputs.safetensors_file import SafetensorsFile
 from dtransformer.inputs.weights_file import load_weights
-from dtransformer.runs import config, needs
+from dtransformer.runs import config
 from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.tasks import task_of
 from dtransformer.trainers.checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.manifest import MANIFEST
 
@@ -45,10 +45,6 @@ def prepare(folder):
     network.save_weights(folder / "x.weights.h5")
     checkpoint = folder / "step-00000006"
     make_checkpoint(checkpoint)
-    with tarfile.open(folder / "x.tar", "w") as tar:
-        for name in (wmt14.ENGLISH, wmt14.FRENCH):
-            tar.add(folder / "x.sgm", f"test/{name}")
-        tar.add(folder / "tokenizer" / "vocab.txt", "a" * 120 + "/other")
     import fuzz_records
 
     return {
@@ -58,7 +54,6 @@ def prepare(folder):
         "text": text_file,
         "SGM": functools.partial(sgm_file, (folder / "x.sgm").read_bytes()),
         "gzip": gzip_file,
-        "tar": functools.partial(tar_file, (folder / "x.tar").read_bytes()),
         "manifest": functools.partial(manifest, checkpoint),
         "safetensors": safetensors_file,
         "weights.h5": functools.partial(weights, folder / "x.weights.h5", network),
@@ -101,7 +96,7 @@ def yaml_file(rng, folder):
         text = rows.encode()
     (folder / "config.yaml").write_bytes(text)
     read = config.load_config(folder / "config.yaml")
-    needs.check_model(read, read.tokenizer.vocab_size or USUAL_VOCABULARY)
+    task_of(read).unbuilt(read.tokenizer.vocab_size or USUAL_VOCABULARY)
     config.save_config(read, folder / "saved.yaml")
     if config.load_config(folder / "saved.yaml") != read:
         raise Failure(f"wrong data: {text[:200]!r}")
@@ -114,14 +109,14 @@ def setting(rng, folder):
     settings = [f"{rng.choice(keys)}={rng.choice(values)}" for _ in range(rng.choice([1, 1, 3]))]
     settings += rng.sample(ODD_TEXTS, rng.choice([0, 0, 0, 1]))
     read = config.load_config(None, settings)
-    needs.check_model(read, read.tokenizer.vocab_size or USUAL_VOCABULARY)
+    task_of(read).unbuilt(read.tokenizer.vocab_size or USUAL_VOCABULARY)
 
 
 def options(rng, folder):
     words = [
         "prepare", "train", "translate", "evaluate", "checkpoint", "inspect", "verify", "export",
         "--config", "--set", "--run", "--resume", "--beam-size", "--length-penalty", "--src", "--ref",
-        "--json", "--out", "--source", "--embedded", "--num-train", "--seed", "--over",
+        "--json", "--out", "--embedded", "--num-train", "--seed", "--over",
         "--with-optimizer",
         "--wrong", *ODD_TEXTS,
     ]  # fmt: skip
@@ -132,7 +127,6 @@ def options(rng, folder):
         ("translate", "--run", str(folder), "--length-penalty"): 1,
         ("checkpoint", "verify"): 1,
         ("checkpoint", "inspect", "--json"): 1,
-        ("prepare", "--out", str(folder / "out"), "--source"): 1,
         ("prepare", "--out", str(folder / "out"), "--embedded", "--num-train", "3", "--seed"): 1,
         ("evaluate", "--run", str(folder), "--src", "x", "--ref"): 1,
     }
@@ -196,29 +190,6 @@ def gzip_file(rng, folder):
     times, rest = divmod(len(lines), len(expected))
     if rest or lines != expected * times:
         raise Failure("wrong data: not what was packed")
-
-
-def tar_file(good, rng, folder):
-    data = good
-    for _ in range(rng.choice([1, 1, 3])):  # harm to headers, whose sums are right
-        header = 512 * rng.randrange(len(data) // 512)
-        field, length = rng.choice([(0, 100), (100, 8), (124, 12), (124, 12), (156, 1), (257, 8)])
-        new = rng.choice(
-            [b"\x80" + b"\xff" * 11, b"\xff" * 11 + b"\0", b"77777777777\0", b"-1", b"x", b"L", b"K",
-             b"g", b"S", b"1", b"2", b"\0" * 12, b"../../x", b"\xff" * 100, bytes([rng.randrange(256)])]
-        )[:length]  # fmt: skip
-        block = bytearray(data[header : header + 512])
-        block[field : field + len(new)] = new
-        block[148:156] = b" " * 8
-        block[148:156] = b"%06o\0 " % sum(block)
-        data = data[:header] + bytes(block) + data[header + 512 :]
-    data = damaged(rng, data) if rng.random() < 0.3 else data
-    if rng.random() < 0.3:
-        data = gzip.compress(data)
-        data = damaged(rng, data) if rng.random() < 0.5 else data
-    data = bomb(rng) if rng.random() < 0.02 else data
-    (folder / "x.tar").write_bytes(data)
-    wmt14.prepare(folder / "x.tar", folder / "out")
 
 
 def manifest(checkpoint, rng, folder):
@@ -304,18 +275,18 @@ def weights(good, network, rng, folder):
 def tokenizer_files(good, rng, folder):
     path = folder / "tokenizer"
     shutil.copytree(good, path)
-    name = rng.choice(["subword_tokenizer.json", "vocab.txt", "vocab.txt"])
-    content = (path / name).read_bytes()
-    if name == "subword_tokenizer.json" and rng.random() < 0.6:
-        content = json.dumps(edit(rng, json.loads(content))).encode()
-    elif rng.random() < 0.5:
+    content = (path / "tokenizer.json").read_bytes()
+    if rng.random() < 0.5:
         content = damaged(rng, content)
     else:
-        lines = content.split(b"\n")
-        odd = rng.choice([*ODD_TEXTS, "▁", "##", "##▁", "\ufffd", "a" * 257, "]", "\\", "^", "-"])
-        lines[rng.randrange(len(lines))] = odd.encode("utf-8", "surrogateescape")
-        content = b"\n".join(lines)
-    (path / name).write_bytes(content)
+        fields = json.loads(content)
+        pieces = list(fields["model"]["vocab"])
+        odd = [*ODD_TEXTS, "▁", "##", "##▁", "\ufffd", "a" * 257, "]", "\\", "^", "-"]
+        pieces[rng.randrange(len(pieces))] = rng.choice(odd)
+        fields["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
+        fields = edit(rng, fields) if rng.random() < 0.3 else fields
+        content = json.dumps(fields).encode()
+    (path / "tokenizer.json").write_bytes(content)
     tokenizer = SubwordTokenizer.load(path)
     for text in tokenizer.decode(tokenizer.encode(SENTENCES)):
         if "\n" in text:

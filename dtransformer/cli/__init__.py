@@ -19,28 +19,10 @@ from dtransformer.errors import InputError, is_of_another_rank, one_line
 _TRACEBACK = "DTRANSFORMER_TRACEBACK"
 
 
-# Command -> the module, below dtransformer, and its function of the arguments that runs it.
-_COMMANDS = {
-    "prepare": "cli.prepare.prepare",
-    "train": "cli.runs.train",
-    "launch": "cli.launching.supervisor.launch",
-    "translate": "cli.translate.translate",
-    "evaluate": "cli.translate.evaluate",
-    "new": "cli.runs.new",
-    "generate": "cli.generate.generate",
-    "chat": "cli.chat.chat",
-    "models": "cli.models.models",
-    "plan": "cli.plan.run_plan",
-    "checkpoint": "cli.checkpoint.checkpoint",
-    "doctor": "cli.doctor.run_doctor",
-}
-_WITHOUT_TENSORFLOW = "plan", "launch", "new"
-
-
 def _run(arguments):
-    if arguments.command not in _WITHOUT_TENSORFLOW:
+    if not arguments.without_tensorflow:
         import dtransformer.start  # noqa: F401 (first: it keeps notes off the terminal)
-    module, _, function = _COMMANDS[arguments.command].rpartition(".")
+    module, _, function = arguments.run_by.rpartition(".")
     return getattr(importlib.import_module(f"dtransformer.{module}"), function)(arguments)
 
 

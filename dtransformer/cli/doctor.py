@@ -5,15 +5,14 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import sys
 
 from dtransformer.cli.checks import check
 from dtransformer.cli.install_horovod import (
     COMMAND,
-    InstallError,
     built_with,
     compiler,
+    horovodrun,
     install_horovod,
 )
 
@@ -56,11 +55,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return doctor(checks=warm())
     if not arguments.install_horovod:
         return doctor(arguments.json)
-    try:
-        install_horovod()
-    except InstallError as error:
-        print(f"dtransformer: {error}", file=sys.stderr)
-        return error.exit_code
+    install_horovod()
     return 0
 
 
@@ -110,8 +105,7 @@ def _horovod():
     works, found = built_with()
     if not works:
         return [check("horovod", False, f"{version}, cannot be imported: {found}", COMMAND)]
-    launcher = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
-    launcher = launcher or shutil.which("horovodrun")
+    launcher = horovodrun()
     return [
         check("horovod", True, f"{version}, built with {found}"),
         check("horovodrun", bool(launcher), launcher or "not found", COMMAND),

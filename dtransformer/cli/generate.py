@@ -37,7 +37,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = given = from_chief(read, "generate/prompts")
     tokenizer, model = opened(folder, config.training.precision, arguments.adapters)
     if arguments.chat:
-        prompts = [_in_chat(tokenizer, folder, arguments.system, prompt) for prompt in prompts]
+        prompts = [_in_chat(tokenizer, arguments.system, prompt) for prompt in prompts]
     asked = {name: getattr(arguments, name) for name in _OF_GENERATOR}
     options = {name: value for name, value in asked.items() if value is not None}
     generator = _generator(model, tokenizer, arguments.max_new_tokens, arguments.stop, options)
@@ -63,10 +63,8 @@ def _config(settings):
     return load_config(None, settings)
 
 
-def _in_chat(tokenizer, folder, system, prompt):
+def _in_chat(tokenizer, system, prompt):
     """Return a user's message in the tokenizer's chat template."""
-    if not hasattr(tokenizer, "chat"):
-        raise InputError(f"{folder}: its tokenizer has no chat template")
     first = [] if system is None else [{"role": "system", "content": system}]
     return tokenizer.chat([*first, {"role": "user", "content": prompt}])
 

@@ -23,7 +23,6 @@ import importlib.util
 import os
 import pathlib
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -32,11 +31,11 @@ import sysconfig
 import tarfile
 import tempfile
 
+from dtransformer.errors import InputError, one_line
+
 COMMAND = "dtransformer doctor --install-horovod"
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-EXIT_FAILED = 1
-EXIT_NO_COMPILER = 3
 
 _OWN_SOURCES = pathlib.Path(__file__).parent / "horovod_sources"
 # A file of Horovod's operations of TensorFlow, words of one of its lines, and what stands in its place:
@@ -66,23 +65,15 @@ _BUILT_WITH = (
 )
 
 
-class InstallError(RuntimeError):
-    """Horovod cannot be installed. The message is one line; `exit_code` is the command's."""
-
-    def __init__(self, message, exit_code=EXIT_FAILED):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def install_horovod():
     """Install Horovod in this environment, from the cache or else from its sources.
 
     Raises:
-        InstallError: there is no compiler or no pip, the sources cannot be had or are not
+        InputError: there is no compiler or no pip, the sources cannot be had or are not
             those that were tested, or they do not compile.
     """
     if importlib.util.find_spec("pip") is None:
-        raise InstallError(
+        raise InputError(
             f"{sys.prefix} has no pip, which Horovod is installed with: run "
             f"'{sys.executable} -m ensurepip', and then '{COMMAND}' again"
         )
@@ -92,18 +83,18 @@ def install_horovod():
         folder.mkdir(parents=True, exist_ok=True)
         wheel = next(folder.glob("horovod-*.whl"), None) or _build(folder, log)
         pip = [sys.executable, "-m", "pip", "install", "--quiet"]
-        problem = f"{wheel} cannot be installed; if it is damaged, remove it"
+        problem = f"{wheel.name} cannot be installed; if it is damaged, remove it, beside the log"
         # The one that is there may have been built for another TensorFlow: pip sees no difference.
         run([*pip, "--force-reinstall", "--no-deps", wheel], log, problem)
         run([*pip, wheel], log, problem)
     except OSError as error:
-        raise InstallError(
+        raise InputError(
             f"Horovod cannot be built in {folder} ({error}): set DTRANSFORMER_CACHE to a folder "
             "that can be written"
         ) from error
     works, found = built_with()
     if not works:
-        raise InstallError(f"Horovod {VERSION} was installed and cannot be imported: {found}")
+        raise InputError(f"Horovod {VERSION} was installed and cannot be imported: {found}")
     print(f"Horovod {VERSION} is installed, built with {found} ({wheel})")
 
 
@@ -129,6 +120,12 @@ def compiler():
     """Return the C++ compiler's path, that of `CXX` where it is set; None if there is none."""
     named = shlex.split(os.environ.get("CXX", ""))[:1]
     return next(filter(None, map(shutil.which, named or ("g++", "c++"))), None)
+
+
+def horovodrun():
+    """Return the path of horovodrun, that of this environment first; None if there is none."""
+    own = shutil.which("horovodrun", path=os.path.dirname(sys.executable))
+    return own or shutil.which("horovodrun")
 
 
 def cache_folder():
@@ -161,11 +158,10 @@ def _has_cuda_headers():
 def _build(folder, log):
     """Build the wheel and move it to `folder`; return its path."""
     if compiler() is None:
-        raise InstallError(
+        raise InputError(
             f"no C++ compiler found ({os.environ.get('CXX') or 'g++, or what CXX names'}): install "
             f"one (Debian: apt-get install g++ make) and run '{COMMAND}' again; one process trains "
-            "without",
-            EXIT_NO_COMPILER,
+            "without"
         )
     tensorflow = importlib.metadata.version("tensorflow")
     print(f"Building Horovod {VERSION} for TensorFlow {tensorflow} (some minutes, once) ...")
@@ -193,7 +189,7 @@ def _try(wheel, folder, log):
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     works, found = built_with({"PYTHONPATH": path})
     if not works:
-        raise InstallError(f"Horovod {VERSION} was compiled and cannot be imported: {found}")
+        raise InputError(f"Horovod {VERSION} was compiled and cannot be imported: {found}")
 
 
 def _build_environment(tools, log):
@@ -245,25 +241,18 @@ def _replace(path, words, text):
     lines = path.read_text().splitlines(keepends=True)
     found = [number for number, line in enumerate(lines) if words in line]
     if len(found) != 1:
-        raise InstallError(
+        raise InputError(
             f"expected one line with {words} in Horovod's {path.name}, found {len(found)}"
         )
     lines[found[0]] = text
     path.write_text("".join(lines))
 
 
-def _wrong_hash(digest):
-    return (
-        f"the sources of Horovod {VERSION} have SHA-256 {digest}, expected {SHA256}: they are not "
-        "those that were tested, and are not built"
-    )
-
-
 def run(command, log, problem, environment=None):
     """Run a command with its output at the end of the file `log`.
 
     Raises:
-        InstallError: it fails; says `problem` and the line of the output that says why.
+        InputError: it fails; says `problem` and the line of the output that says why.
     """
     command = [str(word) for word in command]
     with open(log, "a+", encoding="utf-8", errors="replace") as output:
@@ -275,10 +264,9 @@ def run(command, log, problem, environment=None):
             return
         output.seek(begin)
         text = output.read()
-    if "DO NOT MATCH THE HASHES" in text:
-        digest = re.search(r"Got\s+([0-9a-f]{64})", text)
-        raise InstallError(_wrong_hash(digest[1] if digest else "of another kind"))
-    raise InstallError(f"{problem} ({_reason(text)}); all of what was said is in {log}")
+    raise InputError(
+        f"{problem} ({one_line(_reason(text), 100)}); all of what was said is in {log}"
+    )
 
 
 def _reason(text):

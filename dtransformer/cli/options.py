@@ -100,6 +100,9 @@ def _add_commands(parser, table, name):
     commands = parser.add_subparsers(dest=name, required=True, metavar=name.upper())
     for command, fields in table.items():
         child = commands.add_parser(command, help=fields["help"], usage=fields.get("usage"))
+        if "run_by" in fields:
+            own = {name: fields.get(name, False) for name in ("run_by", "without_tensorflow")}
+            child.set_defaults(**own)
         if "actions" in fields:
             _add_commands(child, fields["actions"], "action")
         else:

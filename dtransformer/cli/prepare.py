@@ -13,7 +13,6 @@ def prepare(arguments: argparse.Namespace) -> None:
     Raises:
         InputError: an option, or a file, is wrong.
     """
-    out, overwrite = arguments.out, arguments.overwrite
     if arguments.lm:
         return _token_shards(arguments)
     for name in _OF_LM:
@@ -21,20 +20,11 @@ def prepare(arguments: argparse.Namespace) -> None:
             raise InputError(
                 f"--{name.replace('_', '-')} goes with --lm only: add it, or leave it out"
             )
-    if arguments.embedded:
-        from dtransformer.datasets.embedded import write_corpus
+    from dtransformer.datasets.embedded import write_corpus
 
-        numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
-        paths = write_corpus(out, **numbers, overwrite=overwrite).values()
-    else:
-        from dtransformer.datasets import wmt14
-
-        source = (
-            wmt14.download(out, overwrite=overwrite) if arguments.download else arguments.source
-        )
-        paths = wmt14.prepare(source, out, overwrite)
-    for path in paths:
-        print(path)
+    numbers = {"num_train": arguments.num_train, "seed": arguments.seed}
+    paths = write_corpus(arguments.out, **numbers, overwrite=arguments.overwrite)
+    print(*paths.values(), sep="\n")
     return None
 
 

@@ -1,8 +1,8 @@
 """Sentence pairs and documents, from files to batches.
 
-Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `wmt14` fetches and prepares the
-sample's, `embedded` is a corpus that is there. Ids: `tokenizer` (on `words` and `vocabulary`).
-Batches: `batching` (on `batch_plan` and `packing`).
+Pairs. Files: `sgm` and `text` read sentences (on `text_files`), `embedded` is a corpus that
+is there. Ids: `tokenizer` (on `vocabulary` and `published_form`). Batches: `batching` (on
+`batch_plan` and `packing`).
 
 Published tokenizers: `tokenizer_folder` (on `sentencepiece_tokenizer`, `published_tokenizer` and
 `special_tokens`).

@@ -133,15 +133,24 @@ def check_one_size(batch_size: int | None, batch_tokens: int | None) -> None:
         )
 
 
+def check_rows(rows: int, num_shards: int, given: str) -> None:
+    """Check that a batch has a row for each data rank.
+
+    Raises:
+        InputError: it has not; begins with `given`, what its size is.
+    """
+    if rows < num_shards:
+        raise InputError(
+            f"{given} is less than the {num_shards} data ranks that share a batch: give at least "
+            f"{num_shards}"
+        )
+
+
 def _rows_per_batch(bounds, batch_size, batch_tokens, min_rows):
     """Return how many sentences a batch of each bucket has, a list of int."""
     check_one_size(batch_size, batch_tokens)
     if batch_size is not None:
-        if batch_size < min_rows:
-            raise InputError(
-                f"batch_size={batch_size} is less than the {min_rows} data ranks that share a "
-                f"batch: give at least {min_rows}"
-            )
+        check_rows(batch_size, min_rows, f"batch_size={batch_size}")
         return [int(batch_size)] * len(bounds)
     if len(bounds) and batch_tokens < min_rows * bounds[-1]:
         raise InputError(

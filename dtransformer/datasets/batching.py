@@ -8,8 +8,8 @@ import tensorflow as tf
 from dtransformer.datasets.batch_plan import bucket_bounds, plan_batches
 from dtransformer.datasets.epochs import Epochs, check_shard, kept
 from dtransformer.datasets.left_out import warn_left_out
-from dtransformer.datasets.packing import PackedPlan, rows_per_batch
-from dtransformer.errors import InputError
+from dtransformer.datasets.packing import plan_packed_batches, rows_per_batch
+from dtransformer.errors import InputError, check_int
 
 Ids = tf.RaggedTensor | tuple[np.ndarray, np.ndarray]
 
@@ -100,8 +100,7 @@ class TranslationBatches(Epochs):
             ("pad_to_multiple_of", pad_to_multiple_of),
             ("pad_rows_to_multiple_of", pad_rows_to_multiple_of),
         ):
-            if value < 1:
-                raise InputError(f"{name}={value} has to be at least 1")
+            check_int(name, value)
         check_shard(shard_index, num_shards)
         target_ids = _without_ends(*_as_arrays(target_ids), start_id, end_id)
         self._ids = _as_arrays(source_ids), target_ids
@@ -125,7 +124,9 @@ class TranslationBatches(Epochs):
         else:
             rows = rows_per_batch(packed_length, self._lengths, num_shards, **size)
             both = np.minimum(np.stack(lengths, 1)[self._pairs], max_length) + [0, 1]
-            self._plan = kept(PackedPlan(both, packed_length, rows, **common).batches)
+            self._plan = kept(
+                lambda epoch: plan_packed_batches(both, packed_length, rows, epoch=epoch, **common)
+            )
             self._least_rows = -(-rows // num_shards)
         self._tell_left_out(lengths, max_length, training)
         first_epoch = self._plan(0)

@@ -66,19 +66,24 @@ class ChatTemplate:
             raise InputError(f"{name}: is no chat template ({_told(error)})") from None
 
     @classmethod
-    def of_tokenizer(cls, folder: pathlib.Path, config: Mapping, date: str | None = None):
+    def of_tokenizer(
+        cls, folder: pathlib.Path, config: Mapping, date: str | None = None, own: str | None = None
+    ):
         """Return the template of a tokenizer's folder.
 
         Args:
             folder: the folder, which may have a `chat_template.jinja`.
             config: the fields of its `tokenizer_config.json`.
             date: as of the class.
+            own: the text of a template that is taken in place of the folder's.
 
         Raises:
             InputError: there is none.
         """
         path, source = folder / FILE, config.get(_FIELD)
-        if path.exists():
+        if own is not None:
+            source = own
+        elif path.exists():
             source = decode(read_bytes(path), path)
         elif isinstance(source, list):  # of several the one that has no other purpose
             named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
@@ -123,58 +128,6 @@ class ChatTemplate:
             raise InputError(
                 f"{self.name} does not take {shown(messages)}: {_told(error)}"
             ) from None
-
-
-class TakesTemplate:
-    """A mixin of tokenizers: they may be given a chat template, which their folders keep.
-
-    Attributes:
-        template_source: the text of the template; None for none, or for that of its files.
-    """
-
-    template_source: str | None = None
-
-    def chat_template(self, date: str | None = None) -> ChatTemplate:
-        """Return the chat template.
-
-        Args:
-            date: what it takes for today, "2024-07-26"; None for the day it is.
-
-        Raises:
-            InputError: there is none, or it is damaged.
-        """
-        if self.template_source is None:
-            raise InputError("the tokenizer has no chat template: give data.template")
-        tokens = {
-            f"{name}_token": self.decode_special(getattr(self, f"{ours}_id", None))
-            for name, ours in (("bos", "start"), ("eos", "end"), ("pad", "pad"))
-        }
-        return ChatTemplate(self.template_source, tokens, "the chat template", date)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of a chat by the model's template, which its answer comes after.
-
-        Args:
-            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
-
-        Raises:
-            InputError: there is no template, or it refuses the messages.
-        """
-        return self.chat_template().render(messages, add_generation_prompt=True)
-
-    def save_template(self, folder: pathlib.Path) -> None:
-        """Write the template that was given into a folder."""
-        if self.template_source is not None:
-            (folder / FILE).write_text(self.template_source, encoding="utf-8", newline="")
-
-    def load_template(self, folder: pathlib.Path) -> None:
-        """Take the template of a folder, where it has one."""
-        if (folder / FILE).is_file():
-            self.template_source = decode(read_bytes(folder / FILE), folder / FILE)
-
-    def decode_special(self, number: int | None) -> str:
-        """Return the text of a special token; "" for None."""
-        return ""
 
 
 class _Steps:

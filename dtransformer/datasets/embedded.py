@@ -10,7 +10,7 @@ import pathlib
 import random
 
 from dtransformer.datasets.sgm import write_sgm
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 from dtransformer.files import adding_to
 from dtransformer.inputs.paths import check_path
 
@@ -64,8 +64,7 @@ def write_corpus(
     """
     sizes = {"dev": num_dev, "test": num_test, "train": num_train}
     for name, size in sizes.items():
-        if size < 0:
-            raise InputError(f"num_{name}={size} must be at least 0.")
+        check_int(f"num_{name}", size, 0)
     folder = check_path(folder)
     pairs, paths = iter(sentence_pairs(sum(sizes.values()), seed)), {}
     with adding_to(folder, overwrite) as fresh:

@@ -5,11 +5,12 @@ import abc
 import numpy as np
 import tensorflow as tf
 
+from dtransformer.datasets.batch_plan import check_rows
 from dtransformer.datasets.epochs import Epochs, check_shard
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import permuted
 from dtransformer.datasets.token_shards import TokenShards
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, check_int
 
 Example = tuple[dict[str, np.ndarray], np.ndarray | dict[str, np.ndarray]]
 IGNORED = -100  # a label that no loss counts
@@ -34,12 +35,13 @@ class IndexedBatches(Epochs):
         pad_rows_to_multiple_of: empty rows are added to this rank's rows of a batch until their
             number is a multiple of this; a pipeline's micro-batches need it.
         training: whether the rows that fill no batch are left out; else empty ones fill it.
-        ignore_id: the label of tokens that do not count.
 
     Raises:
         InputError: the batch size or a multiple is less than 1 or than the number of ranks, or no
             batch can be made.
     """
+
+    ignore_id = IGNORED
 
     def __init__(
         self,
@@ -55,18 +57,10 @@ class IndexedBatches(Epochs):
         num_shards: int = 1,
         pad_rows_to_multiple_of: int = 1,
         training: bool = True,
-        ignore_id: int = IGNORED,
     ):
         check_shard(shard_index, num_shards)
-        if batch_size < num_shards:
-            raise InputError(
-                f"batch_size={batch_size} is less than the {num_shards} data ranks that share a "
-                f"batch: give at least {num_shards}"
-            )
-        if pad_rows_to_multiple_of < 1:
-            raise InputError(
-                f"pad_rows_to_multiple_of={pad_rows_to_multiple_of} has to be at least 1"
-            )
+        check_rows(batch_size, num_shards, f"batch_size={batch_size}")
+        check_int("pad_rows_to_multiple_of", pad_rows_to_multiple_of)
         num_batches = num_rows // batch_size if training else -(-num_rows // batch_size)
         if not num_batches:
             raise InputError(
@@ -80,7 +74,7 @@ class IndexedBatches(Epochs):
             self, alone, num_rows, f"rows fill no batch of {batch_size}, and are left out"
         )
         self.num_rows, self.length, self.batch_size = num_rows, length, batch_size
-        self.ignore_id, self.pad_id = ignore_id, shards.special_ids.get("pad", 0)
+        self.pad_id = shards.special_ids.get("pad", 0)
         self._shuffle = training if shuffle is None else shuffle
         self._training, self._shard_index, self.num_shards = training, shard_index, num_shards
         own = -(-batch_size // num_shards)

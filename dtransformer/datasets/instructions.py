@@ -73,13 +73,12 @@ class InstructionBatches(RecordBatches):
         add_start: bool = True,
         add_end: bool = True,
         prefix: bool = False,
-        ignore_id: int = IGNORED,
         **options,
     ):
         check_length(length, 2)
         start = first_id(shards, ("start", "cls")) if add_start else None
         end = first_id(shards, ("end", "sep")) if add_end else None
-        rows = [[_learnt(shards, x, start, end, ignore_id)] for x in range(len(shards))]
+        rows = [[_learnt(shards, x, start, end)] for x in range(len(shards))]
         longer = "leave_out" if training else "cut"
         kept, rows = prepared_lengths(rows, length, longer, type(self).__name__, "documents")
         self.num_left_out = len(shards) - len(kept)
@@ -87,14 +86,14 @@ class InstructionBatches(RecordBatches):
             raise InputError(
                 f"all {len(shards):,} documents have more than length={length} tokens: give more"
             )
-        options |= {"training": training, "ignore_id": ignore_id, "packed": True}
+        options |= {"training": training, "packed": True}
         records = EncodedRecords(rows, pad_id=shards.special_ids.get("pad", 0))
         super().__init__(
             records, _with_prefixes if prefix else next_tokens, length=length, **options
         )
 
 
-def _learnt(shards, number, start, end, ignore_id):
+def _learnt(shards, number, start, end):
     """Return a document's ids with its special tokens, and its labels: the ids of answers."""
     parts = shards.parts(number)
     if len(parts) % 2:
@@ -110,17 +109,15 @@ def _learnt(shards, number, start, end, ignore_id):
             pieces.append(([end], True))
     ids = np.concatenate([part for part, _ in pieces]).astype(np.int32)
     is_answer = np.repeat([kind for _, kind in pieces], [len(part) for part, _ in pieces])
-    return ids, np.where(is_answer, ids, np.int32(ignore_id))
+    return ids, np.where(is_answer, ids, np.int32(IGNORED))
 
 
-def _with_prefixes(
-    records: EncodedRecords, numbers: Sequence[int], length: int, ignore_id: int, pad_id: int
-) -> tuple:
+def _with_prefixes(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
     """Return a row as `next_tokens`, whose inputs tell what comes before the first answers."""
-    inputs, labels = next_tokens(records, numbers, length, ignore_id, pad_id)
+    inputs, labels = next_tokens(records, numbers, length)
     prefix, start = np.zeros(length, np.int32), 0
     for number in numbers:
         _, own = records.sequence(int(number))
-        prefix[start : start + len(own)] = np.cumsum(own != ignore_id) == 0
+        prefix[start : start + len(own)] = np.cumsum(own != IGNORED) == 0
         start += len(own)
     return {**inputs, "prefix": prefix}, labels

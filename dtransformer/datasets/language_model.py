@@ -35,11 +35,10 @@ class LanguageModelBatches(PackedDocuments):
             empty rows fill the last batch.
         add_start, add_end: whether documents begin and end with the tokenizer's start and end
             tokens, where it has them.
-        ignore_id: the label of tokens that do not count.
 
     Attributes:
         num_rows: number of rows of an epoch.
-        ignore_id: as given, for `CrossEntropyLoss`.
+        ignore_id: the label of tokens that do not count, -100, for `CrossEntropyLoss`.
 
     Raises:
         InputError: the text fills no batch, or an argument is out of range.

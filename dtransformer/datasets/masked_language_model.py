@@ -29,17 +29,15 @@ class Masking:
         mask_id: id of the mask token.
         special_ids: ids that are never chosen, int [n].
         random_ids: ids that random tokens are drawn from, int [n].
-        ignore_id: label of tokens that are not chosen.
     """
 
     rate: float
     mask_id: int
     special_ids: np.ndarray
     random_ids: np.ndarray
-    ignore_id: int
 
     @classmethod
-    def of(cls, shards: TokenShards, rate: float, mask_id: int | None, ignore_id: int) -> "Masking":
+    def of(cls, shards: TokenShards, rate: float, mask_id: int | None) -> "Masking":
         """Return the masking of a tokenizer's ids.
 
         Args:
@@ -47,7 +45,6 @@ class Masking:
             rate: see the class.
             mask_id: id of the mask token; None for the tokenizer's, or for one more id where it has
                 none.
-            ignore_id: see the class.
 
         Raises:
             InputError: the rate is not in (0, 1].
@@ -58,7 +55,7 @@ class Masking:
         mask_id = special.get("mask", shards.vocab_size) if mask_id is None else mask_id
         never = [special[name] for name in _NOT_TEXT if name in special] + [mask_id]
         texts = np.setdiff1d(np.arange(shards.vocab_size), [*special.values(), mask_id])
-        return cls(rate, mask_id, np.unique(never), texts, ignore_id)
+        return cls(rate, mask_id, np.unique(never), texts)
 
     def __call__(self, ids: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return what is seen of ids int32 [n], and the labels, int32 [n].
@@ -67,7 +64,7 @@ class Masking:
             ids: the text with its special tokens.
             rng: what is drawn from.
         """
-        seen, labels = ids.copy(), np.full_like(ids, self.ignore_id)
+        seen, labels = ids.copy(), np.full_like(ids, IGNORED)
         places = np.flatnonzero(~np.isin(ids, self.special_ids))
         if not len(places):
             return seen, labels
@@ -104,7 +101,6 @@ class MaskedLanguageModelBatches(PackedDocuments):
         shards: the documents.
         rate: share of the tokens that are asked for.
         mask_id: id of the mask token; by default the tokenizer's, or one more id where it has none.
-        ignore_id: the label of tokens that do not count.
         **options: `length`, `batch_size` and others, as `LanguageModelBatches`'.
 
     Attributes:
@@ -132,12 +128,11 @@ class MaskedLanguageModelBatches(PackedDocuments):
         *,
         rate: float = 0.15,
         mask_id: int | None = None,
-        ignore_id: int = IGNORED,
         **options,
     ):
-        self._masking = Masking.of(shards, rate, mask_id, ignore_id)
+        self._masking = Masking.of(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
-        super().__init__(shards, ignore_id=ignore_id, **options)
+        super().__init__(shards, **options)
 
     def row(self, epoch: int, number: int) -> Example:
         """Return {"tokens": int32 [s], "segments": int32 [s]} and labels int32 [s] of a row."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
+from dtransformer.datasets.indexed_batches import Example, IndexedBatches
 from dtransformer.datasets.masked_language_model import Masking, row_generator
 from dtransformer.datasets.packed_documents import check_length, first_id
 from dtransformer.datasets.token_shards import TokenShards
@@ -32,7 +32,7 @@ class NextSentenceBatches(IndexedBatches):
     Args:
         shards: documents whose parts are sentences.
         length: number of tokens s of a row.
-        rate, mask_id, ignore_id: as of `MaskedLanguageModelBatches`.
+        rate, mask_id: as of `MaskedLanguageModelBatches`.
         **options: `batch_size` and others, as `LanguageModelBatches`'.
 
     Attributes:
@@ -62,7 +62,6 @@ class NextSentenceBatches(IndexedBatches):
         length: int,
         rate: float = 0.15,
         mask_id: int | None = None,
-        ignore_id: int = IGNORED,
         **options,
     ):
         check_length(length, _NUM_SPECIAL + 2)
@@ -77,7 +76,7 @@ class NextSentenceBatches(IndexedBatches):
                 f"{shards.folder}: the tokenizer has no tokens that begin and end a text: use one with "
                 "cls_id and sep_id, or start_id and end_id"
             )
-        self._masking = Masking.of(shards, rate, mask_id, ignore_id)
+        self._masking = Masking.of(shards, rate, mask_id)
         self.vocab_size = max(shards.vocab_size, self._masking.mask_id + 1)
         self._shards = shards
         self._chunks = []  # of each shard: the first part, and the one after the last
@@ -86,7 +85,6 @@ class NextSentenceBatches(IndexedBatches):
             self._chunks.append(chunks(shard.parts, shard.documents, length - _NUM_SPECIAL))
         self._first_rows = np.cumsum([0, *(len(first) for first, _ in self._chunks)])
         num_rows, what = int(self._first_rows[-1]), f"{len(shards):,} documents"
-        options = {"ignore_id": ignore_id, **options}
         super().__init__(shards, num_rows, what, length=length, **options)
 
     def row(self, epoch: int, number: int) -> Example:

@@ -6,7 +6,7 @@ performance bounds for simple one-dimensional packing algorithms"), here of two 
 
 import numpy as np
 
-from dtransformer.datasets.batch_plan import check_one_size
+from dtransformer.datasets.batch_plan import check_one_size, check_rows
 from dtransformer.errors import InputError
 
 
@@ -74,46 +74,52 @@ def rows_per_batch(
         )
     check_one_size(batch_size, batch_tokens)
     rows = batch_size if batch_tokens is None else batch_tokens // packed_length
-    if rows < num_shards:
-        given = f"batch_size={batch_size}" if batch_tokens is None else f"{batch_tokens=}"
-        raise InputError(
-            f"{given} is {rows} rows of packed_length={packed_length}, for {num_shards} data "
-            "ranks: give at least one row for each"
-        )
+    given = f"batch_size={batch_size}" if batch_tokens is None else f"{batch_tokens=}"
+    check_rows(rows, num_shards, f"{given} is {rows} rows of {packed_length=}, which")
     return rows
 
 
-class PackedPlan:
-    """Which sentence pairs make up the rows of each batch.
+def packed_rows(
+    lengths: np.ndarray, order: np.ndarray, capacity: int, rng: np.random.Generator | None
+) -> list[np.ndarray]:
+    """Return the rows that items are packed into, the longest first: arrays of their numbers.
 
-    Rows are made of the same lengths in each epoch, of which sentences differ: so the number of
-    batches depends on the lengths only.
+    The same lengths make the same rows, whoever has them: so the number of rows depends on the
+    lengths only.
 
     Args:
         lengths: int [N, 2], tokens of both sides.
+        order: int [n], the items; of the same lengths the first one of these comes first.
         capacity: number of tokens of a row on each side.
-        batch_rows: number of rows of a global batch.
-        shuffle, drop_remainder, seed: as of `plan_batches`.
+        rng: what the order of the rows is drawn from; None for that in which they were made.
     """
+    sides = lengths[order]
+    by_length = np.lexsort((-sides[:, 1], -sides[:, 0], -sides.max(axis=1)))
+    order, row_of = order[by_length], pack(sides[by_length], capacity)
+    ends = np.cumsum(np.bincount(row_of))
+    rows = np.split(order[np.argsort(row_of, kind="stable")], ends[:-1])
+    return rows if rng is None else [rows[place] for place in rng.permutation(len(rows))]
 
-    def __init__(self, lengths, capacity, batch_rows, shuffle=True, drop_remainder=False, seed=0):
-        self._keys = -lengths[:, 1], -lengths[:, 0], -lengths.max(axis=1)
-        self._shuffle, self._seed = shuffle, seed
-        row_of = pack(lengths[np.lexsort(self._keys)], capacity)
-        self._by_row = np.argsort(row_of, kind="stable")
-        self._ends = np.cumsum(np.bincount(row_of))
-        self._batch_rows, number = batch_rows, len(self._ends)
-        self.num_batches = number // batch_rows if drop_remainder else -(-number // batch_rows)
 
-    def batches(self, epoch: int) -> list[list[np.ndarray]]:
-        """Return the rows of each batch of an epoch: arrays of the numbers of their pairs."""
-        rng = np.random.default_rng([self._seed, epoch])
-        number = len(self._by_row)
-        # Pairs of the same lengths stand for each other.
-        ties = rng.random(number) if self._shuffle else np.arange(number)
-        order = np.lexsort((ties, *self._keys))
-        rows = np.split(order[self._by_row], self._ends[:-1])
-        if self._shuffle:
-            rows = [rows[i] for i in rng.permutation(len(rows))]
-        size = self._batch_rows
-        return [rows[i * size : (i + 1) * size] for i in range(self.num_batches)]
+def plan_packed_batches(
+    lengths: np.ndarray,
+    capacity: int,
+    batch_rows: int,
+    *,
+    shuffle: bool = True,
+    drop_remainder: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[list[np.ndarray]]:
+    """Return the rows of each batch of an epoch: arrays of the numbers of their pairs.
+
+    Args:
+        lengths, capacity: as of `packed_rows`.
+        batch_rows: number of rows of a global batch.
+        shuffle, drop_remainder, seed, epoch: as of `plan_batches`.
+    """
+    rng = np.random.default_rng([seed, epoch]) if shuffle else None
+    order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+    rows = packed_rows(lengths, order, capacity, rng)
+    batches = [rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows)]
+    return batches[:-1] if drop_remainder and len(batches[-1]) < batch_rows else batches

@@ -1,20 +1,20 @@
-"""Base of published tokenizers, whatever their files are."""
+"""Bases of tokenizers, and of published ones, whatever their files are."""
 
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from dtransformer.datasets.chat_template import FILE as TEMPLATE
-from dtransformer.datasets.chat_template import ChatTemplate, TakesTemplate
-from dtransformer.datasets.special_tokens import FILES, SpecialTokens
+from dtransformer.datasets.chat_template import ChatTemplate
+from dtransformer.datasets.special_tokens import FILES
 from dtransformer.errors import InputError
 from dtransformer.files import adding_to
 from dtransformer.inputs.files import read_bytes
-from dtransformer.inputs.text import whole_texts
+from dtransformer.inputs.text import decode, whole_texts
 
 
 class Encoding(NamedTuple):
@@ -42,26 +42,17 @@ def encodings(
     return [Encoding(one.ids, one.offsets, one.type_ids) for one in found]
 
 
-class PublishedTokenizer(TakesTemplate):
-    """A tokenizer of a published model, with the interface of `SubwordTokenizer`.
-
-    Args:
-        path: its file.
-        vocab_size: number of ids; the tables of its model may have more.
-        special: the special ids.
+class BaseTokenizer:
+    """What tokenizers share: a subclass has `_rows`, `_texts`, `vocab_size` and special ids.
 
     Attributes:
-        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: special ids; None for none.
-        stop_ids: tuple of all ids that end a text.
-        vocab_size: number of ids.
+        template_source: the text of a chat template that was given, which folders keep; None for
+            none, or for that of its files.
     """
 
-    def __init__(self, path: pathlib.Path, vocab_size: int, special: SpecialTokens):
-        self._path, self.vocab_size = path, vocab_size
-        self.pad_id, self.unk_id = special.pad_id, special.unk_id
-        self.start_id, self.end_id = special.start_id, special.end_id
-        self.cls_id, self.sep_id, self.mask_id = special.cls_id, special.sep_id, special.mask_id
-        self.stop_ids, self._config = special.stop_ids, special.config
+    template_source: str | None = None
+    pad_id = unk_id = start_id = end_id = cls_id = sep_id = mask_id = None
+    stop_ids: tuple[int, ...] = ()
 
     def encode(self, sentences: Iterable[str], add_special_ids: bool = False) -> tf.RaggedTensor:
         """Return the ids of texts.
@@ -80,15 +71,6 @@ class PublishedTokenizer(TakesTemplate):
         """
         ids, row_splits = self.encode_to_numpy(sentences, add_special_ids)
         return tf.RaggedTensor.from_row_splits(ids, row_splits, validate=False)
-
-    def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
-        """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
-        return self.encode(sentences, add_special_ids=True)
-
-    def ids_of_stop(self, text: str) -> list[int]:
-        """Return the ids of a text that is to end others: one where it is a token."""
-        one = self._id_of(text)
-        return self.encode([text]).to_list()[0] if one is None else [one]
 
     def encode_to_numpy(
         self, sentences: Iterable[str], add_special_ids: bool = False
@@ -127,13 +109,105 @@ class PublishedTokenizer(TakesTemplate):
             rows[number] = row[start:stop]
         return rows
 
+    def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
+        """Return the texts of ids.
+
+        A text stops at its first end id, but for one that it starts with, as GPT-2's do. Special
+        ids leave no trace, nor do those after `vocab_size`, for which there is no text.
+
+        Args:
+            ids: one text a row: array or tensor [texts, pieces], `tf.RaggedTensor`, or a list of
+                lists.
+        """
+        if isinstance(ids, tf.RaggedTensor):
+            ids = ids.to_list()
+        rows = [self._until_end(np.asarray(row, "int64")) for row in ids]
+        return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
+
     def chat_template(self, date: str | None = None) -> ChatTemplate:
-        config = dict(self._config)
+        """Return the chat template.
+
+        Args:
+            date: what it takes for today, "2024-07-26"; None for the day it is.
+
+        Raises:
+            InputError: there is none, or it is damaged.
+        """
         if self.template_source is None:
-            return ChatTemplate.of_tokenizer(self._path.parent, config, date)
-        tokens = {key: x for key, x in config.items() if key.endswith("_token")}
-        tokens = {key: x.get("content") if isinstance(x, dict) else x for key, x in tokens.items()}
+            raise InputError("the tokenizer has no chat template: give data.template")
+        tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "")
         return ChatTemplate(self.template_source, tokens, "the chat template", date)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a chat by the model's template, which its answer comes after.
+
+        Args:
+            messages: dicts of `"role"`, such as `"user"`, and `"content"`.
+
+        Raises:
+            InputError: there is no template, or it refuses the messages.
+        """
+        return self.chat_template().render(messages, add_generation_prompt=True)
+
+    def save_template(self, folder: pathlib.Path) -> None:
+        """Write the template that was given into a folder."""
+        if self.template_source is not None:
+            (folder / TEMPLATE).write_text(self.template_source, encoding="utf-8", newline="")
+
+    def load_template(self, folder: pathlib.Path) -> None:
+        """Take the template of a folder, where it has one."""
+        if (folder / TEMPLATE).is_file():
+            self.template_source = decode(read_bytes(folder / TEMPLATE), folder / TEMPLATE)
+
+    def _until_end(self, row):
+        if row.ndim != 1:
+            raise InputError("decode takes one row of ids a text: put a single row in a list")
+        ends = np.isin(row, [*self.stop_ids, -1 if self.end_id is None else self.end_id])
+        if self.start_id is not None and row.size and row[0] == self.start_id:
+            ends[0] = False
+        return row[: np.argmax(ends)] if ends.any() else row
+
+    def _rows(self, texts: list[str], add_special_ids: bool) -> list:
+        """Return the ids of texts, lists or arrays."""
+        raise NotImplementedError
+
+    def _texts(self, rows: list[list[int]]) -> list[str]:
+        """Return the texts of ids that are in the vocabulary, without special ones."""
+        raise NotImplementedError
+
+
+class PublishedTokenizer(BaseTokenizer):
+    """A tokenizer of a published model, with the interface of `SubwordTokenizer`.
+
+    Args:
+        path: its file.
+        vocab_size: number of ids; the tables of its model may have more.
+        ids: dict of the special ids, by the attributes below.
+        config: dict of the fields of its `tokenizer_config.json`.
+
+    Attributes:
+        pad_id, unk_id, start_id, end_id, cls_id, sep_id, mask_id: special ids; None for none.
+        stop_ids: tuple of all ids that end a text.
+        vocab_size: number of ids.
+    """
+
+    def __init__(self, path: pathlib.Path, vocab_size: int, ids: dict, config: dict):
+        self._path, self.vocab_size, self._config = path, vocab_size, config
+        vars(self).update(ids)
+
+    def encode_prompts(self, sentences: Iterable[str]) -> tf.RaggedTensor:
+        """Return `encode`'s ids of texts for the model to go on with, with their special ids."""
+        return self.encode(sentences, add_special_ids=True)
+
+    def ids_of_stop(self, text: str) -> list[int]:
+        """Return the ids of a text that is to end others: one where it is a token."""
+        one = self._id_of(text)
+        return self.encode([text]).to_list()[0] if one is None else [one]
+
+    def chat_template(self, date: str | None = None) -> ChatTemplate:
+        return ChatTemplate.of_tokenizer(
+            self._path.parent, self._config, date, self.template_source
+        )
 
     def encode_with_offsets(
         self, sentences: Iterable[str], others: Iterable[str] | None = None
@@ -152,21 +226,6 @@ class PublishedTokenizer(TakesTemplate):
             "into the folder"
         )
 
-    def decode(self, ids: tf.RaggedTensor | tf.Tensor | np.ndarray | Sequence) -> list[str]:
-        """Return the texts of ids.
-
-        A text stops at its first end id, but for one that it starts with, as GPT-2's do. Special
-        ids leave no trace, nor do those after `vocab_size`, for which there is no text.
-
-        Args:
-            ids: one text a row: array or tensor [texts, pieces], `tf.RaggedTensor`, or a list of
-                lists.
-        """
-        if isinstance(ids, tf.RaggedTensor):
-            ids = ids.to_list()
-        rows = [self._until_end(np.asarray(row, "int64")) for row in ids]
-        return self._texts([row[(row >= 0) & (row < self.vocab_size)].tolist() for row in rows])
-
     def save(self, folder: str | os.PathLike) -> None:
         """Write copies of the tokenizer's files into a folder, for `load_tokenizer`.
 
@@ -180,22 +239,6 @@ class PublishedTokenizer(TakesTemplate):
                     (fresh / path.name).write_bytes(read_bytes(path))
             self.save_template(fresh)
 
-    def _until_end(self, row):
-        if row.ndim != 1:
-            raise InputError("decode takes one row of ids a text: put a single row in a list")
-        ends = np.isin(row, [*self.stop_ids, -1 if self.end_id is None else self.end_id])
-        if self.start_id is not None and row.size and row[0] == self.start_id:
-            ends[0] = False
-        return row[: np.argmax(ends)] if ends.any() else row
-
     def _id_of(self, token: str) -> int | None:
         """Return the id of a token, None where there is no such token."""
-        raise NotImplementedError
-
-    def _rows(self, texts: list[str], add_special_ids: bool) -> list:
-        """Return the ids of texts, lists or arrays."""
-        raise NotImplementedError
-
-    def _texts(self, rows: list[list[int]]) -> list[str]:
-        """Return the texts of ids that are in the vocabulary, without special ones."""
         raise NotImplementedError

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dtransformer.datasets.epochs import kept
-from dtransformer.datasets.indexed_batches import Example, IndexedBatches
+from dtransformer.datasets.indexed_batches import IGNORED, Example, IndexedBatches
 from dtransformer.datasets.left_out import warn_left_out
 from dtransformer.datasets.mixture import mixed_records, mixture_order
-from dtransformer.datasets.packing import pack
+from dtransformer.datasets.packing import packed_rows
 from dtransformer.errors import InputError
 
 _WINDOW = 4096  # records of a mixture that are packed together
@@ -26,6 +26,7 @@ class EncodedRecords:
 
     Attributes:
         fingerprint: 16 hexadecimal digits of all of it.
+        pad_id: the id of padding.
         num_sequences: of a record.
     """
 
@@ -42,7 +43,7 @@ class EncodedRecords:
         self._ids, self._labels = join(0), join(1)
         self.lengths = np.array(lengths, np.int64).reshape(-1, self.num_sequences)
         self.targets = None if targets is None else np.array(targets, np.float32)
-        self.special_ids = {"pad": pad_id}
+        self.pad_id, self.special_ids = pad_id, {"pad": pad_id}
         digest = hashlib.sha256()
         for array in (self._ids, self._labels, self._starts, self.targets):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
@@ -74,9 +75,9 @@ class RecordBatches(IndexedBatches):
 
     Args:
         records: them.
-        form: a function of the records, the numbers of those of a row, its length and the label
-            that counts nothing, that returns the row's inputs, labels, and weights where these have
-            any; of no numbers it returns an empty row.
+        form: a function of the records, the numbers of those of a row, and its length, that returns
+            the row's inputs, labels, and weights where these have any; of no numbers it returns an
+            empty row.
         length: number of tokens of a row.
         sizes: numbers of records of the sources, one after the other.
         weights: their weights in a mixture; None for all records alike.
@@ -135,43 +136,30 @@ class RecordBatches(IndexedBatches):
         if not self._packed:
             return order[:, None]
         rows, window = [], len(order) if self._order is None else _WINDOW
+        sides = np.repeat(self._records.lengths[:, :1], 2, axis=1)
         for start in range(0, len(order), window):
-            rows += self._packed_rows(order[start : start + window], [*seed, start])
+            rng = np.random.default_rng([*seed, start]) if self._shuffles else None
+            rows += packed_rows(sides, order[start : start + window], self._capacity, rng)
         return rows
-
-    def _packed_rows(self, order, seed):
-        """Return the rows of a window: the same lengths make the same rows, whoever has them."""
-        lengths = self._records.lengths[order, 0]
-        order = order[np.argsort(-lengths, kind="stable")]
-        lengths = self._records.lengths[order]
-        row_of = pack(np.concatenate([lengths, lengths], 1), self._capacity)
-        by_row = np.argsort(row_of, kind="stable")
-        rows = np.split(order[by_row], np.cumsum(np.bincount(row_of))[:-1])
-        places = np.arange(len(rows))
-        if self._shuffles:
-            places = np.random.default_rng(seed).permutation(len(rows))
-        return [rows[place] for place in places]
 
     def row(self, epoch: int, number: int) -> Example:
         rows = self._plan(epoch)
         # Another epoch of a mixture may be packed to a few rows fewer, or more, than the first.
         numbers = rows[number % len(rows)]
-        return self._form(self._records, numbers, self.length, self.ignore_id, self.pad_id)
+        return self._form(self._records, numbers, self.length)
 
     def empty_row(self) -> Example:
-        return self._form(self._records, (), self.length, self.ignore_id, self.pad_id)
+        return self._form(self._records, (), self.length)
 
 
-def next_tokens(
-    records: EncodedRecords, numbers: Sequence[int], length: int, ignore_id: int, pad_id: int
-) -> tuple:
+def next_tokens(records: EncodedRecords, numbers: Sequence[int], length: int) -> tuple:
     """Return a row for a `CausalLM`: records one after the other, with the label of each next token.
 
     Returns:
         {"tokens": int32 [s], "segments": int32 [s]}, labels int32 [s].
     """
-    tokens, segments = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
-    labels, start = np.full(length, ignore_id, np.int32), 0
+    tokens, segments = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
+    labels, start = np.full(length, IGNORED, np.int32), 0
     for segment, number in enumerate(numbers, start=1):
         ids, own = (x[: length - start] for x in records.sequence(int(number)))
         end = start + len(ids)
@@ -182,12 +170,7 @@ def next_tokens(
 
 
 def group_row(
-    records: EncodedRecords,
-    numbers: Sequence[int],
-    length: int,
-    ignore_id: int,
-    pad_id: int,
-    with_labels: bool = True,
+    records: EncodedRecords, numbers: Sequence[int], length: int, with_labels: bool = True
 ) -> tuple:
     """Return a row for a `GroupModel`: the k sequences of one record, its targets and its weight.
 
@@ -196,8 +179,8 @@ def group_row(
         the weight, float32: 0 of an empty row.
     """
     k = records.num_sequences
-    tokens, segments = np.full((k, length), pad_id, np.int32), np.zeros((k, length), np.int32)
-    labels = np.full((k, length), ignore_id, np.int32)
+    tokens = np.full((k, length), records.pad_id, np.int32)
+    segments, labels = np.zeros_like(tokens), np.full_like(tokens, IGNORED)
     for number in numbers:
         for side in range(k):
             ids, own = records.sequence(int(number), side)

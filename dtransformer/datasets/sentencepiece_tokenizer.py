@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dtransformer.datasets.published_tokenizer import PublishedTokenizer
-from dtransformer.datasets.special_tokens import CONFIG, SpecialTokens
+from dtransformer.datasets.special_tokens import CONFIG, special_tokens
 from dtransformer.errors import InputError, shown
 
 _USUAL = {"pad": "<pad>", "unk": "<unk>", "start": "<s>", "end": "</s>"}
@@ -49,18 +49,18 @@ class SentencePieceTokenizer(PublishedTokenizer):
         if not pieces:
             raise InputError(f"{path}: is no model of SentencePiece, or is damaged")
         ids = {text: number for number, (text, _) in enumerate(pieces)}
-        special = SpecialTokens.of(path.parent, ids.get, _USUAL)
-        super().__init__(path, len(pieces), special)
+        special, config = special_tokens(path.parent, ids.get, _USUAL)
+        super().__init__(path, len(pieces), special, config)
         self._data, self._ids, self._tokenizer = data, ids, None
         self._pieces = [text for text, _ in pieces]
-        self._check_added(special.config)
+        self._check_added(config)
         rules = dict(
             _fields(next((x for number, x in _fields(data) if number == _NORMALIZER), b""))
         )
         self._keeps_spaces = not rules.get(_REMOVES_SPACES, 1) and rules.get(_PREFIXES, 1)
         silent = {number for number, (_, kind) in enumerate(pieces) if kind == _CONTROL}
         self._silent = silent | {self.pad_id, self.start_id, self.end_id}
-        kind = special.config.get("tokenizer_class")
+        kind = config.get("tokenizer_class")
         name = kind.removesuffix("Fast") if isinstance(kind, str) else kind
         if name not in _CLASSES:
             raise InputError(
@@ -68,7 +68,7 @@ class SentencePieceTokenizer(PublishedTokenizer):
                 "file: put its tokenizer.json into the folder"
             )
         self._adds = tuple(
-            special.config.get(f"add_{end}_token", usual)
+            config.get(f"add_{end}_token", usual)
             for end, usual in zip(("bos", "eos"), _CLASSES[name], strict=True)
         )
 

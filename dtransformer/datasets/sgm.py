@@ -7,10 +7,10 @@ neither a segment nor tags is refused: no text is passed by.
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from dtransformer.datasets.text_files import write_text_atomically
-from dtransformer.errors import InputError, shown
+from dtransformer.errors import InputError, check_int, shown
 from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
 
@@ -50,8 +50,7 @@ def write_sgm(
     """
     if kind not in ("refset", "srcset"):
         raise InputError(f'kind={kind!r} is unknown: use "refset" or "srcset"')
-    if segments_per_document < 1:
-        raise InputError(f"segments_per_document={segments_per_document} must be at least 1")
+    check_int("segments_per_document", segments_per_document)
     if kind == "refset":
         lines = [f'<refset trglang="{language}" setid="{set_id}" srclang="any">']
         system = 'sysid="ref" '
@@ -102,12 +101,7 @@ def read_sgm(path: FilePath) -> list[str]:
     >>> read_sgm("two.en.sgm")
     ['Good morning.', 'Good night.']
     """
-    return parse_sgm(read_text_lines(path), path)
-
-
-def parse_sgm(lines: Iterable[str], path: FilePath) -> list[str]:
-    """Return the segments in the lines of an SGM file; `path` is for messages only."""
-    return [text for text, tag in _parsed(lines, path) if tag]
+    return [text for text, tag in _parsed(path) if tag]
 
 
 def read_sgm_pairs(source: FilePath, target: FilePath) -> list[tuple[str, str]]:
@@ -134,14 +128,7 @@ def read_sgm_pairs(source: FilePath, target: FilePath) -> list[tuple[str, str]]:
     >>> read_sgm_pairs("one.en.sgm", "one.fr.sgm")
     [('Good morning.', 'Bonjour.')]
     """
-    return pair_sgm(read_text_lines(source), read_text_lines(target), source, target)
-
-
-def pair_sgm(
-    source_lines: Sequence[str], target_lines: Sequence[str], source: FilePath, target: FilePath
-) -> list[tuple[str, str]]:
-    """As `read_sgm_pairs`, from lines; `source` and `target` name them in messages."""
-    sides = _parsed(source_lines, source), _parsed(target_lines, target)
+    sides = _parsed(source), _parsed(target)
     numbers = [max((n for n, line in enumerate(side, 1) if any(line)), default=0) for side in sides]
     pairs = []
     for number, lines in enumerate(itertools.zip_longest(*sides, fillvalue=("", "")), start=1):
@@ -169,10 +156,10 @@ def pair_sgm(
     return pairs
 
 
-def _parsed(lines, path):
+def _parsed(path):
     """Return for each line (text, `<seg id="7">`) of a segment, or (line, "") of tags."""
     parsed = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text_lines(path), start=1):
         match = _SEGMENT.fullmatch(line)
         if match and not _PART_OF_ONE.search(match[2]):
             parsed.append((match[2].strip(WHITE_SPACE), f"{match[1]}>"))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dtransformer.datasets.indexed_batches import IGNORED, Example
+from dtransformer.datasets.indexed_batches import Example
 from dtransformer.datasets.masked_language_model import row_generator
 from dtransformer.datasets.packed_documents import PackedDocuments, check_length, first_id
 from dtransformer.datasets.token_shards import TokenShards
@@ -34,7 +34,6 @@ class SpanCorruptionBatches(PackedDocuments):
         sentinel_ids: ids of the sentinels, in their order; by default as many more as are needed,
             from the vocabulary's size on. T5's are its last 100, the last one first.
         start_id: what a target begins with; by default the padding token, as T5's.
-        ignore_id: the label of tokens that do not count.
         **options: `batch_size` and others, as `LanguageModelBatches`'.
 
     Attributes:
@@ -65,7 +64,6 @@ class SpanCorruptionBatches(PackedDocuments):
         mean_span: float = 3.0,
         sentinel_ids: Sequence[int] | None = None,
         start_id: int | None = None,
-        ignore_id: int = IGNORED,
         **options,
     ):
         check_length(length, 4)
@@ -88,9 +86,7 @@ class SpanCorruptionBatches(PackedDocuments):
             )
         self._sentinels = np.array(sentinel_ids, np.int32)
         self.vocab_size = max(shards.vocab_size, int(self._sentinels.max()) + 1)
-        super().__init__(
-            shards, length=text, ignore_id=ignore_id, **{"add_start": False, **options}
-        )
+        super().__init__(shards, length=text, **{"add_start": False, **options})
         self.start_id = self.pad_id if start_id is None else start_id
 
     def row(self, epoch: int, number: int) -> Example:

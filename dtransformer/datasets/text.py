@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from dtransformer.datasets.sgm import pair_sgm, parse_sgm
+from dtransformer.datasets.sgm import read_sgm, read_sgm_pairs
 from dtransformer.errors import InputError
 from dtransformer.inputs.paths import FilePath
 from dtransformer.inputs.text import WHITE_SPACE, read_text_lines
@@ -24,10 +24,9 @@ def read_lines(path: FilePath) -> list[str]:
     Raises:
         InputError: the file is missing, damaged or not UTF-8; names the line.
     """
-    lines = read_text_lines(path)
     if _is_sgm(path):
-        return parse_sgm(lines, path)
-    return [line.strip(WHITE_SPACE) for line in lines]
+        return read_sgm(path)
+    return [line.strip(WHITE_SPACE) for line in read_text_lines(path)]
 
 
 def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]]:
@@ -45,7 +44,7 @@ def read_pairs(source: FilePath, target: FilePath) -> tuple[list[str], list[str]
             raises.
     """
     if _is_sgm(source) and _is_sgm(target):  # names the first line that does not match
-        pairs = pair_sgm(read_text_lines(source), read_text_lines(target), source, target)
+        pairs = read_sgm_pairs(source, target)
         lines = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     else:
         lines = read_lines(source), read_lines(target)

@@ -5,19 +5,14 @@ from dtransformer.inputs.paths import FilePath, check_path
 
 
 def write_text_atomically(path: FilePath, text: str) -> None:
-    """Write text as UTF-8, line ends as they are; see `write_bytes_atomically`."""
-    write_bytes_atomically(path, text.encode("utf-8"))
-
-
-def write_bytes_atomically(path: FilePath, data: bytes) -> None:
-    """Write a file so that it is complete or not there.
+    """Write text as UTF-8, line ends as they are, so that the file is complete or not there.
 
     Args:
         path: the file to write. Folders above it are made where they are missing.
-        data: what to write.
+        text: what to write.
 
     Raises:
         InputError: the file cannot be written.
     """
     with replacing(check_path(path), parents=True) as fresh:
-        fresh.write_bytes(data)
+        fresh.write_text(text, encoding="utf-8", newline="")

@@ -7,8 +7,8 @@ import tokenizers
 
 from dtransformer.datasets.published_tokenizer import Encoding, PublishedTokenizer, encodings
 from dtransformer.datasets.sentencepiece_tokenizer import SentencePieceTokenizer
-from dtransformer.datasets.special_tokens import SpecialTokens
-from dtransformer.datasets.tokenizer import SubwordTokenizer
+from dtransformer.datasets.special_tokens import special_tokens
+from dtransformer.datasets.tokenizer import FILE, SubwordTokenizer
 from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.files import MEBIBYTE, read_bytes
 from dtransformer.inputs.json_file import parse_json
@@ -17,8 +17,7 @@ from dtransformer.inputs.text import decode
 
 _MAX_BYTES = 128 * MEBIBYTE
 _MAX_IDS = 2**31 - 1  # so that their number is an int32, too
-_JSON, _MODELS = "tokenizer.json", ("tokenizer.model", "spiece.model", "sentencepiece.model")
-_OWN = "subword_tokenizer.json"
+_MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.model")
 
 
 def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTokenizer:
@@ -45,25 +44,17 @@ def load_tokenizer(folder: str | os.PathLike) -> PublishedTokenizer | SubwordTok
     folder = check_path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder: give a published model's")
-    if (folder / _OWN).exists():
+    if SubwordTokenizer.is_in(folder):
         return SubwordTokenizer.load(folder)
-    if (folder / _JSON).exists():
-        return _of_json(folder / _JSON)
+    if (folder / FILE).exists():
+        return JsonTokenizer(folder / FILE)
     for path in (folder / name for name in _MODELS):
         if path.exists():
             return SentencePieceTokenizer(path, read_bytes(path, _MAX_BYTES))
     raise InputError(
-        f"{folder}: expected {_JSON} or {', '.join(_MODELS)}: a tokenizer in other files, such as "
+        f"{folder}: expected {FILE} or {', '.join(_MODELS)}: a tokenizer in other files, such as "
         "vocab.json and merges.txt, is not read: save it again with its tokenizer.json"
     )
-
-
-def _of_json(path):
-    data = read_bytes(path, _MAX_BYTES)
-    content = parse_json(data, path, _MAX_BYTES)
-    if isinstance(content, dict) and "format" in content:
-        return SubwordTokenizer.load(path.parent)
-    return JsonTokenizer(path, decode(data, path))
 
 
 class JsonTokenizer(PublishedTokenizer):
@@ -71,15 +62,16 @@ class JsonTokenizer(PublishedTokenizer):
 
     Args:
         path: the file, whose folder may have files that name special tokens.
-        text: what is in it.
 
     Raises:
         InputError: it is no such file, or the files beside it do not fit.
     """
 
-    def __init__(self, path: pathlib.Path, text: str):
+    def __init__(self, path: pathlib.Path):
+        data = read_bytes(path, _MAX_BYTES)
+        parse_json(data, path, _MAX_BYTES)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+            self._tokenizer = tokenizers.Tokenizer.from_str(decode(data, path))
         except Exception as error:  # the library raises no other kind
             raise InputError(
                 f"{path}: is no tokenizer of the library `tokenizers` ({one_line(error, 160)})"
@@ -90,8 +82,7 @@ class JsonTokenizer(PublishedTokenizer):
         size = max(vocabulary.values(), default=-1) + 1
         if size > _MAX_IDS:
             raise InputError(f"{path}: an id is {size - 1:,}, expected at most {_MAX_IDS - 1:,}")
-        special = SpecialTokens.of(path.parent, vocabulary.get, {})
-        super().__init__(path, size, special)
+        super().__init__(path, size, *special_tokens(path.parent, vocabulary.get, {}))
 
     def encode_with_offsets(self, sentences, others=None) -> list[Encoding]:
         return encodings(self._tokenizer, sentences, others)

@@ -18,10 +18,6 @@ FLOATS = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _FLOAT_TYPES = {np.dtype(kind) for kind in FLOATS.values()}
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# Infinity's bits, the least of what is not finite: NumPy knows no bfloat16.
-_INFINITIES = {np.dtype(np.float16): 0x7C00, _BFLOAT16: 0x7F80}
-_SIGN = 0x8000
 # Elements that are converted and looked at together, so that they stay in a core's cache.
 _TOGETHER = 2**16
 # Of a matrix that is stored transposed a tile is converted at once; and the elements between two
@@ -105,22 +101,12 @@ def _transposed_matrix(value):
 
 def _cast(value, result):
     """Write a value into an array of the same or another floating-point type."""
-    if value.dtype == result.dtype:  # bits are copied: faster than what NumPy has for small types
-        bits = f"u{value.itemsize}" if value.itemsize in (1, 2, 4, 8) else value.dtype
-        result.view(bits)[...] = value.view(bits)
-    elif value.dtype == _BFLOAT16 and result.dtype == np.float32:  # the first half of its bits
-        np.left_shift(value.view("u2"), 16, out=result.view("u4"), dtype="u4")
-    else:
-        with np.errstate(over="ignore", invalid="ignore"):
-            result[...] = value
+    with np.errstate(over="ignore", invalid="ignore"):
+        result[...] = value
 
 
 def _is_finite(part):
     """Return whether all of an array are finite, which a type that has no infinity always is."""
     if part.dtype not in _FLOAT_TYPES:
         return True
-    infinity = _INFINITIES.get(part.dtype)
-    if infinity is not None:  # negative numbers are the largest ones without a sign
-        largest = part.view("i2").max(initial=0), part.view("u2").max(initial=0)
-        return bool(largest[0] < infinity and largest[1] < _SIGN + infinity)
     return bool(np.isfinite(part if part.itemsize >= 4 else part.astype("f4")).all())

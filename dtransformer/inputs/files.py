@@ -1,18 +1,23 @@
 """Opening and reading files, with a limit."""
 
 import contextlib
+import gzip
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, one_line
 from dtransformer.inputs.machine import free_memory
 from dtransformer.inputs.paths import FilePath, check_path
 
 MEBIBYTE = 2**20
-CHUNK = 2**16
 _SHARE_OF_MEMORY = 8  # lines of text take several times the bytes that they are read from
+# Text is packed to a third or a fifth, the same line again and again to a hundredth; what is made
+# to fill the memory to a thousandth.
+MAX_RATIO = 200
+FREE_OF_RATIO = 16 * MEBIBYTE
 
 
 @contextlib.contextmanager
@@ -74,3 +79,35 @@ def read_limited(file: BinaryIO, name: FilePath, limit: int | None = None) -> by
                 f"{name} has more than the {limit:,} bytes that are read here: give a smaller file"
             )
     return bytes(data)
+
+
+def unpacked(file: BinaryIO, name: FilePath, limit: int | None = None) -> Iterator[bytes]:
+    """Return the bytes of a gzip file, at most a mebibyte at a time.
+
+    Args:
+        file: the open file.
+        name: its name, for messages.
+        limit: the most bytes that come out; None for what the machine's memory holds.
+
+    Raises:
+        InputError: it is damaged or incomplete, or grows beyond all measure.
+    """
+    limit = free_memory() // _SHARE_OF_MEMORY if limit is None else limit
+    size, num_out = os.fstat(file.fileno()).st_size, 0  # of a pipe, 0
+    try:
+        if not file.peek(1):
+            raise EOFError("it is empty")
+        with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+            while chunk := stream.read1(MEBIBYTE):
+                num_out += len(chunk)
+                if num_out > min(limit, max(FREE_OF_RATIO, MAX_RATIO * size)):
+                    raise InputError(
+                        f"{name}: {size:,} bytes of gzip give more than "
+                        f"{num_out - len(chunk):,}, which no text does, or the memory does not hold: "
+                        "unpack it by other means"
+                    )
+                yield chunk
+    except (zlib.error, gzip.BadGzipFile, EOFError) as error:
+        raise InputError(
+            f"{name} is not a complete gzip file ({one_line(error, 80)}): copy or pack it again"
+        ) from None

@@ -13,7 +13,6 @@ from dtransformer.inputs.text import decode, half_told
 
 MAX_BYTES = 16 * MEBIBYTE
 MAX_DEPTH = 100
-_MAX_DIGITS = 400  # of an integer
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of a half of a pair
 
 
@@ -47,7 +46,6 @@ def parse_json(data: bytes | str, name: FilePath, limit: int = MAX_BYTES) -> obj
             text,
             object_pairs_hook=_object,
             parse_constant=_not_finite,
-            parse_int=_integer,
             parse_float=_float,
         )
         _check_depth(value)
@@ -92,12 +90,6 @@ def _object(pairs):
 
 def _not_finite(text):
     raise ValueError(f"{text} is no finite number")
-
-
-def _integer(text):
-    if len(text) > _MAX_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
 
 
 def _float(text):

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from dtransformer.errors import InputError
-from dtransformer.inputs.archives import unpacked
-from dtransformer.inputs.files import MEBIBYTE, opened, read_limited
+from dtransformer.inputs.files import MEBIBYTE, opened, read_limited, unpacked
 from dtransformer.inputs.machine import free_memory
 from dtransformer.inputs.paths import FilePath
 

@@ -103,10 +103,6 @@ class Device:
     hides_reductions: bool = True
     has_bfloat16: bool = True
 
-    def of_axis(self, axis: str) -> Link | None:
-        """Return the measured link of an axis of the grid; None where the figures hold."""
-        return self.links.get(axis)
-
     def checked_constants(self) -> tuple[list[str], list[str]]:
         """Return the names of constants that were checked against measurements, and of the others.
 

@@ -20,16 +20,15 @@ _CORE_GB_PER_SECOND = 5.0
 _LINKS = {"data": Link(0.7, 0, 5000.0), "model": Link(0.4, 0, 2500.0), "stage": Link(1.5, 0, 500.0)}
 
 
-def num_ranks() -> int:
+def num_ranks(variable: str = "HOROVOD_SIZE") -> int:
     """Return the number of ranks that horovodrun has started; 1 without it."""
-    text = os.environ.get("HOROVOD_SIZE") or "1"
+    text = os.environ.get(variable) or "1"
     return int(text) if text.isdecimal() and int(text) else 1
 
 
 def ranks_per_host() -> int:
     """Return how many of them are on this host."""
-    text = os.environ.get("HOROVOD_LOCAL_SIZE") or str(num_ranks())
-    return int(text) if text.isdecimal() and int(text) else 1
+    return num_ranks("HOROVOD_LOCAL_SIZE" if "HOROVOD_LOCAL_SIZE" in os.environ else "HOROVOD_SIZE")
 
 
 def this_device(ranks: int | None = None) -> Device:

@@ -41,7 +41,7 @@ class Group:
 def bytes_per_second(cluster: Cluster, group: Group):
     """Return the bandwidth that a ring of a group has, one way: an array [N]."""
     device, constants, node = cluster.device, cluster.device.constants, cluster.devices_per_node
-    own = device.of_axis(group.axis)
+    own = device.links.get(group.axis)
     if own is not None:
         return np.full(np.shape(group.members), own.gb_per_second * 1e9)
     inside = device.inside_gb_per_second * constants.inside_share * 1e9
@@ -53,13 +53,13 @@ def bytes_per_second(cluster: Cluster, group: Group):
 
 def hop_seconds(cluster: Cluster, axis: str) -> float:
     """Return the seconds of a step of a ring along an axis, whatever it sends."""
-    own = cluster.device.of_axis(axis)
+    own = cluster.device.links.get(axis)
     return (cluster.device.constants.hop_us if own is None else own.latency_us) * 1e-6
 
 
 def call_seconds(cluster: Cluster, axis: str) -> float:
     """Return the seconds of a collective along an axis, whatever it sends and to how many."""
-    own = cluster.device.of_axis(axis)
+    own = cluster.device.links.get(axis)
     return 0.0 if own is None else own.call_us * 1e-6
 
 
@@ -82,7 +82,7 @@ def collective_seconds(cluster: Cluster, kind: str, num_bytes, group: Group):
 def send_seconds(cluster: Cluster, num_bytes, stride):
     """Return the seconds to send to the device that is `stride` further: an array [N]."""
     device, constants = cluster.device, cluster.device.constants
-    own = device.of_axis("stage")
+    own = device.links.get("stage")
     inside = device.inside_gb_per_second * constants.inside_share
     between = device.between_gb_per_second * constants.between_share
     rate = np.where(np.asarray(stride) >= cluster.devices_per_node, between, inside)

@@ -12,15 +12,13 @@ import yaml
 from dtransformer.errors import InputError, nearest, shown
 from dtransformer.inputs.checked import problem
 from dtransformer.inputs.yaml_file import parse_yaml, read_yaml
-from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
+from dtransformer.parallel.config.config import TransformerRecomputeConfig
 from dtransformer.planner.models import checked
 from dtransformer.runs.options import SECTIONS
 
 TRANSLATION = "translation"
-# Options that are mappings of fields themselves.
-_MAPPINGS = {"parallel.recompute": TransformerRecomputeConfig, "model.moe_config": MoEConfig}
-# Keys of older files -> where they are now.
-_MOVED = {"training.tensorboard": "logs.tensorboard"}
+# Options of `parallel` that are mappings of fields themselves.
+_MAPPINGS = {"parallel.recompute": TransformerRecomputeConfig}
 _MAX_DEGREE = 4096  # of what counts ranks, stages and micro-batches
 _NO_DEGREE = "parallel.parallel_optimizer_threshold"
 _MAX_KEY = 100  # characters that are compared with the names of options
@@ -104,7 +102,7 @@ def _setting(setting):
     key, equals, text = setting.partition("=")
     if not equals:
         raise InputError(f"--set {shown(setting)}: expected section.key=value")
-    key = _MOVED.get(key.strip(), key.strip())
+    key = key.strip()
     value = parse_yaml(text, f"--set {shown(key)}")
     return ("training.layout" if (key, value) == ("parallel", "auto") else key), value
 
@@ -136,8 +134,7 @@ def _flatten(content, config, path):
             raise InputError(
                 f"{path}: section {section} holds {shown(values)}, expected keys and values"
             )
-        names = {key: f"{section}.{key}" for key in values or {}}
-        flat.update({_MOVED.get(names[key], names[key]): values[key] for key in names})
+        flat |= {f"{section}.{key}": value for key, value in (values or {}).items()}
     for key in flat:
         if key not in config.keys():
             set_option(config, key, flat[key], path)  # says what is near

@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import pydantic
@@ -177,22 +177,6 @@ class RunIdentity:
                 raise InputError(
                     f"{path}: is a checkpoint of another run than the {RUN} of {folder}: move it away"
                 )
-
-
-def digest_of(pairs: Sequence[Sequence[str]] | None) -> str | None:
-    """Return the SHA-256 of sentence pairs, whatever files they came from; None for none.
-
-    Args:
-        pairs: the sentences of both languages.
-    """
-    if pairs is None:
-        return None
-    digest = hashlib.sha256()
-    for sentences in pairs:
-        digest.update(f"{len(sentences)}\n".encode())
-        for sentence in sentences:
-            digest.update(sentence.encode() + b"\n")
-    return digest.hexdigest()
 
 
 def digest_of_records(records: Iterable) -> str:

@@ -1,44 +1,14 @@
 """The memory that a run needs at least, compared with what this machine has, before it is taken."""
 
-import dataclasses
 import pathlib
 
 from dtransformer.errors import InputError
 from dtransformer.inputs.machine import free_memory
-from dtransformer.runs.automatic import shape_of_run
 from dtransformer.runs.config import RunConfig
 
 _NUMBER = 4  # bytes of a float32
 _TRAINED = 3 * _NUMBER  # of a weight that is trained: itself, its gradient, an optimizer's state
 _GIBIBYTE = 2**30
-
-
-def check_model(config: RunConfig, vocab_size: int, num_ranks: int = 1) -> None:
-    """Refuse a model, a search or a number of devices that this machine cannot hold.
-
-    Args:
-        config: the run's config.
-        vocab_size: number of pieces of the vocabulary.
-        num_ranks: number of ranks that share the weights, at best.
-
-    Raises:
-        InputError: names what needs how much.
-    """
-    model, length = config.model, config.data.max_length
-    hidden, experts = model.hidden_size, model.moe_config.expert_num if model.moe_config else 1
-    shape = dataclasses.replace(shape_of_run(config, length), vocab_size=vocab_size or 1)
-    _check(
-        f"model (hidden_size={hidden}, {model.encoder_layers} and {model.decoder_layers} layers, "
-        f"{f'{experts} experts, ' if experts > 1 else ''}{vocab_size} pieces)",
-        _TRAINED * shape.parameters() // num_ranks,
-    )
-    _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
-    if (config.search.max_length or 0) > length + 1:
-        raise InputError(
-            f"search.max_length={config.search.max_length} is more than the model can count, which "
-            f"is data.max_length={length} and the end: give at most {length + 1}"
-        )
-    check_search(config, vocab_size, config.search.beam_size)
 
 
 def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: int = 1) -> None:
@@ -51,10 +21,17 @@ def check_search(config: RunConfig, vocab_size: int, beam_size: int, sentences: 
         sentences: number of sentences that are translated at once.
 
     Raises:
-        InputError: names the need.
+        InputError: names the need; or the search is longer than the model can count.
     """
+    length, hidden = config.data.max_length, config.model.hidden_size
+    _check(f"data.max_length={length} (its positions)", 2 * _NUMBER * length * hidden)
     steps = config.search.max_length or 1
-    cached = vocab_size + 2 * config.model.hidden_size * config.model.decoder_layers * steps
+    if steps > length + 1:
+        raise InputError(
+            f"search.max_length={steps} is more than the model can count, which is "
+            f"data.max_length={length} and the end: give at most {length + 1}"
+        )
+    cached = vocab_size + 2 * hidden * config.model.decoder_layers * steps
     _check(
         f"search (beam_size={beam_size}, max_length={steps}, {sentences} sentences at once)",
         _NUMBER * sentences * beam_size * cached,

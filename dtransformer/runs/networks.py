@@ -2,12 +2,11 @@
 
 import importlib
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 from dtransformer.architectures import Architecture, architecture_named
 from dtransformer.errors import InputError, shown
-from dtransformer.models import CausalLM, EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
+from dtransformer.models import EncoderDecoderLM, MaskedLM, add_lora, freeze, merge_lora
 from dtransformer.models.base import TokenModel
 from dtransformer.models.freezing import unfreeze
 from dtransformer.models.lora import adapters_of
@@ -20,7 +19,10 @@ from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import RUN
 from dtransformer.runs.options import USUAL_VOCABULARY
 
-_KINDS = {kind.__name__: kind for kind in (CausalLM, EncoderDecoderLM, MaskedLM)}
+_IDS = {name: name for name in ("pad_id", "start_id", "end_id")}
+# Arguments of networks -> the tokenizer's special ids, where they are not all, by the same names; an
+# encoder-decoder starts with the padding, as T5, which is never trained as a label.
+_IDS_OF_KINDS = {MaskedLM: {"pad_id": "pad_id"}, EncoderDecoderLM: {**_IDS, "start_id": "pad_id"}}
 _NOT_SIZES = {"from_", "preset", "adapters", "freeze"}
 
 
@@ -205,7 +207,7 @@ def tokenizer_folder(config: RunConfig) -> pathlib.Path | None:
     return folder / "tokenizer" if (folder / RUN).is_file() else folder
 
 
-def special_ids(tokenizer: object, names: Mapping[str, str] | None = None) -> dict[str, int | None]:
-    """Return the ids of a tokenizer's special tokens, by the arguments of networks."""
-    names = names or {name: name for name in ("pad_id", "start_id", "end_id")}
+def special_ids(tokenizer: object, kind: type[TokenModel]) -> dict[str, int | None]:
+    """Return the ids of a tokenizer's special tokens, by the arguments of a class of networks."""
+    names = _IDS_OF_KINDS.get(kind, _IDS)
     return {ours: getattr(tokenizer, theirs, None) for ours, theirs in names.items()}

@@ -114,6 +114,7 @@ class DocumentData:
     shuffle: bool = True  # anew in every epoch
 
 
+Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
 Names = dict[Name, Name]
 Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
 
@@ -188,7 +189,7 @@ class TranslationModel:
     tied_head: bool = True  # the head's kernel is the target's table
     head_bias: bool = False  # whether the head has a bias
     post_layernorm_residual: bool = False  # norms after residual sums, as published in 2017
-    moe_config: pydantic.InstanceOf[MoEConfig] | None = None  # a mapping of its fields
+    moe_config: Experts = None  # a mapping of its fields
     moe_every: Layers = 1  # which blocks have experts: every so many
 
 
@@ -207,7 +208,6 @@ class AdapterOptions:
 Adapters = Annotated[
     pydantic.InstanceOf[AdapterOptions] | None, BeforeValidator(_made_of(AdapterOptions))
 ]
-Experts = Annotated[pydantic.InstanceOf[MoEConfig] | None, BeforeValidator(_made_of(MoEConfig))]
 
 
 @_options

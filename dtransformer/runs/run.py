@@ -207,12 +207,9 @@ def _prepare(config, folder, resumes):
     if old_run is not None:
         RunIdentity.load(old_run).check(old_run)
         old = load_config(old_run / CONFIG)
-        # Labels that the config does not name were found in the records when the run began; the size
-        # of the vocabulary had a default once.
-        for section, name in (("data", "labels"), ("tokenizer", "vocab_size")):
-            own, its = (getattr(x, section) for x in (config, old))
-            if not getattr(own, name, True):
-                setattr(own, name, getattr(its, name, None) or getattr(own, name))
+        # Labels that the config does not name were found in the records when the run began.
+        if not getattr(config.data, "labels", True):
+            config.data.labels = getattr(old.data, "labels", [])
         _check_same(config, old)
     task = task_of(config, old_run=old_run, folder=old_run or folder.fresh)
     task.read()

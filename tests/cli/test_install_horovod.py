@@ -10,7 +10,8 @@ import tarfile
 import pytest
 
 from dtransformer.cli import install_horovod, main
-from dtransformer.cli.install_horovod import SHA256, InstallError, download, unpack
+from dtransformer.cli.install_horovod import download, unpack
+from dtransformer.errors import InputError
 
 FOLDER = "horovod-0.28.1/horovod"
 LISTING, OPERATIONS = f"{FOLDER}/tensorflow/CMakeLists.txt", f"{FOLDER}/tensorflow/mpi_ops.cc"
@@ -54,27 +55,26 @@ def test_without_a_compiler(named, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     if named:
         monkeypatch.setenv("CXX", named)
-    assert main(["doctor", "--install-horovod"]) == 3
+    assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
     assert "apt-get install g++" in error and "one process" in error
     assert (named or "g++") in error
 
 
 def test_without_a_network(cache, capsys):
-    assert main(["doctor", "--install-horovod"]) == 1
+    assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
-    assert "cmake" in error and "cannot be downloaded" in error and "versions: none" in error
+    assert "cmake" in error and "cannot be downloaded" in error
     (log,) = cache.rglob("build.log")
-    assert str(log) in error and not list(cache.rglob("*.whl*"))
+    assert log.name in error and not list(cache.rglob("*.whl*"))
 
 
 def test_sources_of_another_hash_are_not_run(tmp_path, cache):
     sources(tmp_path / "packages", "")
     (tmp_path / "new").mkdir()
-    with pytest.raises(InstallError, match=SHA256) as caught:
+    with pytest.raises(InputError, match="DO NOT MATCH THE HASHES") as caught:
         download(tmp_path / "new", tmp_path / "log")
-    assert "\n" not in str(caught.value) and "not built" in str(caught.value)
-    assert caught.value.exit_code == 1
+    assert "\n" not in str(caught.value)
     assert "egg_info" not in (tmp_path / "log").read_text()
 
 
@@ -97,7 +97,7 @@ def test_what_is_edited(tmp_path):
 
 @pytest.mark.parametrize("listing", ["list(a.cc)\n", "xla_mpi_ops.cc\n" * 2])
 def test_sources_of_another_form_are_refused(listing, tmp_path):
-    with pytest.raises(InstallError, match=r"expected one line with xla_mpi_ops.cc.*found [02]"):
+    with pytest.raises(InputError, match=r"expected one line with xla_mpi_ops.cc.*found [02]"):
         unpack(sources(tmp_path, listing), tmp_path)
 
 
@@ -105,23 +105,23 @@ def test_a_wheel_that_cannot_be_imported_is_not_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(install_horovod, "run", lambda *arguments: None)
     (tmp_path / "tried/horovod").mkdir(parents=True)
     (tmp_path / "tried/horovod/__init__.py").write_text("raise ImportError('undefined symbol')")
-    with pytest.raises(InstallError, match="compiled and cannot be imported.*undefined symbol"):
+    with pytest.raises(InputError, match="compiled and cannot be imported.*undefined symbol"):
         install_horovod._try(tmp_path / "horovod.whl", tmp_path / "tried", tmp_path / "log")
 
 
 def test_a_damaged_wheel_in_the_cache(cache, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    assert main(["doctor", "--install-horovod"]) == 3  # makes the cache's folder
+    assert main(["doctor", "--install-horovod"]) == 2  # makes the cache's folder
     (folder,) = (cache / "wheels").iterdir()
     (folder / "horovod-0.28.1-py3-none-any.whl").write_bytes(b"")
     capsys.readouterr()
-    assert main(["doctor", "--install-horovod"]) == 1
+    assert main(["doctor", "--install-horovod"]) == 2
     assert "horovod-0.28.1-py3-none-any.whl cannot be installed" in refusal(capsys)
 
 
 def test_a_cache_that_cannot_be_written(cache, capsys):
     cache.write_text("a file")
-    assert main(["doctor", "--install-horovod"]) == 1
+    assert main(["doctor", "--install-horovod"]) == 2
     error = refusal(capsys)
     assert str(cache) in error and "DTRANSFORMER_CACHE" in error
 

@@ -13,6 +13,7 @@ from dtransformer.errors import MAX_MESSAGE
 from dtransformer.runs import needs
 from dtransformer.runs.config import load_config
 from dtransformer.runs.options import USUAL_VOCABULARY
+from dtransformer.runs.tasks import task_of
 from tests.inputs.bounded import refusal
 
 HUGE = "9" * 5000
@@ -45,7 +46,6 @@ HUGE = "9" * 5000
         (["prepare", "--embedded", "--out", "x", "--seed", "-1"], "from 0"),
         (["prepare", "--embedded", "--out", "x", "--num-train", "1000000000"], "from 0"),
         (["prepare", "--embedded", "--out", "/dev/full/x"], "cannot be written"),
-        (["prepare", "--source", "/dev/zero", "--out", "x"], "does not exist"),
         (["checkpoint", "verify", ""], "expected a path"),
         (["checkpoint", "verify", "\n".join("abc")], "no such folder"),
     ],
@@ -63,6 +63,7 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
     "setting, told",
     [
         ("model.hidden_size=1000000", "GiB of memory"),
+        ("model.moe_config={expert_num: 1000000}", "GiB of memory"),
         ("model.encoder_layers=100000", "at most 200"),
         ("model.num_heads=.inf", "finite"),
         ("data.max_length=100000000", "GiB of memory"),
@@ -95,7 +96,7 @@ def test_wrong_options(arguments, told, tmp_path, monkeypatch, capsys):
 def test_settings_are_limited(setting, told):
     def read():
         config = load_config(None, [setting])
-        needs.check_model(config, config.tokenizer.vocab_size or USUAL_VOCABULARY)
+        task_of(config).unbuilt(config.tokenizer.vocab_size or USUAL_VOCABULARY)
 
     if told:
         assert told in refusal(read)

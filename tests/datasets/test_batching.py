@@ -294,8 +294,8 @@ def test_fit_goes_through_each_epoch_and_on_from_a_position():
         ({"batch_size": 16, "batch_tokens": 100}, "give one"),
         ({"num_shards": 17}, "17 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
-        ({"max_length": 0}, "max_length=0"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
+        ({"max_length": 0}, "max_length must be an integer"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer"),
         ({"count": 3, "num_shards": 4}, "make no batch"),
     ],
 )

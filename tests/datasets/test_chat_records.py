@@ -82,7 +82,7 @@ def tokenizer(tmp_path_factory):
     config = {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     path = folder / "tokenizer.json"
-    return JsonTokenizer(path, path.read_text())
+    return JsonTokenizer(path)
 
 
 def learnt(tokenizer, source, turns, train_on="assistant"):

@@ -418,6 +418,6 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path):
 def test_impossible_requests_are_refused(tmp_path):
     for num_pairs in (-1, MAX_PAIRS + 1):
         assert f"num_pairs={num_pairs}" in refused(sentence_pairs, num_pairs)
-    assert "num_dev=-1" in refused(write_corpus, tmp_path, num_dev=-1)
+    assert "num_dev must be an integer of at least 0" in refused(write_corpus, tmp_path, num_dev=-1)
     assert sentence_pairs(0) == []
     assert not list(tmp_path.iterdir())

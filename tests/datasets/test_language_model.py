@@ -202,7 +202,7 @@ def test_a_position_of_other_data_is_refused(shards, tmp_path):
         ({"batch_size": 1000}, "fill no batch of 1000"),
         ({"batch_size": 2, "num_shards": 3}, "3 data ranks"),
         ({"shard_index": 2, "num_shards": 2}, "shard_index=2"),
-        ({"pad_rows_to_multiple_of": 0}, "pad_rows_to_multiple_of=0"),
+        ({"pad_rows_to_multiple_of": 0}, "pad_rows_to_multiple_of must be"),
     ],
 )
 def test_options_that_cannot_be_are_refused(shards, options, told):

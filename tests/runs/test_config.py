@@ -6,7 +6,6 @@ import pytest
 
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import MoEConfig, TransformerRecomputeConfig
-from dtransformer.runs import needs
 from dtransformer.runs.automatic import shape_of_run
 from dtransformer.runs.config import load_config, save_config
 from dtransformer.runs.options import SECTIONS
@@ -183,9 +182,3 @@ def test_wrong_experts(value, words):
         load_config(None, [f"model.moe_config={value}"])
     for word in words:
         assert word in str(caught.value)
-
-
-def test_experts_that_no_machine_holds_are_refused():
-    config = load_config(None, ["model.moe_config={expert_num: 1000000}", "model.moe_every=2"])
-    with pytest.raises(InputError, match="4 and 4 layers, 1000000 experts"):
-        needs.check_model(config, 8000)

@@ -301,7 +301,7 @@ def test_a_resumed_run_keeps_its_tokenizer_and_its_identity(run, corpus, monkeyp
     (run / f".partial.{WEIGHTS}").write_text("left by a kill")
     assert train(corpus, run, "--resume", "training.epochs=2", f"data.source={moved}/train.en") == 0
     after = snapshot(run)
-    for name in ("config.yaml", "run.json", "tokenizer/vocab.txt"):
+    for name in ("config.yaml", "run.json", "tokenizer/tokenizer.json"):
         assert after[name] == before[name]
         assert after[f"checkpoints/step-00000004/{name}"] == before[name]
     assert not any(".partial." in name for name in after)

@@ -55,7 +55,3 @@ def test_a_package_that_is_missing_is_told(key, monkeypatch):
     )
     with pytest.raises(InputError, match=f"logs.{key}: install it first: pip install {key}"):
         check_logs(config)
-
-
-def test_older_files_say_where_tensorboard_was():
-    assert load_config(None, ["training.tensorboard=true"]).logs.tensorboard

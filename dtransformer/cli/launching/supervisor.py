@@ -2,18 +2,15 @@
 
 import argparse
 import contextlib
-import dataclasses
 import os
-import pathlib
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from dtransformer.cli.install_horovod import COMMAND
+from dtransformer.cli.install_horovod import COMMAND, horovodrun
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import PREEMPTED, REFUSED, Outcome
 from dtransformer.cli.launching.processes import LAUNCH, Hosts, discovered, is_here
@@ -31,75 +28,55 @@ _LOOK_AGAIN = 5.0  # seconds, where there are too few hosts
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How a command is launched.
+def hosts_of(options: argparse.Namespace) -> dict[str, int]:
+    """Return {host: number of ranks} of the options of `dtransformer launch`, as it is now."""
+    if options.hosts_file is not None:
+        text = decode(read_bytes(options.hosts_file, _MAX_FILE), options.hosts_file)
+        return parse_hosts(text, options.hosts_file)
+    if options.discovery_script is not None:
+        return parse_hosts(discovered(options.discovery_script), options.discovery_script)
+    return {"localhost": options.num_ranks or 1}
+
+
+def ssh_options(options: argparse.Namespace) -> list[str]:
+    """Return what ssh is given besides the host."""
+    return _words({"-i": options.ssh_identity_file, "-p": options.ssh_port})
+
+
+def horovodrun_options(options: argparse.Namespace, hosts: Iterable[str]) -> list[str]:
+    """Return the same for horovodrun.
 
     Args:
-        command: the command of each rank.
-        num_ranks: how many at most; None for as many as the hosts take.
-        hosts_file, discovery_script: where the hosts are from; None for this one.
-        restarts: how many failures are borne.
-        min_ranks: how few ranks may go on; None for as many as began.
-        cool_down: seconds for which a host that failed is left out.
-        wait: seconds to wait for hosts, where there are too few.
-        ssh_identity_file, ssh_port, network_interface: as horovodrun takes them; or None.
+        options: those of `dtransformer launch`.
+        hosts: those of the ranks. Where this one is alone, only the loopback serves.
     """
+    is_alone = all(map(is_here, hosts))
+    given = {
+        "--ssh-identity-file": options.ssh_identity_file,
+        "--ssh-port": options.ssh_port,
+        "--network-interface": None if is_alone else options.network_interface,
+    }
+    return _words(given)
 
-    command: Sequence[str]
-    num_ranks: int | None = None
-    hosts_file: str | None = None
-    discovery_script: str | None = None
-    restarts: int = 3
-    min_ranks: int | None = None
-    cool_down: float = 120.0
-    wait: float = 600.0
-    ssh_identity_file: str | None = None
-    ssh_port: int | None = None
-    network_interface: str | None = None
 
-    def hosts(self) -> dict[str, int]:
-        """Return {host: number of ranks}, as it is now."""
-        if self.hosts_file is not None:
-            return parse_hosts(
-                decode(read_bytes(self.hosts_file, _MAX_FILE), self.hosts_file), self.hosts_file
-            )
-        if self.discovery_script is not None:
-            return parse_hosts(discovered(self.discovery_script), self.discovery_script)
-        return {"localhost": self.num_ranks or 1}
-
-    def ssh_options(self) -> list[str]:
-        """Return what ssh is given besides the host."""
-        options = [] if self.ssh_identity_file is None else ["-i", self.ssh_identity_file]
-        return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
-
-    def horovodrun_options(self, hosts: Iterable[str]) -> list[str]:
-        """Return the same for horovodrun.
-
-        Args:
-            hosts: those of the ranks. Where this one is alone, only the loopback serves.
-        """
-        is_alone = all(map(is_here, hosts))
-        given = {
-            "--ssh-identity-file": self.ssh_identity_file,
-            "--ssh-port": self.ssh_port,
-            "--network-interface": None if is_alone else self.network_interface,
-        }
-        return [text for name, value in given.items() if value is not None
-                for text in (name, str(value))]  # fmt: skip
+def _words(given):
+    found = ((name, str(value)) for name, value in given.items() if value is not None)
+    return [word for pair in found for word in pair]
 
 
 class Supervisor:
     """Launches a command until it has ended well, or has failed too often.
 
     Args:
-        options: how.
+        options: those of `dtransformer launch`.
     """
 
-    def __init__(self, options: Options):
+    def __init__(self, options: argparse.Namespace):
         self._options, self._book = options, HostBook(options.cool_down)
-        self._hosts = Hosts(options.ssh_options())
-        self._horovodrun = _horovodrun()
+        self._hosts = Hosts(ssh_options(options))
+        self._horovodrun = horovodrun()
+        if self._horovodrun is None:
+            raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
         self._all_hosts, self._signal, self._running = {}, None, None
         self._min_ranks = options.min_ranks
 
@@ -140,7 +117,7 @@ class Supervisor:
         """Return {host: number of ranks} of hosts that answer; wait until there are enough."""
         until = time.monotonic() + self._options.wait
         while self._signal is None:
-            self._all_hosts = self._options.hosts()
+            self._all_hosts = hosts_of(self._options)
             usable = self._book.usable(self._all_hosts, time.monotonic())
             answers = self._hosts.end_all(usable)
             for host in [host for host, answer in answers.items() if answer is None]:
@@ -165,7 +142,7 @@ class Supervisor:
         """Start horovodrun and wait; return its exit code and the `Outcome`."""
         outcome, layout = Outcome(), "1"
         self._ranks = ranks
-        found = replanned(self._options.command, ranks)
+        found = replanned(self._options.rank_command, ranks)
         if found is not None:
             layout = fields_of_layout(found)
             _say(summary(found))
@@ -173,7 +150,8 @@ class Supervisor:
             [
                 *(self._horovodrun, "--gloo", "-np", str(sum(ranks.values()))),
                 *("-H", ",".join(f"{host}:{number}" for host, number in ranks.items())),
-                *(*self._options.horovodrun_options(ranks), *self._options.command),
+                *horovodrun_options(self._options, ranks),
+                *self._options.rank_command,
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -226,20 +204,11 @@ def launch(arguments: argparse.Namespace) -> int:
     Raises:
         InputError: an option or the hosts are wrong.
     """
-    command = arguments.rank_command
-    command = command[1:] if command[:1] == ["--"] else command
-    if not command:
+    if arguments.rank_command[:1] == ["--"]:
+        del arguments.rank_command[0]
+    if not arguments.rank_command:
         raise InputError("there is no command: give it after --, as in launch -np 2 -- python x.py")
-    others = [field.name for field in dataclasses.fields(Options) if field.name != "command"]
-    return Supervisor(Options(command, **{x: getattr(arguments, x) for x in others})).run()
-
-
-def _horovodrun():
-    beside = pathlib.Path(sys.executable).with_name("horovodrun")
-    found = str(beside) if beside.exists() else shutil.which("horovodrun")
-    if found is None:
-        raise InputError(f"horovodrun is not installed: run '{COMMAND}'")
-    return found
+    return Supervisor(arguments).run()
 
 
 def _told(ranks):

@@ -17,7 +17,13 @@ from dtransformer.parallel.runtime import job
 from dtransformer.runs.callbacks import Samples
 from dtransformer.runs.config import RunConfig
 from dtransformer.runs.identity import TOKENIZER
-from dtransformer.runs.networks import tokenizer_folder
+from dtransformer.runs.networks import (
+    adapt,
+    check_positions,
+    make_network,
+    special_ids,
+    tokenizer_folder,
+)
 from dtransformer.runs.options import USUAL_VOCABULARY
 
 PARTS = "train", "dev"
@@ -35,6 +41,7 @@ class Task(abc.ABC):
 
     Attributes:
         kind: the class of the network that it trains, where `model` gives sizes.
+        accepts: a base of the networks that it trains, too; None for no other.
         num_sequences: how many a record has.
         tokenizer: the tokenizer, once `read` was called.
         network: the network that is trained, once `make_network` was called.
@@ -43,6 +50,7 @@ class Task(abc.ABC):
     """
 
     kind: ClassVar[type[TokenModel]]
+    accepts: ClassVar[type | None] = None
     num_sequences: ClassVar[int] = 1
 
     def __init__(
@@ -70,7 +78,6 @@ class Task(abc.ABC):
             InputError: a file is missing or wrong; says which, and the line.
         """
 
-    @abc.abstractmethod
     def make_network(self, precision: str | None = None) -> keras.Model:
         """Return the network, built; it is `network` from then on.
 
@@ -80,6 +87,26 @@ class Task(abc.ABC):
         Raises:
             InputError: the options make none, or one that is too large for this machine.
         """
+        self.network = self.make_core(precision)
+        adapt(self.network, self.config)
+        return self.network
+
+    def make_core(self, precision: str | None = None) -> TokenModel:
+        """Return the network inside of what is trained, without adapters, built."""
+        own = self.arguments()
+        network = make_network(
+            self.config, self.kind, self.vocab_size(), precision, self.accepts, **own
+        )
+        check_positions(network, self.config.data.length)
+        return network
+
+    def arguments(self) -> dict:
+        """Return arguments of the network, where it is of sizes."""
+        return special_ids(self.tokenizer, self.kind)
+
+    def vocab_size(self) -> int:
+        """Return the number of ids that the network needs."""
+        return self.tokenizer.vocab_size
 
     @abc.abstractmethod
     def batches(self, part: str) -> Any:
@@ -97,9 +124,9 @@ class Task(abc.ABC):
             "training": part == "train",
         }
 
-    @abc.abstractmethod
     def loss(self) -> keras.losses.Loss:
         """Return the loss, as `Trainer.compile` takes it."""
+        return self.cross_entropy()
 
     def metrics(self) -> dict:
         """Return arguments of `Trainer.compile` with metrics."""

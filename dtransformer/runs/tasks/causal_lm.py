@@ -6,7 +6,6 @@ import keras
 
 from dtransformer.datasets.language_model import LanguageModelBatches
 from dtransformer.models import CausalLM
-from dtransformer.runs.networks import special_ids
 from dtransformer.runs.perplexity import perplexities
 from dtransformer.runs.tasks.documents import DocumentTask
 
@@ -15,9 +14,6 @@ class LanguageModel(DocumentTask):
     """A decoder that goes on with texts (Radford et al., 2019)."""
 
     kind, batches_of = CausalLM, LanguageModelBatches
-
-    def arguments(self) -> dict:
-        return special_ids(self.tokenizer)
 
     def results(self, trainer: keras.Model, batches: Any) -> dict[str, float]:
         results, shards = super().results(trainer, batches), self.shards["dev"]

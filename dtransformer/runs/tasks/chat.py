@@ -9,7 +9,6 @@ from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_bytes
 from dtransformer.inputs.text import decode
 from dtransformer.models import CausalLM
-from dtransformer.runs.networks import adapt
 from dtransformer.runs.perplexity import learnt_spans, perplexities
 from dtransformer.runs.tasks.records import RecordTask
 
@@ -71,14 +70,6 @@ class Chat(ChatRecords):
 
     def form(self, *args) -> tuple:
         return next_tokens(*args)
-
-    def make_network(self, precision: str | None = None):
-        self.network = self.make_core(precision)
-        adapt(self.network, self.config)
-        return self.network
-
-    def loss(self):
-        return self.cross_entropy()
 
     def results(self, trainer, batches) -> dict[str, float]:
         results, records = super().results(trainer, batches), self.records["dev"]

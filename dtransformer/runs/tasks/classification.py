@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.datasets.records import text_of
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import SequenceHead
@@ -14,7 +15,6 @@ from dtransformer.runs.networks import adapt
 from dtransformer.runs.scores import macro_f1, matthews
 from dtransformer.runs.tasks.records import RecordTask
 
-_IGNORED = -100
 _MAX_NAME = 100  # characters, as of data.labels
 
 
@@ -27,9 +27,6 @@ class LabelTask(RecordTask):
         names = ("text", "text_pair") if "text_pair" in record else ("text",)
         return [text_of(record, name, place) for name in names]
 
-    def ids(self) -> dict:
-        return {"pad_id": self.tokenizer.pad_id}
-
     def encode_texts(self, records) -> list[tuple]:
         """Return the ids of texts with their special tokens, and the types of tokens."""
         given = [self.texts(record, place) for place, record in records]
@@ -38,16 +35,18 @@ class LabelTask(RecordTask):
         if len(given[0]) == 2:
             found = self.tokenizer.encode_with_offsets(*zip(*given))
             return [(one.ids, one.types) for one in found]
+        return self.encode_whole([text for (text,) in given])
+
+    def encode_whole(self, texts: list[str]) -> list[tuple]:
+        """Return the ids of texts, each with the special tokens of one, and the types of tokens."""
         before, after = self.added
-        found = self.tokenizer.encode_with_offsets([text for (text,) in given])
+        found = self.tokenizer.encode_with_offsets(texts)
         rows = ([*before, *one.ids, *after] for one in found)
         return [(ids, [0] * len(ids)) for ids in rows]
 
     @property
     def added(self) -> tuple[list[int], list[int]]:
         """The special tokens that come before and after a text."""
-        if not hasattr(self.tokenizer, "encode_prompts"):
-            return [self.tokenizer.start_id], [self.tokenizer.end_id]
         plain, whole = (
             self.tokenizer.encode(["a"], add_special_ids=adds).to_list()[0]
             for adds in (False, True)
@@ -84,9 +83,9 @@ class LabelTask(RecordTask):
         adapt(self.network, self.config, always="head/*")
         return self.network
 
-    def row(self, records, numbers, length, pad_id) -> dict:
+    def row(self, records, numbers, length) -> dict:
         """Return the inputs of a row, int32 [s]: tokens, where there are some, and their types."""
-        tokens, mask = np.full(length, pad_id, np.int32), np.zeros(length, np.int32)
+        tokens, mask = np.full(length, records.pad_id, np.int32), np.zeros(length, np.int32)
         types = np.zeros(length, np.int32)
         for number in numbers:
             ids, own = records.sequence(int(number))
@@ -147,12 +146,9 @@ class Classification(LabelTask):
         rows = self.encode_texts(records)
         return [[row] for row in rows], [self.numbers(record, place) for place, record in records]
 
-    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
-        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else ignore_id
-        return self.row(records, numbers, length, pad_id), np.int32(label)
-
-    def loss(self):
-        return self.cross_entropy(_IGNORED)
+    def form(self, records, numbers, length) -> tuple:
+        label = int(records.targets[int(numbers[0]), 0]) if len(numbers) else IGNORED
+        return self.row(records, numbers, length), np.int32(label)
 
     def results(self, trainer, batches) -> dict[str, float]:
         labels, predicted = self.labels_and_predicted(trainer)

@@ -4,8 +4,6 @@ import hashlib
 import pathlib
 from typing import ClassVar
 
-import keras
-
 from dtransformer.datasets.documents import read_documents
 from dtransformer.datasets.indexed_batches import IndexedBatches
 from dtransformer.datasets.sample import evenly_spread, texts_of
@@ -16,7 +14,7 @@ from dtransformer.datasets.tokenizer_folder import load_tokenizer
 from dtransformer.errors import InputError
 from dtransformer.parallel.collectives.objects import from_chief
 from dtransformer.runs.identity import SHARDS
-from dtransformer.runs.networks import adapt, check_positions, make_network, tokenizer_folder
+from dtransformer.runs.networks import tokenizer_folder
 from dtransformer.runs.tasks.base import PARTS, Task
 
 
@@ -130,25 +128,6 @@ class DocumentTask(Task):
     def options_of_batches(self) -> dict:
         """Return arguments of the batches besides those that all have."""
         return {}
-
-    def arguments(self) -> dict:
-        """Return arguments of the network, where it is of sizes."""
-        return {"pad_id": self.tokenizer.pad_id}
-
-    def vocab_size(self) -> int:
-        """Return the number of ids that the network needs."""
-        return self.tokenizer.vocab_size
-
-    def make_network(self, precision: str | None = None) -> keras.Model:
-        self.network = make_network(
-            self.config, self.kind, self.vocab_size(), precision, **self.arguments()
-        )
-        check_positions(self.network, self.config.data.length)
-        adapt(self.network, self.config)
-        return self.network
-
-    def loss(self):
-        return self.cross_entropy()
 
     def preview(self, number: int) -> list[list[tuple[str, bool]]]:
         shards = self.shards.get("train") or self.shards["dev"]

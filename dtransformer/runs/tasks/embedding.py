@@ -67,10 +67,8 @@ class Embedding(LabelTask):
         super().read(part)
 
     def encode(self, records):
-        before, after = self.added
         given = [text for place, record in records for text in self.texts(record, place)]
-        found = self.tokenizer.encode_with_offsets(given)
-        rows = [([*before, *one.ids, *after], [0] * len(one.ids + before + after)) for one in found]
+        rows = self.encode_whole(given)
         return list(zip(rows[::2], rows[1::2])), [[1.0]] * len(records)
 
     def form(self, *args) -> tuple:

@@ -3,7 +3,6 @@
 import abc
 import functools
 import itertools
-from typing import ClassVar
 
 import keras
 import numpy as np
@@ -12,10 +11,8 @@ from dtransformer.datasets.record_batches import EncodedRecords, RecordBatches, 
 from dtransformer.datasets.records import Record, read_records
 from dtransformer.datasets.sample import evenly_spread
 from dtransformer.errors import InputError
-from dtransformer.models.base import TokenModel
 from dtransformer.parallel.runtime import job
 from dtransformer.runs.identity import digest_of_records
-from dtransformer.runs.networks import check_positions, make_network, special_ids
 from dtransformer.runs.tasks.base import PARTS, Task
 
 Placed = tuple[str, Record]
@@ -27,12 +24,6 @@ class RecordTask(Task):
     Attributes:
         records: the `EncodedRecords` by parts.
     """
-
-    accepts: ClassVar[type | None] = None  # a base of the networks that it trains, too
-
-    def ids(self) -> dict:
-        """Return the ids of special tokens that a network of sizes gets."""
-        return special_ids(self.tokenizer)
 
     def read(self, part: str | None = None) -> None:
         if part in (None, "train"):
@@ -134,14 +125,6 @@ class RecordTask(Task):
             batch_size=self.config.training.batch_size,
             **self.batch_options(part),
         )
-
-    def make_core(self, precision: str | None = None) -> TokenModel:
-        """Return the network inside of what is trained, without adapters, built."""
-        network = make_network(
-            self.config, self.kind, self.tokenizer.vocab_size, precision, self.accepts, **self.ids()
-        )
-        check_positions(network, self.config.data.length)
-        return network
 
     def predictions(self, trainer: keras.Model, part: str) -> np.ndarray:
         """Return the network's outputs of a part's records, in their order; all ranks call."""

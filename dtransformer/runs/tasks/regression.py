@@ -23,9 +23,9 @@ class Regression(LabelTask):
         rows = self.encode_texts(records)
         return [[row] for row in rows], [[float(record["label"])] for _, record in records]
 
-    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
+    def form(self, records, numbers, length) -> tuple:
         weight = np.float32(len(numbers) > 0)
-        return self.row(records, numbers, length, pad_id), targets_of(records, numbers), weight
+        return self.row(records, numbers, length), targets_of(records, numbers), weight
 
     def loss(self):
         return keras.losses.MeanSquaredError("mean_with_sample_weight")

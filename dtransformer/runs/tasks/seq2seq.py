@@ -6,10 +6,7 @@ from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.records import text_of
 from dtransformer.models import EncoderDecoderLM
 from dtransformer.parallel.runtime import job
-from dtransformer.runs.networks import adapt, special_ids
 from dtransformer.runs.tasks.records import RecordTask
-
-_FROM_PAD = {"pad_id": "pad_id", "start_id": "pad_id", "end_id": "end_id"}
 
 
 class Seq2Seq(RecordTask):
@@ -20,9 +17,6 @@ class Seq2Seq(RecordTask):
     def texts(self, record, place) -> list[str]:
         prompt, completion = (text_of(record, key, place) for key in ("prompt", "completion"))
         return [self.config.data.prefix + prompt, completion]
-
-    def ids(self) -> dict:
-        return special_ids(self.tokenizer, _FROM_PAD)  # a T5 starts with the padding
 
     def encode(self, records):
         texts = [text for place, record in records for text in self.texts(record, place)]
@@ -52,13 +46,8 @@ class Seq2Seq(RecordTask):
             pad_to_bucket=job.compiles_shapes(),
             pad_to_multiple_of=self.config.parallel.model_parallel,
             **self.batch_options(part),
-            **{name: arguments[name] for name in _FROM_PAD},
+            **{name: arguments[name] for name in ("pad_id", "start_id", "end_id")},
         )
-
-    def make_network(self, precision: str | None = None):
-        self.network = self.make_core(precision)
-        adapt(self.network, self.config)
-        return self.network
 
     def loss(self):
         return self.cross_entropy(self.network.arguments["pad_id"])

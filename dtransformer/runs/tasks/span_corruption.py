@@ -2,7 +2,6 @@
 
 from dtransformer.datasets.span_corruption import SpanCorruptionBatches, span_counts, text_length
 from dtransformer.models import EncoderDecoderLM
-from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.documents import DocumentTask
 
 
@@ -14,11 +13,6 @@ class SpanCorruption(DocumentTask):
     def options_of_batches(self) -> dict:
         options = self.config.data
         return {"rate": options.mask_rate, "mean_span": options.mean_span}
-
-    def arguments(self) -> dict:
-        # A T5 starts with the padding, which is never trained as a label.
-        names = {"pad_id": "pad_id", "start_id": "pad_id", "end_id": "end_id"}
-        return special_ids(self.tokenizer, names)
 
     def vocab_size(self) -> int:
         """Return the number of ids with those of the sentinels, which stand for spans."""

@@ -2,12 +2,11 @@
 
 import numpy as np
 
+from dtransformer.datasets.indexed_batches import IGNORED
 from dtransformer.errors import InputError, shown
 from dtransformer.layers.heads import TokenHead
 from dtransformer.models.pretrained.families.task_heads import TOKENS
 from dtransformer.runs.tasks.classification import Classification, label_name
-
-_IGNORED = -100
 
 
 class TokenClassification(Classification):
@@ -44,8 +43,8 @@ class TokenClassification(Classification):
             word_of = np.searchsorted(starts, first, "right") - 1
             is_first = np.diff(word_of, prepend=-1) > 0
             numbers = np.array(self.numbers(record, place), np.int32)
-            own = np.where(is_first, numbers[np.minimum(word_of, len(numbers) - 1)], _IGNORED)
-            labels = [_IGNORED] * len(before) + own.tolist() + [_IGNORED] * len(after)
+            own = np.where(is_first, numbers[np.minimum(word_of, len(numbers) - 1)], IGNORED)
+            labels = [IGNORED] * len(before) + own.tolist() + [IGNORED] * len(after)
             rows.append([([*before, *ids, *after], labels)])
         return rows, None
 
@@ -54,9 +53,9 @@ class TokenClassification(Classification):
             num_labels, dropout_rate=core.arguments["dropout_rate"], dtype=core.dtype_policy
         )
 
-    def form(self, records, numbers, length, ignore_id, pad_id) -> tuple:
-        labels = np.full(length, ignore_id, np.int32)
-        inputs = self.row(records, numbers, length, pad_id)
+    def form(self, records, numbers, length) -> tuple:
+        labels = np.full(length, IGNORED, np.int32)
+        inputs = self.row(records, numbers, length)
         inputs.pop("token_types", None)  # what is kept are labels
         for number in numbers:
             own = records.sequence(int(number))[1]

@@ -2,13 +2,12 @@
 
 from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
-from dtransformer.datasets.tokenizer import SubwordTokenizer
 from dtransformer.errors import InputError
 from dtransformer.models import TranslationTransformer
 from dtransformer.models.translator import Translator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
-from dtransformer.runs.identity import TOKENIZER, digest_of
+from dtransformer.runs.identity import digest_of_records
 from dtransformer.runs.networks import special_ids
 from dtransformer.runs.tasks.base import Task
 from dtransformer.trainers.callbacks import SacreBleu
@@ -19,19 +18,16 @@ _KEYS = {"train": ("source", "target"), "dev": ("dev_source", "dev_target")}
 class Translation(Task):
     """Sentences of one language become those of another (Vaswani et al., 2017)."""
 
+    kind = TranslationTransformer
+
     def read(self, part: str | None = None) -> None:
-        config = self.config
-        needs.check_model(
-            config, config.tokenizer.vocab_size or 0, job.size()
-        )  # before work begins
         read = {name: self._read(*keys) for name, keys in _KEYS.items()}
-        self.digests = {name: digest_of(pairs) for name, pairs in read.items()}
+        self.digests |= {
+            name: digest_of_records(zip(*pairs)) for name, pairs in read.items() if pairs
+        }
         pairs = self._clean(read["train"])
         self._pairs = {"train": pairs, "dev": read["dev"]}
         self.find_tokenizer(lambda: [*pairs[0], *pairs[1]])
-
-    def load_tokenizer(self, run) -> None:
-        self.tokenizer = SubwordTokenizer.load(run / TOKENIZER)
 
     def _read(self, source_key, target_key):
         """Return the lines of both languages, or None where no files are given."""
@@ -58,21 +54,30 @@ class Translation(Task):
         return [self._told]
 
     def make_network(self, precision: str | None = None) -> TranslationTransformer:
-        config, tokenizer = self.config, self.tokenizer
-        needs.check_model(config, tokenizer.vocab_size, job.size())
+        ids = special_ids(self.tokenizer, self.kind)
+        self.network = self.unbuilt(self.tokenizer.vocab_size, precision, **ids)
+        self.network.build()
+        return self.network
+
+    def unbuilt(
+        self, vocab_size: int, precision: str | None = None, **ids: int | None
+    ) -> TranslationTransformer:
+        """Return the network without weights, of which this machine can hold those that it gets."""
+        config = self.config
+        needs.check_search(config, vocab_size, config.search.beam_size)
         try:
-            self.network = TranslationTransformer(
-                tokenizer.vocab_size,
+            network = TranslationTransformer(
+                vocab_size,
                 **vars(config.model),
                 max_source_length=config.data.max_length,
                 max_target_length=config.data.max_length + 1,  # and the start token
-                **special_ids(tokenizer),
+                **ids,
                 dtype=precision or config.training.precision,
             )
-            self.network.build()
         except (TypeError, ValueError) as error:
             raise InputError(f"model: {error}") from None
-        return self.network
+        needs.check_network(network, job.size())
+        return network
 
     def batches(self, part: str) -> TranslationBatches | None:
         pairs = self._pairs[part]
@@ -90,7 +95,7 @@ class Translation(Task):
             pad_to_bucket=job.compiles_shapes(),
             pad_to_multiple_of=self.config.parallel.model_parallel,
             **self.batch_options(part),
-            **special_ids(tokenizer),
+            **special_ids(tokenizer, self.kind),
         )
         needs.check_batches(self.config, tokenizer.vocab_size, batches.max_tokens, job.size())
         return batches

@@ -5,7 +5,8 @@ import pytest
 from dtransformer.cli.launching.hosts import HostBook, parse_hosts, take_ranks
 from dtransformer.cli.launching.outcome import Outcome
 from dtransformer.cli.launching.replan import fields_of_layout, replanned
-from dtransformer.cli.launching.supervisor import Options
+from dtransformer.cli.launching.supervisor import horovodrun_options
+from dtransformer.cli.options import make_parser
 from dtransformer.errors import InputError
 from dtransformer.parallel.config.config import TransformerOpParallelConfig
 from dtransformer.parallel.config.elastic_config import refit
@@ -186,5 +187,6 @@ def test_where_the_planner_is_not_asked(why, tmp_path):
 @pytest.mark.parametrize("hosts, given", [(["localhost"], False), (["localhost", "a"], True)])
 def test_horovodrun_gets_no_interface_where_this_host_is_alone(hosts, given):
     """It refuses to start then: it looks for the loopback on that interface."""
-    options = Options(["x"], network_interface="eth7").horovodrun_options(hosts)
+    command = ["launch", "--network-interface", "eth7", "--", "x"]
+    options = horovodrun_options(make_parser().parse_args(command), hosts)
     assert ("--network-interface" in options) is given
