@@ -131,7 +131,7 @@ class ForwardStep:
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
-        return gradients, self.kept(outputs), sums
+        return list(map(_dense, gradients, values)), self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
@@ -272,6 +272,15 @@ class Engine(typing.Protocol):
 
     def collectives(self):
         """Return the list of `Collective`s of a whole step, as it was compiled last."""
+
+
+def _dense(gradient, value):
+    """Return a gradient of a value, that of rows of a table as one of the full table."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.values if gradient.dtype.size > 2 else tf.cast(gradient.values, "float32")
+    total = tf.math.unsorted_segment_sum(rows, gradient.indices, value.shape[0])
+    return tf.cast(total, gradient.dtype)
 
 
 def _zeros(value):

@@ -46,18 +46,7 @@ class LocalEngine:
             )
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        gradients, *others = self._compute(inputs, labels, sample_weight, numbers)
-        if self._jit_compile:  # which forgets the shapes of tables whose gradients are rows
-            weights = self._step.network.trainable_variables
-            gradients = [
-                tf.IndexedSlices(
-                    gradient.values, gradient.indices, tf.constant(tuple(weight.shape))
-                )
-                if isinstance(gradient, tf.IndexedSlices)
-                else gradient
-                for gradient, weight in zip(gradients, weights)
-            ]
-        return gradients, *others
+        return self._compute(inputs, labels, sample_weight, numbers)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)

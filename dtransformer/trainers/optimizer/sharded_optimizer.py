@@ -119,11 +119,7 @@ class ShardedOptimizer:
 
     def reduce_micro_batch(self, gradients):
         """Return the gradients of a micro-batch as they are added up."""
-        if not self._reduces_micro_batches:
-            return gradients
-        if self.partition.kind == "whole":  # rows would travel in a branch, by a rank's own name
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return self._reduce(gradients)
+        return self._reduce(gradients) if self._reduces_micro_batches else gradients
 
     def reduce_and_clip(self, gradients, factor=None):
         """Reduce the gradients of all micro-batches, and make them those of the units.
@@ -138,7 +134,7 @@ class ShardedOptimizer:
             scalar.
         """
         if factor is not None:
-            gradients = self._of_others(lambda some: grads.scale(some, factor), gradients)
+            gradients = self._of_others(lambda some: [g * factor for g in some], gradients)
         with trace.scope(names_are_global=True):
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
@@ -185,18 +181,16 @@ class ShardedOptimizer:
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
         shapes = self._shapes
         for gradient, shape in zip(gradients, shapes):
-            if not isinstance(gradient, tf.IndexedSlices):
-                gradient.set_shape(shape)  # XLA's results have none
+            gradient.set_shape(shape)  # XLA's results have none
         kept = gradients
         gradients = [
-            gradient if one.comes_reduced else grads.cast(gradient, one.shard.value.dtype)
+            gradient if one.comes_reduced else tf.cast(gradient, one.shard.value.dtype)
             for gradient, one in zip(gradients, self.shards)
         ]
+        reduced = gradients
         if self._adds_up:
             divisions = [one.division for one in self.shards]
             reduced = reduce.reduce(gradients, self._buckets, divisions, self._sent_dtype)
-        else:
-            reduced = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self.partition.level >= 2:
             shapes, kept = [gradient.shape for gradient in reduced], reduced
         self.gradient_bytes = sum(
@@ -208,7 +202,7 @@ class ShardedOptimizer:
         """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
         scale = self.loss_scale.value()
         if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
-            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
+            gradients = self._of_others(lambda some: [g / scale for g in some], gradients)
         squares = grads.square_norms(gradients, self._devices)
         if self._adds_up_norms:
             norm_shares = [one.norm_share for one in self.shards]
