@@ -18,11 +18,8 @@ from dtransformer.parallel.schedules.schedules import SCHEDULES
 
 
 def _recompute(name, value):
-    if not isinstance(value, (bool, TransformerRecomputeConfig)):
-        raise TypeError(
-            f"{name} must be True, False or a TransformerRecomputeConfig, "
-            f"got {value!r} ({type(value).__name__})"
-        )
+    is_one = isinstance(value, (bool, TransformerRecomputeConfig))
+    validators.check_type(name, value, is_one, "True, False or a TransformerRecomputeConfig")
 
 
 @dataclasses.dataclass
@@ -369,11 +366,14 @@ def set_parallel_config(config: TransformerOpParallelConfig) -> None:
         TypeError: `config` is something else.
     """
     global _current
-    if not isinstance(config, TransformerOpParallelConfig):
-        raise TypeError(
-            f"expected a TransformerOpParallelConfig, got {config!r} ({type(config).__name__})"
-        )
+    check_config(config)
     _current = config
+
+
+def check_config(config: object) -> None:
+    """Raise a TypeError of what is no `TransformerOpParallelConfig`."""
+    is_one = isinstance(config, TransformerOpParallelConfig)
+    validators.check_type("config", config, is_one, "a TransformerOpParallelConfig")
 
 
 @contextlib.contextmanager
