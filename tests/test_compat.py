@@ -24,7 +24,6 @@ from tensorflow.python.framework import error_interpolation
 
 from dtransformer import _compat
 from dtransformer._compat import of_tensorflow
-from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.trainers.optimizer.parameter_proxy import ParameterProxy
 
 COMPAT = pathlib.Path(_compat.__file__).parent
@@ -225,22 +224,6 @@ def test_an_optimizer_knows_a_flat_shard_by_its_key():
     np.testing.assert_array_equal(flat[1].release(), [0.0, 0.0])
     momenta = [v.numpy().tolist() for v in optimizer.variables if v.shape == (2,)]
     assert momenta == [[0, 0], [-1, -1]], "the state of the other stays"
-
-
-def test_rename():
-    """Variables that are named alike while they are made have the names that they would have."""
-
-    def names():
-        first = keras.Variable(np.ones(2, "float32"), name="first")
-        with keras.name_scope("outer"), tf.name_scope("inner"):
-            second = keras.Variable("zeros", shape=(2,), name="second")
-        return [x.name for x in (first.value, second.value, tf.Variable(1.0))]
-
-    expected = names()
-    with named_alike():
-        found = names()
-    assert found == expected
-    assert found[1].endswith("inner/second:0")
 
 
 def test_optimizer_states():

@@ -83,11 +83,6 @@ def variable_key(variable: tf.Variable) -> str:
     return variable._unique_id
 
 
-def rename(variable: tf.Variable, name: str) -> None:
-    """Give a variable another name. Unnecessary if TensorFlow compiled nothing for each name."""
-    variable._handle_name = f"{name}:0"
-
-
 def known_as(value: tf.Tensor, name: str) -> tf.Tensor:
     """Return a variable's value, by which Keras' optimizers know the variable.
 

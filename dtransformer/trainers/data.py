@@ -245,19 +245,6 @@ def input_specs(first):
     )
 
 
-def batch_specs(first):
-    """Return the specs of a dataset's batches: nested (inputs, labels, sample_weight).
-
-    Args:
-        first: a first batch, see `peek`; None is returned where it is none of a dataset's.
-    """
-    if first is None:
-        return None
-    batch = keras.utils.unpack_x_y_sample_weight(first)
-    is_spec = lambda x: isinstance(x, tf.TypeSpec)
-    return batch if all(x is None or is_spec(x) for x in tf.nest.flatten(batch)) else None
-
-
 def _inputs_of(first):
     if first is None:
         raise ValueError("the network is not built: call it on a batch before training")

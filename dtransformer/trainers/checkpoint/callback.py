@@ -69,6 +69,9 @@ def best_of(
     return min(values, key=values.get) if values else None
 
 
+_STEPS_TO_ASK = 10  # rank 0, which says by its clock whether a save is due
+
+
 class ModelCheckpoint(keras.callbacks.Callback):
     """Saves checkpoints of a `Trainer` during `fit`, from which `fit(resume=True)` goes on.
 
@@ -80,7 +83,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
     Args:
         folder: the folder of checkpoints; all hosts have to see it.
         every_steps: number of steps between saves; None for none.
-        every_minutes: minutes between saves, by rank 0's clock; None for none.
+        every_minutes: minutes between saves, by rank 0's clock, at every tenth step; None for none.
         every_epochs: number of epochs between saves; None for none.
         keep: number of the newest checkpoints that are kept; None for all.
         monitor: name of a log, such as `"val_loss"`, by which the best checkpoint is kept in
@@ -127,7 +130,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             raise InputError(f"mode must be 'auto', 'min' or 'max', received {mode!r}")
         self.folder = pathlib.Path(folder)
         self.every_steps, self.every_epochs = every_steps, every_epochs
-        self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
+        self._every_seconds = None if every_minutes is None else 60 * every_minutes
         self.keep, self.monitor = keep, monitor
         is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
         self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
@@ -151,8 +154,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
                 f"{self.folder} has a checkpoint of step {newest}, and training is at step "
                 f"{self._last_step}: go on from it with fit(resume=True), or give another folder"
             )
-        if self._timer is not None:
-            self._timer.start(self._last_step)
+        self._saved_at = time.monotonic()
 
     # A save that is due waits until the next step begins, or the epoch ends: at an epoch's last
     # step it then has the logs of the validation, and resuming from it begins the next epoch.
@@ -162,8 +164,10 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._batch = batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
-        if self._timer is not None:
-            self._is_due |= self._timer.is_over(self._last_step)
+        asks = self._last_step // _STEPS_TO_ASK > before // _STEPS_TO_ASK
+        if self._every_seconds is not None and asks:  # at the same step on all ranks
+            over = lambda: time.monotonic() - self._saved_at >= self._every_seconds
+            self._is_due |= from_chief(over, "checkpoint/clock")
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._in_epoch = True
@@ -209,8 +213,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
         path = self.folder / folders.step_folder(step)
         self.model.save(path, wait=False, metrics=metrics, **self._options)
         self._saved_step, self._saved_logs = step, bool(logs)
-        if self._timer is not None:
-            self._timer.start(step)
+        self._saved_at = time.monotonic()
         if self._wait:
             self._finish()
 
@@ -226,35 +229,6 @@ class ModelCheckpoint(keras.callbacks.Callback):
 
     def _step(self):
         return int(self.model.optimizer.iterations)
-
-
-class SharedTimer:
-    """Tells all ranks at the same step that a time is over, by rank 0's clock.
-
-    Ranks ask rarely: each time after half of the steps that are left, by what steps took since
-    they last asked (the first one is compiled, and says nothing about the others).
-
-    Args:
-        seconds: the time.
-    """
-
-    def __init__(self, seconds):
-        self._seconds = seconds
-
-    def start(self, step):
-        """Begin to count at a step."""
-        self._started, self._passed = time.monotonic(), 0.0
-        self._asked_at, self._ask_at = step, step + 1
-
-    def is_over(self, step):
-        """Return whether the time is over; all ranks have to call at the same steps."""
-        if step < self._ask_at:
-            return False
-        passed = from_chief(lambda: time.monotonic() - self._started, "checkpoint/clock")
-        step_seconds = max(passed - self._passed, 1e-9) / (step - self._asked_at)
-        self._passed, self._asked_at = passed, step
-        self._ask_at = step + max(int((self._seconds - passed) / step_seconds / 2), 1)
-        return passed >= self._seconds
 
 
 def _is_number(value):

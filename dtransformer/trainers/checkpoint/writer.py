@@ -1,7 +1,6 @@
 """Saving: all ranks write their shards at the same time, while training goes on."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -216,9 +215,6 @@ def _write_assets(save):
     return paths
 
 
-_NICENESS = 10  # of the thread that writes, on systems where each thread has one
-
-
 class CheckpointWriter:
     """Writes checkpoints, one at a time.
 
@@ -317,8 +313,6 @@ def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]
 
 def _run(save: Save, future: concurrent.futures.Future):
     """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files."""
-    with contextlib.suppress(OSError, AttributeError):  # training comes first on the cores
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
         with tf.device("CPU:0"):
             written, error = _attempt(lambda: write_shards(save))

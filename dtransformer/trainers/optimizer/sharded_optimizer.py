@@ -15,7 +15,6 @@ from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.trainers.optimizer import gradients as grads
 from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
@@ -86,8 +85,7 @@ class ShardedOptimizer:
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            with named_alike():
-                optimizer.build(parameters)
+            optimizer.build(parameters)
         self._has_stages = job.pipeline_group().size > 1
         if self.is_sharded or on_mesh or self._has_stages:
             check_clipping(self._optimizer)
