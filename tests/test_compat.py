@@ -30,7 +30,32 @@ COMPAT = pathlib.Path(_compat.__file__).parent
 PACKAGE = COMPAT.parent
 PRIVATE_MODULES = ("keras.src", "tensorflow.python", "tensorflow.dtensor", "horovod.common")
 NAMEDTUPLES = {"_asdict", "_fields", "_make", "_replace"}  # public, despite their names
-HOOKS = {name for names in _compat.SUBCLASS_HOOKS.values() for name in names}
+# What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
+# own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
+# value lies, and a trainer whose step is its own.
+SUBCLASS_HOOKS = {
+    keras.Variable: (
+        "_direct_assign",  # writes the value
+        "_dtype",  # what it is stored in; `dtype` is what computations see
+        "_initialize_with_initializer",  # makes the value
+        "_maybe_autocast",  # casts a value that is read
+        "_shape",  # known before the value is made
+        "_value",  # None, where the value lies elsewhere
+    ),
+    keras.layers.Layer: (
+        "_non_trainable_variables",  # its own, without those of the layers inside of it
+        "_track_variable",  # adds a variable of another class than `add_weight` makes
+        "_trainable_variables",
+    ),
+    keras.Model: (
+        "_assert_compile_called",  # raises Keras' own error
+        "_compile_metrics",  # the metrics given to `compile`, as one
+        "_flatten_metrics_in_order",  # what lists of `evaluate` and others are made of
+        "_get_metrics_result_or_logs",  # the logs of an epoch, and of `evaluate`
+        "_loss_tracker",  # the mean that is shown as the loss
+    ),
+}
+HOOKS = {name for names in SUBCLASS_HOOKS.values() for name in names}
 
 
 @functools.cache
@@ -143,7 +168,7 @@ def test_hooks_of_variables():
 )
 def test_hooks_exist(kind, make):
     made = make()
-    missing = [name for name in _compat.SUBCLASS_HOOKS[kind] if not hasattr(made, name)]
+    missing = [name for name in SUBCLASS_HOOKS[kind] if not hasattr(made, name)]
     assert missing == []
 
 

@@ -145,7 +145,7 @@ class LocalShards:
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
-        values = [_tensor(shard) for shard in shards]
+        values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
         for device, number in self._places:
             value = values[number]
@@ -159,13 +159,6 @@ class LocalShards:
         """Return the shards of a DTensor, in the order of `distinct`."""
         of_devices = dtensor.unpack(value)
         return [of_devices[first] for first in self._firsts]
-
-
-def _tensor(value):
-    """Return what is given as a tensor; a step reads every variable, so it is read directly."""
-    if isinstance(value, tf.Variable):
-        return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
-    return tf.convert_to_tensor(value)
 
 
 def bounds_of(
