@@ -6,7 +6,7 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.trainers.data import rows_of
 
 _CALLED = {"_noinline": True}
 
@@ -28,11 +28,10 @@ def in_micro_batches(forward_backward, number, reduce):
 
     def accumulated(inputs, labels, sample_weight, numbers):
         batch = inputs, labels, sample_weight
-        num_rows = number_of_rows(tf.nest.flatten(inputs)[0])
 
         def micro_batch(i):
             own = numbers._replace(seed=seed_of(numbers.seed, i, number))
-            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number, num_rows), own)
+            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number), own)
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
         compute = micro_batch
@@ -51,11 +50,6 @@ def in_micro_batches(forward_backward, number, reduce):
         return gradients, _map(lambda *xs: tf.concat(xs, 0), *all_outputs), sums
 
     return accumulated
-
-
-def rows_of(batch, i, number, num_rows):
-    """Return the i-th of a number of micro-batches of a nested batch, where None stays None."""
-    return _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
 
 
 def seed_of(seed, i, number):

@@ -37,8 +37,7 @@ from dtransformer.parallel.schedules.timeline import most_alive, write
 from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.reports import audit
-from dtransformer.trainers.data import check_rows, input_specs, input_symbols
-from dtransformer.trainers.engines.accumulation import rows_of
+from dtransformer.trainers.data import check_rows, input_specs, input_symbols, rows_of
 from dtransformer.trainers.engines.base import check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 
@@ -112,7 +111,7 @@ class PipelineEngine:
         self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
-        batches = [rows_of(batch, k, number, rows) for k in range(number)]
+        batches = [rows_of(batch, k, number) for k in range(number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
         put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
