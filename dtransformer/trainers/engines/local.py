@@ -5,9 +5,10 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.trainers.data import input_symbols
+from dtransformer.trainers.engines.base import Engine
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Forward and backward on this rank's one device.
 
     Args:
@@ -17,10 +18,6 @@ class LocalEngine:
     Raises:
         ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
     """
-
-    takes_micro_batches = False
-    input_shapes = None
-    num_kept = 1
 
     def __init__(self, step, jit_compile=False):
         self._step, self._jit_compile = step, jit_compile
@@ -53,6 +50,3 @@ class LocalEngine:
 
     def predict(self, inputs):
         return self._step.outputs(inputs)
-
-    def collectives(self):
-        return []

@@ -38,11 +38,11 @@ from dtransformer.parallel.tracing import trace
 from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.reports import audit
 from dtransformer.trainers.data import check_rows, input_specs, input_symbols, rows_of
-from dtransformer.trainers.engines.base import check_any_trained
+from dtransformer.trainers.engines.base import Engine, check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Forward and backward of this rank's stage of the network.
 
     Args:
@@ -81,7 +81,7 @@ class PipelineEngine:
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
-        self.input_shapes, self._consistency = None, ReplicaConsistency()
+        self._consistency = ReplicaConsistency()
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
