@@ -69,7 +69,30 @@ def best_of(
     return min(values, key=values.get) if values else None
 
 
-_STEPS_TO_ASK = 10  # rank 0, which says by its clock whether a save is due
+class SharedTimer:
+    """Tells all ranks at the same step that a time is over, by rank 0's clock, at each tenth step.
+
+    Args:
+        seconds: the time.
+    """
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def start(self, step):
+        """Begin to count at a step."""
+        self._started, self._step = time.monotonic(), step
+
+    def is_over(self, step):
+        """Return whether the time is over; all ranks have to call at the same steps."""
+        before, self._step = self._step, step
+        if step // _STEPS_TO_ASK == before // _STEPS_TO_ASK:
+            return False
+        over = lambda: time.monotonic() - self._started >= self._seconds
+        return from_chief(over, "checkpoint/clock")
+
+
+_STEPS_TO_ASK = 10
 
 
 class ModelCheckpoint(keras.callbacks.Callback):
@@ -130,7 +153,7 @@ class ModelCheckpoint(keras.callbacks.Callback):
             raise InputError(f"mode must be 'auto', 'min' or 'max', received {mode!r}")
         self.folder = pathlib.Path(folder)
         self.every_steps, self.every_epochs = every_steps, every_epochs
-        self._every_seconds = None if every_minutes is None else 60 * every_minutes
+        self._timer = None if every_minutes is None else SharedTimer(60 * every_minutes)
         self.keep, self.monitor = keep, monitor
         is_gain = monitor is not None and ("acc" in monitor or "bleu" in monitor)
         self._sign = -1 if mode == "max" or (mode == "auto" and is_gain) else 1
@@ -154,7 +177,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
                 f"{self.folder} has a checkpoint of step {newest}, and training is at step "
                 f"{self._last_step}: go on from it with fit(resume=True), or give another folder"
             )
-        self._saved_at = time.monotonic()
+        if self._timer is not None:
+            self._timer.start(self._last_step)
 
     # A save that is due waits until the next step begins, or the epoch ends: at an epoch's last
     # step it then has the logs of the validation, and resuming from it begins the next epoch.
@@ -164,10 +188,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         self._batch = batch + 1
         if self.every_steps is not None:
             self._is_due |= self._last_step // self.every_steps > before // self.every_steps
-        asks = self._last_step // _STEPS_TO_ASK > before // _STEPS_TO_ASK
-        if self._every_seconds is not None and asks:  # at the same step on all ranks
-            over = lambda: time.monotonic() - self._saved_at >= self._every_seconds
-            self._is_due |= from_chief(over, "checkpoint/clock")
+        if self._timer is not None:
+            self._is_due |= self._timer.is_over(self._last_step)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self._in_epoch = True
@@ -213,7 +235,8 @@ class ModelCheckpoint(keras.callbacks.Callback):
         path = self.folder / folders.step_folder(step)
         self.model.save(path, wait=False, metrics=metrics, **self._options)
         self._saved_step, self._saved_logs = step, bool(logs)
-        self._saved_at = time.monotonic()
+        if self._timer is not None:
+            self._timer.start(step)
         if self._wait:
             self._finish()
 
