@@ -177,8 +177,6 @@ TASKS = {
     "tied": lambda: train(
         translation_model(shared_embeddings=True, tied_head=True), keras.optimizers.AdamW(3e-3)
     ),
-    # Rows travel as rows where they are few, as a table where they are many.
-    "large_vocabulary": lambda: train(translation_model(vocab_size=2000)),
     "steps_per_execution": lambda: train(translation_model(), steps_per_execution=5),
     "plain_keras": plain_keras,
     "plain_keras_in_micro_batches": lambda: in_micro_batches(plain_keras),

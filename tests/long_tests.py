@@ -124,7 +124,7 @@ LEFT = [
         "",
         "zero-bubble layouts of distributed/test_parity.py, whose placement is such",
     ),
-    Left("distributed/test_pipeline.py::test_shapes_that_are_told_are_traced_once", "", "parity"),
+    Left("distributed/test_pipeline.py::test_shapes_that_vary_are_traced_twice", "", "parity"),
     Left("distributed/test_pipeline.py::test_a_stage_may_be_frozen", "", "models/test_freezing.py"),
     Left(
         "trainers/engines/test_mesh.py::test_optimizers_clip_by_the_norms_of_unsharded_gradients",

@@ -18,31 +18,6 @@ from keras.src.trainers.data_adapters import array_slicing
 from keras.src.utils.naming import to_snake_case as to_snake_case
 
 _BEFORE = re.compile(r"^.*Error encountered:\n\n", re.DOTALL)
-# What subclasses of a Keras class override or read of themselves, and nobody else does. Keras'
-# own subclasses do the same. Unnecessary with public hooks: a variable class that says where its
-# value lies, and a trainer whose step is its own.
-SUBCLASS_HOOKS = {
-    keras.Variable: (
-        "_direct_assign",  # writes the value
-        "_dtype",  # what it is stored in; `dtype` is what computations see
-        "_initialize_with_initializer",  # makes the value
-        "_maybe_autocast",  # casts a value that is read
-        "_shape",  # known before the value is made
-        "_value",  # None, where the value lies elsewhere
-    ),
-    keras.layers.Layer: (
-        "_non_trainable_variables",  # its own, without those of the layers inside of it
-        "_track_variable",  # adds a variable of another class than `add_weight` makes
-        "_trainable_variables",
-    ),
-    keras.Model: (
-        "_assert_compile_called",  # raises Keras' own error
-        "_compile_metrics",  # the metrics given to `compile`, as one
-        "_flatten_metrics_in_order",  # what lists of `evaluate` and others are made of
-        "_get_metrics_result_or_logs",  # the logs of an epoch, and of `evaluate`
-        "_loss_tracker",  # the mean that is shown as the loss
-    ),
-}
 
 
 # Keras: variables.
@@ -81,11 +56,6 @@ def variable_key(variable: tf.Variable) -> str:
     optimizer took any object with a shape and a dtype.
     """
     return variable._unique_id
-
-
-def rename(variable: tf.Variable, name: str) -> None:
-    """Give a variable another name. Unnecessary if TensorFlow compiled nothing for each name."""
-    variable._handle_name = f"{name}:0"
 
 
 def known_as(value: tf.Tensor, name: str) -> tf.Tensor:

@@ -59,7 +59,7 @@ def learning_rate_times(optimizer: keras.optimizers.Optimizer, factor: float) ->
 
 
 def averages_of(optimizer: keras.optimizers.Optimizer) -> list:
-    """Return a built optimizer's averages with `use_ema`, None for overwritten variables; else [].
+    """Return a built optimizer's averages with `use_ema`; else [].
 
     Unnecessary if they were public.
     """

@@ -20,8 +20,8 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     elif arguments.action == "verify":
         verify(arguments.path)
     else:
-        own = {"with_optimizer": arguments.with_optimizer, "overwrite": arguments.overwrite}
-        print(f"{arguments.out}: {export(arguments.path, arguments.out, **own)} tensors")
+        number = export(arguments.path, arguments.out, overwrite=arguments.overwrite)
+        print(f"{arguments.out}: {number} tensors")
 
 
 def inspect(path: str | os.PathLike, as_json: bool = False) -> None:

@@ -12,6 +12,7 @@ from dtransformer import _compat
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.config import (
     TransformerOpParallelConfig,
+    check_config,
     get_parallel_config,
     set_parallel_config,
 )
@@ -75,8 +76,7 @@ def init(
     one rank
     """
     config = get_parallel_config() if config is None else config
-    if not isinstance(config, TransformerOpParallelConfig):
-        raise TypeError(f"expected a TransformerOpParallelConfig, got {config!r}")
+    check_config(config)
     if seed is not None:
         validators.count_or_zero("seed", seed)
     if local_devices != "all":

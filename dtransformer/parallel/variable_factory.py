@@ -51,25 +51,6 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def named_alike() -> Iterator[None]:
-    """Variables that are made in the `with` block have one name until they are there.
-
-    For every other name TensorFlow compiles the operation that makes a variable, which takes four
-    times as long as all else of making it.
-    """
-
-    def make_variable(make, **options):
-        scope, name = tf.get_current_name_scope(), options.get("name") or "Variable"
-        with tf.name_scope(""):
-            variable = make(**{**options, "name": "weight"})
-        _compat.rename(variable, f"{scope}/{name}" if scope else name)
-        return variable
-
-    with tf.variable_creator_scope(make_variable):
-        yield
-
-
 def make_variable(
     initializer: Callable,
     *,
@@ -111,8 +92,7 @@ def make_variable(
         make = functools.partial(MeshVariable, specs=stored, specs_in_use=specs)
     else:
         make = _flat_class(dtype, compute_dtype) if may_shard else Weight
-    with named_alike():
-        return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
+    return make(initializer, shape=shape, dtype=dtype, trainable=trainable, **kwargs)
 
 
 def _stored_specs(specs: Specs, shape: tuple[int, ...]) -> Specs:

@@ -245,19 +245,6 @@ def input_specs(first):
     )
 
 
-def batch_specs(first):
-    """Return the specs of a dataset's batches: nested (inputs, labels, sample_weight).
-
-    Args:
-        first: a first batch, see `peek`; None is returned where it is none of a dataset's.
-    """
-    if first is None:
-        return None
-    batch = keras.utils.unpack_x_y_sample_weight(first)
-    is_spec = lambda x: isinstance(x, tf.TypeSpec)
-    return batch if all(x is None or is_spec(x) for x in tf.nest.flatten(batch)) else None
-
-
 def _inputs_of(first):
     if first is None:
         raise ValueError("the network is not built: call it on a batch before training")
@@ -283,16 +270,19 @@ def shards_rows(data: object, shard: bool | None) -> bool:
 
 
 def own_rows(batch: object) -> object:
-    """Return this data shard's rows of nested tensors [b, ...], where None stays None.
+    """Return this data shard's rows of nested tensors [b, ...]; see `rows_of`."""
+    return rows_of(batch, *job.data_shard())
 
-    The rows of the first shard come first. Where the shards do not divide b, some have one
-    row more than others.
+
+def rows_of(batch: object, i: int | tf.Tensor, number: int) -> object:
+    """Return the i-th of a number of parts of nested tensors [b, ...], where None stays None.
+
+    The first part has the first rows. Where b cannot be divided, some have a row more than others.
     """
-    index, count = job.data_shard()
 
     def take(x):
         rows = number_of_rows(x)
-        return x[rows * index // count : rows * (index + 1) // count]
+        return x[rows * i // number : rows * (i + 1) // number]
 
     return keras.tree.map_structure(lambda x: None if x is None else take(x), batch)
 

@@ -8,7 +8,6 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.seeds import derived_seed
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
 from dtransformer.trainers.checkpoint.callback import (
     CallbackStates,
     ModelCheckpoint,
@@ -21,7 +20,6 @@ from dtransformer.trainers.data import (
     check_batched,
     check_batches,
     check_micro_batches,
-    check_rows,
     check_rows_of_ranks,
     own_rows,
     peek,
@@ -274,21 +272,15 @@ class FitLoop(StepFunctions):
         if not self._is_unchecked:
             check_rows_of_ranks(first, self._shards_rows)
             if trains and job.rows_multiple_of() > 1:
-                check_micro_batches(data, first, batch_size, self._num_shares)
+                shares = job.data_shard()[1] if self._shards_rows else 1
+                check_micro_batches(data, first, batch_size, shares)
         return first, data
 
-    @property
-    def _num_shares(self):
-        return job.data_shard()[1] if self._shards_rows else 1
-
-    def _check_batch(self, batch, trains=True):
+    def _check_batch(self, batch):
         """Check a dataset's first batch between the ranks: looked at before, it would begin twice."""
-        if not self._is_unchecked:
-            return
-        self._is_unchecked = False
-        check_rows_of_ranks(batch, self._shards_rows)
-        if trains:
-            check_rows(number_of_rows(tf.nest.flatten(batch)[0]) / self._num_shares)
+        if self._is_unchecked:
+            self._is_unchecked = False
+            check_rows_of_ranks(batch, self._shards_rows)
 
     def _take_batch(self, x, shard):
         """Know whose rows a batch's are; the first batch is checked between the ranks."""

@@ -162,17 +162,13 @@ def _rate_and_weights(trainer):
     sums = {}
     for group, shards in shared_shards(trainer.network.weights).items():
         values = [shard.value for shard in shards if shard.value.dtype.is_floating]
-        of_each = [_sum_and_square(x) for x in values]  # where they are: two numbers leave
+        values = [tf.cast(x, "float32") for x in values]  # where they are: two numbers leave
+        of_each = [(tf.reduce_sum(x), 2 * tf.nn.l2_loss(x)) for x in values]
         with tf.device("CPU:0"):
             of_each = tf.reshape(of_each, [-1, 2]).numpy()
         total, square = of_each.astype("float64").sum(0)
         sums[f"{_WEIGHTS} of {group.ranks}"] = [total, square**0.5]
     return {_RATE: [rate, rate], **sums}
-
-
-def _sum_and_square(x):
-    x = tf.cast(x, "float32")
-    return tf.reduce_sum(x), 2 * tf.nn.l2_loss(x)
 
 
 def _trained(trainer):

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from dtransformer.errors import InputError, nearest, shown
+from dtransformer.errors import InputError, check_int, nearest, shown
 
 register = keras.saving.register_keras_serializable("dtransformer")
 
@@ -30,7 +30,7 @@ class WarmupSchedule(keras.optimizers.schedules.LearningRateSchedule):
             raise InputError(
                 f"peak_learning_rate must be greater than 0, received {peak_learning_rate!r}"
             )
-        self.warmup_steps = count("warmup_steps", warmup_steps)
+        self.warmup_steps = check_int("warmup_steps", warmup_steps, 0)
 
     def warmup(self, step: tf.Tensor) -> tf.Tensor:
         """Return the factor of the peak: rising to 1 at step `warmup_steps - 1`, then 1."""
@@ -51,7 +51,7 @@ class WarmupDecay(WarmupSchedule):
         final_learning_rate: float = 0.0,
     ):
         super().__init__(peak_learning_rate, warmup_steps)
-        self.total_steps = count("total_steps", total_steps)
+        self.total_steps = check_int("total_steps", total_steps, 0)
         self.final_learning_rate = rate("final_learning_rate", final_learning_rate)
         if self.total_steps <= self.warmup_steps:
             raise InputError(
@@ -118,10 +118,8 @@ class WarmupInverseSquareRoot(WarmupSchedule):
         >>> print(f"{schedule.peak_learning_rate:.6f}")
         0.000699
         """
-        hidden_size = count("hidden_size", hidden_size)
-        if hidden_size == 0:
-            raise InputError("hidden_size must be at least 1, received 0")
-        steps = max(count("warmup_steps", warmup_steps), 1)
+        check_int("hidden_size", hidden_size)
+        steps = max(check_int("warmup_steps", warmup_steps, 0), 1)
         return cls((hidden_size * steps) ** -0.5, warmup_steps)
 
     def __call__(self, step):
@@ -273,7 +271,7 @@ class WarmupStableDecay(WarmupDecay):
         super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
         most = self.total_steps - self.warmup_steps
         given = max(min(self.total_steps // 10, most), 1) if decay_steps is None else decay_steps
-        self.decay_steps = count("decay_steps", given)
+        self.decay_steps = check_int("decay_steps", given, 0)
         if not 1 <= self.decay_steps <= most:
             raise InputError(
                 f"decay_steps must be from 1 to the {most} steps after the warm-up, received "
@@ -325,7 +323,7 @@ class WarmupRestarts(WarmupCosine):
         final_learning_rate: float = 0.0,
     ):
         super().__init__(peak_learning_rate, warmup_steps, total_steps, final_learning_rate)
-        self.restarts = count("restarts", restarts)
+        self.restarts = check_int("restarts", restarts, 0)
 
 
 SCHEDULES = {
@@ -378,16 +376,7 @@ def as_float(step: tf.Tensor | int) -> tf.Tensor:
 
 def rate(name: str, value: object) -> float:
     """Return a rate, checked: finite, at least 0."""
-    return _checked(name, value, numbers.Real, "a finite number")
-
-
-def count(name: str, value: object) -> int:
-    """Return a number of steps, checked: an integer of at least 0."""
-    return _checked(name, value, numbers.Integral, "an integer")
-
-
-def _checked(name, value, kind, what):
-    is_one = isinstance(value, kind) and not isinstance(value, bool)
-    if not is_one or not math.isfinite(value) or value < 0:
-        raise InputError(f"{name} must be {what}, at least 0, received {value!r}")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise InputError(f"{name} must be a finite number, at least 0, received {value!r}")
     return value

@@ -129,7 +129,7 @@ class StepFunctions(keras.Model):
 
         def predict(batches):
             first = tf.nest.map_structure(_none_if_optional, batches[0])
-            self._check_batch(first, trains=False)
+            self._check_batch(first)
             if compiled is not None:
                 return compiled(batches)
             outputs = [self.predict_step(batch) for batch in batches]

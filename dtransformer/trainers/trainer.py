@@ -20,7 +20,6 @@ from dtransformer.parallel.initial_broadcast import initial_broadcast
 from dtransformer.parallel.pipeline_parallel.stage_assignment import copied_weights
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.runtime.devices import takes_gpu_branch
-from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.reports.throughput import Throughput
 from dtransformer.trainers import checkpointing, compile_checks
 from dtransformer.trainers.checkpoint import TrainingState
@@ -269,8 +268,7 @@ class Trainer(FitLoop, Checkpointing, Reporting):
         if self._engine is None:
             self._first = element_specs(first)
             self._engine = make_engine(step, self._compiler.jit_forward)
-        with named_alike():
-            self._engine.build(first)
+        self._engine.build(first)
         self._weights = self._weights or compile_checks.weights_now(self.network)
         compile_checks.check_weights_unchanged(self.network, self._weights)
         if job.mesh() is not None:

@@ -40,7 +40,6 @@ LONG = [
     two_ranks(name)
     for name in (
         "tied",
-        "large_vocabulary",
         "all_gradients_in_16_bits",
         "level_3_recomputed",
         "level_3_plain_keras_loss",

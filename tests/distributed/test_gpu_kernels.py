@@ -49,7 +49,6 @@ ON_HOST = {
 # What the host takes of a GPU's results -> why it may.
 WAITED_FOR = {
     "Cumsum -> SplitV": "how many tokens each expert takes, where their number has no bound",
-    "Cast -> Pack": "how many rows of a table the other data ranks have",
 }
 
 

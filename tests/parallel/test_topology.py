@@ -1,7 +1,8 @@
 """The grid of ranks: the order of the axes, and who shares what with whom."""
 
-import itertools
+import math
 
+import numpy as np
 import pytest
 
 from dtransformer import TransformerOpParallelConfig
@@ -19,7 +20,6 @@ SHAPES = [
     (1, 7, 3, 1),
 ]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-SUBSETS = [axes for n in range(5) for axes in itertools.combinations(AXES, n)]
 
 
 def grid(shape):
@@ -27,46 +27,25 @@ def grid(shape):
 
 
 @each_shape
-def test_device_and_coordinates_are_inverse(shape):
-    topology = grid(shape)
-    places = [topology.coordinates(device) for device in range(topology.size)]
-    assert [topology.device(**place) for place in places] == list(range(topology.size))
-    expected = itertools.product(*map(range, shape))
-    assert [tuple(place[axis] for axis in AXES) for place in places] == list(expected)
-
-
-@each_shape
-def test_the_model_axis_is_fastest_and_the_stage_outermost(shape):
-    topology = grid(shape)
-    stages, data, context, model = shape
-    steps = {"model": 1, "context": model, "data": context * model, "stage": data * context * model}
-    for axis, size in zip(AXES, shape):
-        first = topology.group(0, axis)
-        assert first == tuple(range(0, size * steps[axis], steps[axis])), axis
-    assert topology.size == stages * steps["stage"]
-    assert topology.shape == shape
-
-
-@each_shape
-@pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
-def test_groups_partition_the_devices(shape, axes):
-    topology = grid(shape)
-    groups = topology.groups(*axes)
-    assert sorted(itertools.chain(*groups)) == list(range(topology.size))
-    for group in groups:
-        assert list(group) == sorted(group)
-        assert all(topology.group(device, *axes) == group for device in group)
-        places = [topology.coordinates(device) for device in group]
-        for axis in AXES:
-            seen = [place[axis] for place in places]
-            assert len(set(seen)) == (getattr(topology, axis) if axis in axes else 1)
+def test_groups_are_those_of_the_grid(shape):
+    """The model axis is fastest, the stage outermost, of a device a rank."""
+    topology, ranks = grid(shape), np.arange(math.prod(shape)).reshape(shape)
+    assert topology.size == ranks.size and topology.shape == shape
+    for place, rank in np.ndenumerate(ranks):
+        stage, data, context, model = place
+        mesh, replicas = ranks[stage, data].reshape(-1), ranks[stage, :, context, model]
+        assert topology.stage_of(rank) == stage
+        assert topology.data_shard(rank) == (data, shape[1])
+        assert topology.model_parallel_group(rank) == tuple(mesh)
+        assert topology.data_parallel_group(rank) == tuple(replicas)
+        assert topology.pipeline_group(rank) == tuple(ranks[:, data, context, model])
 
 
 def test_ranks_0_and_4_of_8_hold_the_same_shards():
     topology = Topology(data=2, model=4)
-    assert topology.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    groups = [topology.data_parallel_group(rank) for rank in range(4)]
+    assert groups == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert topology.model_parallel_group(5) == (4, 5, 6, 7)
-    assert topology.coordinates(4) == {"stage": 0, "data": 1, "context": 0, "model": 0}
 
 
 def test_meshes_and_stages_of_a_pipeline():
@@ -76,8 +55,9 @@ def test_meshes_and_stages_of_a_pipeline():
         dict.fromkeys(topology.model_parallel_group(rank) for rank in range(topology.size))
     )
     assert meshes == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert topology.groups("stage") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert topology.groups("data") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    stages = [topology.pipeline_group(rank) for rank in range(4)]
+    assert stages == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [topology.data_parallel_group(rank) for rank in (0, 5)] == [(0, 2), (5, 7)]
 
 
 @pytest.mark.parametrize(
@@ -100,34 +80,11 @@ def test_from_a_config_that_does_not_fit_the_job():
 
 
 @pytest.mark.parametrize("number", [-1, 4, 100])
-def test_a_rank_or_device_that_does_not_exist(number):
+def test_a_rank_that_does_not_exist(number):
     topology = Topology(data=1, model=4, local_devices=1)
-    for ask in (topology.coordinates, lambda device: topology.group(device, "data")):
-        with pytest.raises(ValueError, match=f"device {number} .*4 devices"):
-            ask(number)
     for ask in (topology.model_parallel_group, topology.stage_of):
         with pytest.raises(ValueError, match=f"rank {number} .*4 ranks"):
             ask(number)
-
-
-@pytest.mark.parametrize(
-    "wrong, ask",
-    [
-        ("tensor", lambda topology: topology.group(0, "tensor")),
-        ("batch", lambda topology: topology.groups("data", "batch")),
-        ("modell", lambda topology: topology.device(modell=1)),
-    ],
-)
-def test_an_axis_that_does_not_exist(wrong, ask):
-    with pytest.raises(ValueError, match=f"{wrong}.*stage, data, context, model"):
-        ask(Topology(data=2, model=4))
-
-
-@pytest.mark.parametrize("place", [{"data": 2}, {"model": 4}, {"stage": 1}, {"model": -1}])
-def test_a_place_outside_of_the_grid(place):
-    axis, position = next(iter(place.items()))
-    with pytest.raises(ValueError, match=f"{axis}={position}"):
-        Topology(data=2, model=4).device(**place)
 
 
 def test_what_is_printed():

@@ -44,11 +44,6 @@ def test_every_gradient_is_in_one_bucket(number, num_buckets):
             assert len(found) <= num_buckets
 
 
-def rows(values, indices, num_rows):
-    values = tf.constant(values)
-    return tf.IndexedSlices(values, tf.constant(indices), tf.constant([num_rows, values.shape[1]]))
-
-
 def test_square_norms_are_those_of_every_gradient():
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape) for shape in ((3, 4), (5,), (2, 2, 2), ())]
@@ -62,15 +57,6 @@ def test_square_norms_are_those_of_every_gradient():
 def test_the_norm_of_16_bit_gradients_does_not_overflow(dtype):
     (square,) = grads.square_norms([tf.fill([100], tf.constant(1000.0, dtype))])
     assert float(square) == pytest.approx(1e8, rel=2e-2)
-
-
-def test_scale_keeps_rows_as_rows():
-    dense, sparse = tf.constant([1.0, -2.0]), rows([[1.0, 2.0], [3.0, 4.0]], [4, 1], 6)
-    scaled_dense, scaled_sparse = grads.scale([dense, sparse], tf.constant(0.5))
-    np.testing.assert_array_equal(scaled_dense, [0.5, -1.0])
-    assert isinstance(scaled_sparse, tf.IndexedSlices)
-    expected = 0.5 * tf.convert_to_tensor(sparse).numpy()
-    np.testing.assert_array_equal(tf.convert_to_tensor(scaled_sparse), expected)
 
 
 def test_alone_nothing_is_reduced():

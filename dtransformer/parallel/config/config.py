@@ -18,11 +18,8 @@ from dtransformer.parallel.schedules.schedules import SCHEDULES
 
 
 def _recompute(name, value):
-    if not isinstance(value, (bool, TransformerRecomputeConfig)):
-        raise TypeError(
-            f"{name} must be True, False or a TransformerRecomputeConfig, "
-            f"got {value!r} ({type(value).__name__})"
-        )
+    is_one = isinstance(value, (bool, TransformerRecomputeConfig))
+    validators.check_type(name, value, is_one, "True, False or a TransformerRecomputeConfig")
 
 
 @dataclasses.dataclass
@@ -155,13 +152,11 @@ class TransformerOpParallelConfig(validators.Checked):
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
             micro-batches as there are stages; `"gpipe"`, which keeps all;
-            `"interleaved"`: 1F1B with several model chunks on each stage; `"zb_h1"`: 1F1B
-            whose gradients of weights fill the time in which stages would wait; or
-            `"zb_v"`, the same with two chunks a stage, there and back.
-        pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
-            `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
-            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
-            networks start sooner.
+            `"interleaved"`: 1F1B with several model chunks on each stage; or `"zb_h1"`: 1F1B
+            whose gradients of weights fill the time in which stages would wait.
+        pipeline_chunks: number of model chunks of each stage, with `"interleaved"`: with more of
+            them, stages wait less and send more. A single stage may have several, too: on a mesh,
+            chunks of blocks that are alike are compiled once, so that deep networks start sooner.
         context_parallel: number of shards of the sequence.
         context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
             sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same
@@ -369,11 +364,14 @@ def set_parallel_config(config: TransformerOpParallelConfig) -> None:
         TypeError: `config` is something else.
     """
     global _current
-    if not isinstance(config, TransformerOpParallelConfig):
-        raise TypeError(
-            f"expected a TransformerOpParallelConfig, got {config!r} ({type(config).__name__})"
-        )
+    check_config(config)
     _current = config
+
+
+def check_config(config: object) -> None:
+    """Raise a TypeError of what is no `TransformerOpParallelConfig`."""
+    is_one = isinstance(config, TransformerOpParallelConfig)
+    validators.check_type("config", config, is_one, "a TransformerOpParallelConfig")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ together; its ranks are a model-parallel group.
 """
 
 import dataclasses
-import itertools
 import math
 
 AXES = ("stage", "data", "context", "model")  # outermost first
@@ -33,10 +32,8 @@ class Topology:
     Example:
 
     >>> topology = Topology(data=2, model=4)
-    >>> topology.coordinates(5)
-    {'stage': 0, 'data': 1, 'context': 0, 'model': 1}
-    >>> topology.group(5, "data")
-    (1, 5)
+    >>> topology.model_parallel_group(5), topology.data_parallel_group(5)
+    ((4, 5, 6, 7), (1, 5))
     """
 
     stage: int = 1
@@ -110,37 +107,9 @@ class Topology:
             return self.data
         return max(self.local_devices // (self.model * self.context), self.expert)
 
-    def coordinates(self, device: int) -> dict[str, int]:
-        """Return the position of a device along each axis."""
-        _check_number("device", device, self.size)
-        positions = {}
-        for axis, size in zip(reversed(AXES), reversed(self.shape)):
-            device, positions[axis] = divmod(device, size)
-        return {axis: positions[axis] for axis in AXES}
-
-    def device(self, **positions: int) -> int:
-        """Return the device at a position along each axis; those that are not given are 0."""
-        _check_axes(positions)
-        device = 0
-        for axis, size in zip(AXES, self.shape):
-            position = positions.get(axis, 0)
-            if not 0 <= position < size:
-                raise ValueError(f"{axis}={position} is outside of the grid {self}")
-            device = device * size + position
-        return device
-
-    def group(self, device: int, *axes: str) -> tuple[int, ...]:
-        """Return the devices that differ from one along `axes` only, in order."""
-        _check_axes(axes)
-        here = self.coordinates(device)
-        positions = [
-            range(size) if axis in axes else [here[axis]] for axis, size in zip(AXES, self.shape)
-        ]
-        return tuple(self.device(**dict(zip(AXES, one))) for one in itertools.product(*positions))
-
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group of devices that differ along `axes` only, in order."""
-        return tuple(dict.fromkeys(self.group(device, *axes) for device in range(self.size)))
+    def _check_rank(self, rank):
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} is not one of the job's {self.num_ranks} ranks")
 
     @property
     def _ranks_per_mesh(self):
@@ -148,7 +117,7 @@ class Topology:
 
     def model_parallel_group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute together with `rank`, on one mesh."""
-        _check_number("rank", rank, self.num_ranks)
+        self._check_rank(rank)
         first = rank - rank % self._ranks_per_mesh
         return tuple(range(first, first + self._ranks_per_mesh))
 
@@ -169,7 +138,7 @@ class Topology:
 
     def stage_of(self, rank: int) -> int:
         """Return the pipeline stage that a rank belongs to."""
-        _check_number("rank", rank, self.num_ranks)
+        self._check_rank(rank)
         return rank // self._ranks_per_stage
 
     def pipeline_group(self, rank: int) -> tuple[int, ...]:
@@ -182,17 +151,6 @@ class Topology:
         if self.local_devices > 1:
             axes.append(f"{self.local_devices} devices a rank")
         return " · ".join(axes) or "one rank"
-
-
-def _check_number(kind, number, count):
-    if not 0 <= number < count:
-        raise ValueError(f"{kind} {number} is not one of the job's {count} {kind}s")
-
-
-def _check_axes(axes):
-    for axis in axes:
-        if axis not in AXES:
-            raise ValueError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")
 
 
 def divisors(number: int) -> list[int]:

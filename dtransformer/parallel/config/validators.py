@@ -20,10 +20,15 @@ def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_type(name: str, value, is_right: bool, what: str) -> None:
+    """Raise a TypeError of what a field has to be, unless it is that."""
+    if not is_right:
+        raise TypeError(f"{name} must be {what}, got {value!r} ({type(value).__name__})")
+
+
 def count(name: str, value, least: int = 1) -> None:
     """Check a degree of parallelism or another count: an int of at least 1."""
-    if not _is_int(value):
-        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+    check_type(name, value, _is_int(value), "an int")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -41,14 +46,13 @@ def count_or_zero(name: str, value) -> None:
 
 def flag(name: str, value) -> None:
     """Check a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__})")
+    check_type(name, value, isinstance(value, bool), "True or False")
 
 
 def non_negative(name: str, value) -> None:
     """Check a finite number of at least 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    check_type(name, value, is_number, "a number")
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be finite and at least 0, got {value}")
 
@@ -69,21 +73,15 @@ def fraction(name: str, value) -> None:
 
 def shard_level(name: str, value) -> None:
     """Check a level of `optimizer_shard`: a bool, or an int from 0 to 3."""
-    if isinstance(value, bool):
-        return
-    if not _is_int(value):
-        raise TypeError(
-            f"{name} must be False, True (level 1) or a level 0 to 3, "
-            f"got {value!r} ({type(value).__name__})"
-        )
+    allowed = "False, True (level 1) or a level 0 to 3"
+    check_type(name, value, isinstance(value, int), allowed)
     if not 0 <= value <= 3:
-        raise ValueError(f"{name} must be False, True (level 1) or a level 0 to 3, got {value}")
+        raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def recompute_parts(name: str, value) -> None:
     """Check a tuple of `RECOMPUTE_PARTS`."""
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"{name} must be a tuple of names, got {value!r} ({type(value).__name__})")
+    check_type(name, value, isinstance(value, (tuple, list)), "a tuple of names")
     for part in value:
         if part not in RECOMPUTE_PARTS:
             raise ValueError(f"{name} may hold {', '.join(RECOMPUTE_PARTS)}; got {part!r}")
@@ -91,10 +89,8 @@ def recompute_parts(name: str, value) -> None:
 
 def patterns(name: str, value) -> None:
     """Check a tuple of regular expressions."""
-    if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
-        raise TypeError(
-            f"{name} must be a tuple of regular expressions, got {value!r} ({type(value).__name__})"
-        )
+    are_texts = isinstance(value, (tuple, list)) and all(isinstance(v, str) for v in value)
+    check_type(name, value, are_texts, "a tuple of regular expressions")
     for pattern in value:
         try:
             re.compile(pattern)
@@ -108,8 +104,7 @@ def one_of(*allowed: str) -> Callable:
     """Return a check of a str that is one of those allowed."""
 
     def check(name, value):
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, got {value!r} ({type(value).__name__})")
+        check_type(name, value, isinstance(value, str), "a str")
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
@@ -125,8 +120,7 @@ def axis_rules(name: str, value) -> None:
     """Check a dict of logical names and mesh axes, or None."""
     if value is None:
         return
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be a dict, got {value!r} ({type(value).__name__})")
+    check_type(name, value, isinstance(value, dict), "a dict")
     for logical, axis in value.items():
         allowed = (*MESH_AXES, None)
         if not isinstance(logical, str) or axis not in allowed:

@@ -107,7 +107,9 @@ class MeshVariable(ShardedVariable):
         """Return the full value. All ranks of the mesh call together, as each holds shards."""
         if self._unsharded is not None:
             return self._unsharded
-        return all_gather_shards(self, [shard.numpy() for shard in self.shards])
+        with tf.device("CPU:0"):
+            flat = np.concatenate([np.reshape(shard.numpy(), [-1]) for shard in self.shards])
+            return unshard([self], [tf.constant(flat)], f"gather.{self.path}")[0].numpy()
 
 
 class _Bounds(tuple):
@@ -145,7 +147,7 @@ class LocalShards:
 
     def pack(self, shards: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the DTensor of shards, tensors or variables in the order of `distinct`."""
-        values = [_tensor(shard) for shard in shards]
+        values = [tf.convert_to_tensor(shard) for shard in shards]
         on_devices = []
         for device, number in self._places:
             value = values[number]
@@ -159,13 +161,6 @@ class LocalShards:
         """Return the shards of a DTensor, in the order of `distinct`."""
         of_devices = dtensor.unpack(value)
         return [of_devices[first] for first in self._firsts]
-
-
-def _tensor(value):
-    """Return what is given as a tensor; a step reads every variable, so it is read directly."""
-    if isinstance(value, tf.Variable):
-        return tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
-    return tf.convert_to_tensor(value)
 
 
 def bounds_of(
@@ -186,21 +181,6 @@ def bounds_of(
         starts = [size * int(coordinates.get(spec, 0)) for size, spec in zip(sizes, specs)]
         found.append(_Bounds((start, start + size) for start, size in zip(starts, sizes)))
     return found
-
-
-def all_gather_shards(variable: MeshVariable, shards: list[np.ndarray]) -> np.ndarray:
-    """Put a full value together from what each rank of the mesh holds of it.
-
-    Args:
-        variable: a `MeshVariable`.
-        shards: list of arrays of the shapes of its shards, on every rank of the mesh.
-
-    Returns:
-        A NumPy array of the variable's shape.
-    """
-    with tf.device("CPU:0"):
-        flat = tf.constant(np.concatenate([np.reshape(shard, [-1]) for shard in shards]))
-        return unshard([variable], [flat], f"gather.{variable.path}")[0].numpy()
 
 
 def unshard(variables: list, shards: list[tf.Tensor], name: str) -> list[tf.Tensor]:

@@ -129,10 +129,14 @@ class SharedChunk:
         other: the `Signature` of that chunk.
         own: the `Signature` of this one.
         trained, others: this chunk's weights, as `weights_of` returns them.
+
+    Attributes:
+        compilation: the function that is compiled, which says when and into what.
     """
 
     def __init__(self, function, other: Signature, own: Signature, trained: list, others: list):
-        self._function, self._other, self._own = function, other, own
+        self._function = self.compilation = function
+        self._other, self._own = other, own
         self.trained, self._others = trained, others
 
     def weights(self) -> list:
@@ -156,22 +160,3 @@ class SharedChunk:
             lambda match: f"/{self._own.stack}/{own[match[1]]}",
             name,
         )
-
-    @property
-    def compiled(self) -> list:
-        """Names of TensorFlow's functions, of the last compilation."""
-        return self._function.compiled
-
-    @property
-    def calls(self) -> dict:
-        """Of the last compilation, see `TraceContext.calls`."""
-        return self._function.calls
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it was compiled since this was last set to False."""
-        return self._function.is_new
-
-    @is_new.setter
-    def is_new(self, value):
-        self._function.is_new = value

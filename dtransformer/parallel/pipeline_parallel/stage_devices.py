@@ -39,13 +39,11 @@ class LocalExecutor:
 
     Attributes:
         compiles_whole_graphs: whether the time of compiling a function grows faster than its size.
-        takes_open_shapes: whether a function that is compiled once may take several shapes.
         measures: whether functions wait on GPUs for what they compute, so that their times are
             true. Nothing else needs that: what a rank sends follows on the device.
     """
 
-    compiles_whole_graphs, takes_open_shapes = False, True
-    measures = False
+    compiles_whole_graphs = measures = False
 
     def compile(
         self, function: Callable, trained: list[keras.Variable], others: list[keras.Variable]
@@ -122,6 +120,8 @@ class _Function:
 
     Attributes:
         trained: list of the Keras variables that gradients are taken of.
+        compilation: what has the following attributes: itself, or of a chunk that shares another's
+            function that one.
         is_new: whether it was compiled since this was last set to False; on a mesh alone.
         compiled: names of TensorFlow's functions, of the last compilation; on a mesh alone.
         calls: of the last compilation, see `TraceContext.calls`; on a mesh alone.
@@ -130,7 +130,7 @@ class _Function:
     is_new, compiled, calls = False, (), types.MappingProxyType({})
 
     def __init__(self, function, trained, wait):
-        self.trained, self._wait = trained, wait
+        self.trained, self._wait, self.compilation = trained, wait, self
         self._function = tf.function(function, reduce_retracing=True, autograph=False)
         # TensorFlow would count the traces of all chunks as those of one function.
         _compat.expect_many_traces(self._function)
@@ -138,10 +138,6 @@ class _Function:
     def weights(self):
         """Return what gradients are taken of."""
         return [trained_value(weight) for weight in self.trained]
-
-    def trace(self, *specs):
-        """Trace it for arguments like `specs`, where dimensions that vary are None."""
-        self._function.get_concrete_function(*specs)
 
     def __call__(self, weights, *args):
         results = self._function(*args)
@@ -152,7 +148,7 @@ class _Function:
 class MeshExecutor(LocalExecutor):
     """The stage's mesh: a rank sends, and adds up, the shards that its own devices hold."""
 
-    compiles_whole_graphs, takes_open_shapes = True, False
+    compiles_whole_graphs = True
 
     def __init__(self):
         # What this rank holds of a `CrossStageTensor`, found out once.
@@ -205,7 +201,7 @@ class _FunctionOnMesh(MeshFunction):
 
     def __init__(self, function, trained, others):
         super().__init__(function, [*trained, *others], gradients=True)
-        self.trained, self._others = trained, others
+        self.trained, self._others, self.compilation = trained, others, self
 
     @staticmethod
     def layer_name(name: str) -> str:

@@ -79,7 +79,7 @@ def zeros_of(spec, args: tuple, kwargs: dict):
     """Return zeros like a `keras.KerasTensor`, of a call's shapes; anything else as it is."""
     if not isinstance(spec, keras.KerasTensor):
         return spec
-    first = _first_tensor(args, kwargs)
+    first = next(filter(tf.is_tensor, tf.nest.flatten((args, kwargs))), None)
     dims = [] if first is None else static_or_dynamic_shape(first)
     known = zip(spec.shape, [*dims, *[1] * len(spec.shape)])
     return tf.zeros([dim if size is None else size for size, dim in known], spec.dtype)
@@ -106,10 +106,6 @@ def check_output(layer, number: int, x: tf.Tensor, args: tuple, kwargs: dict) ->
             "compute_output_shape, or a compute_output_spec where results are not of its compute "
             "type"
         )
-
-
-def _first_tensor(args, kwargs):
-    return next((x for x in tf.nest.flatten((args, kwargs)) if tf.is_tensor(x)), None)
 
 
 @contextlib.contextmanager

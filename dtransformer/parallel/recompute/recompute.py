@@ -13,7 +13,13 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.config.config import TransformerRecomputeConfig
-from dtransformer.parallel.mesh.axis_rules import activation_specs, axis_size, mesh_axis, relayout
+from dtransformer.parallel.mesh.axis_rules import (
+    activation_specs,
+    axis_size,
+    constrain,
+    mesh_axis,
+    relayout,
+)
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.dependences import after, seed_after
 from dtransformer.parallel.tracing import trace
@@ -169,24 +175,19 @@ def sum_gradients_first(inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     return inputs if trace.is_on_mesh() else [tf.identity(x) for x in inputs]
 
 
+_AXES = "batch", "length", None  # of a kept input
+
+
 def _sharding_of_inputs(config):
     """Return functions that shard an input that is kept, and unshard it for its use."""
     if config.recompute_slice_activation and trace.is_on_mesh():
-        return _shard_length, _unshard_length
+        return _shard_length, lambda x: constrain(x, _AXES)
     return (lambda x: x), (lambda x: x)
 
 
 def _shard_length(x):
     """Shard an activation [b, s, h] along s over the model axis, where that is divisible."""
-    batch, length, *others = _specs(x)
+    batch, length, *others = activation_specs(_AXES, x.shape)
     axis = mesh_axis("mlp")
     divides = x.shape[1] % axis_size(axis) == 0
     return relayout(x, (batch, axis if length is None and divides else length, *others))
-
-
-def _unshard_length(x):
-    return relayout(x, _specs(x))
-
-
-def _specs(x):
-    return activation_specs(("batch", "length", None), x.shape)

@@ -9,6 +9,7 @@ from dtransformer import _compat
 from dtransformer.parallel.config import validators
 from dtransformer.parallel.config.topology import Topology
 from dtransformer.parallel.runtime.devices import logical_gpus
+from dtransformer.parallel.watchdog.address import own_host
 
 # DTensor reads who takes part in its cluster from these.
 _CLUSTER = ("DTENSOR_JOB_NAME", "DTENSOR_JOBS", "DTENSOR_CLIENT_ID", "DTENSOR_NUM_CLIENTS")
@@ -26,7 +27,7 @@ def free_address(local: bool) -> str:
     Args:
         local: whether all ranks are on this host.
     """
-    host = "localhost" if local else os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    host = "localhost" if local else own_host()
     with socket.socket() as listener:
         listener.bind(("", 0))
         return f"{host}:{listener.getsockname()[1]}"

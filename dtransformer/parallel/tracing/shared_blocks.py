@@ -42,7 +42,6 @@ class SharedBlocks:
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
         self._functions = {}  # signature -> function, scope of its names
-        self._like_inputs = set()  # what those have in common that keep shapes as they are
 
     def __reduce__(self):  # a copy traces its own
         return SharedBlocks, (self._num_blocks,)
@@ -60,8 +59,6 @@ class SharedBlocks:
         if not _can_be_shared(block, layers):
             return compute(*tensors)
         key = _key(layers, training)
-        if _compat.in_symbolic_scope():
-            return self._symbolic(key, compute, tensors)
         if key not in self._functions:
             is_called = self._num_blocks > _MOST_COPIES and not trace.is_on_mesh()
             scope = f"alike_{next(_numbers)}"
@@ -77,17 +74,6 @@ class SharedBlocks:
         result, losses, metrics = function(list(tensors), values, seed, numbers, ends_gradients)
         block.add_loss(losses)
         report_all({f"{block.path}{name}": value for name, value in metrics.items()})
-        return result
-
-    def _symbolic(self, key, compute, tensors):
-        """As a call, where nothing but the shape is asked for: that of those alike is known."""
-        flat = tf.nest.flatten(tensors)
-        key = key, *(None if x is None else (tuple(x.shape), x.dtype) for x in flat)
-        if key in self._like_inputs:
-            return tf.identity(tensors[0])
-        result = compute(*tensors)
-        if (tuple(result.shape), result.dtype) == key[1]:
-            self._like_inputs.add(key)
         return result
 
 
@@ -144,15 +130,13 @@ def _can_be_shared(block, layers):
     """
     return (
         block.built
+        and not _compat.in_symbolic_scope()  # shapes alone are asked for
         and not tf.executing_eagerly()
         and not _compat.is_compiled_by_xla()
         and trace.current().deferred is None
         and all(type(layer).__module__.startswith("dtransformer.") for layer in layers)
         and not any(getattr(layer, "sends", False) for layer in layers)
-        and (
-            _compat.in_symbolic_scope()
-            or not any(is_unsharded_for_use(weight) for weight in block.variables)
-        )
+        and not any(is_unsharded_for_use(weight) for weight in block.variables)
     )
 
 

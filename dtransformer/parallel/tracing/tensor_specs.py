@@ -22,25 +22,3 @@ def tensor_specs(tensors):
     return tf.nest.map_structure(
         lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), tensors
     )
-
-
-def open_specs(tensors, specs):
-    """Return the specs of nested tensors, with those dimensions open that are told to vary.
-
-    Args:
-        tensors: nested tensors, or specs of known shapes, or None.
-        told: nested specs of the same structure, whose dimensions that vary are None; or None
-            where nothing is told. What is of another structure tells nothing.
-    """
-    try:
-        tf.nest.assert_same_structure(tensors, specs)
-    except (TypeError, ValueError):
-        return tensor_specs(tensors)
-
-    def opened(x, like):
-        if x is None or not isinstance(like, tf.TensorSpec) or like.shape.rank != x.shape.rank:
-            return tensor_specs(x)
-        sizes = zip(x.shape, like.shape)
-        return tf.TensorSpec([None if specs is None else size for size, specs in sizes], x.dtype)
-
-    return tf.nest.map_structure(opened, tensors, specs)

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import pathlib
 import sys
 import tempfile
 import threading
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dtransformer.errors import one_line
 from dtransformer.parallel.watchdog.activity import Activity
 
-_PACKAGE = pathlib.Path(__file__).parents[2]
 _SECONDS_TO_WRITE = 3.0  # after which a standard error that nobody reads is given up
 _AT_ONCE = 0.01
 
@@ -37,18 +35,6 @@ def write_stacks(rank: int, message: str) -> str:
     return path
 
 
-def place_of_main_thread(stacks: str) -> str:
-    """Return where a file of stacks has the main thread, innermost in this package; "" if nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        text = pathlib.Path(stacks).read_text("utf-8", "replace")
-        _, _, own = text.partition(f"hread 0x{threading.main_thread().ident:016x} ")
-        for line in own.partition("\n\n")[0].splitlines():
-            path = line.strip().removeprefix('File "').partition('"')[0]
-            if pathlib.Path(path).is_relative_to(_PACKAGE):
-                return line.strip().replace(f'File "{_PACKAGE}{os.sep}', "").replace('"', "")
-    return ""
-
-
 def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -> str:
     """Return the line that a rank ends with.
 
@@ -58,8 +44,7 @@ def last_words(message: str, rank: int, host: str, own: Activity, stacks: str) -
         own: what it did.
         stacks: the file with its stacks.
     """
-    place = place_of_main_thread(stacks)
-    text = f"rank {rank} on host {host} was in {own}{f' ({place})' * bool(place)}"
+    text = f"rank {rank} on host {host} was in {own}"
     return one_line(f"dtransformer: the job ends: {message}; {text}; all threads: {stacks}", 1000)
 
 

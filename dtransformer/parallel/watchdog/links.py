@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import re
 import secrets
 import selectors
 import socket
@@ -17,26 +16,21 @@ MAX_LINE = 16384  # bytes
 
 
 def new_token() -> str:
-    """Return a random token, or another random number."""
+    """Return a random token."""
     return secrets.token_hex(32)
 
 
-def key_of(token: str, hub_nonce: str, own_nonce: str, rank: int) -> bytes:
-    """Return the key of a connection."""
-    parts = json.dumps(["dtransformer", hub_nonce, own_nonce, rank]).encode()
-    return hmac.digest(token.encode(), parts, hashlib.sha256)
-
-
 class Seals:
-    """The seals of one direction of a connection.
+    """The seals of one direction of a rank's connection to rank 0, of which it has one in a job.
 
     Args:
-        key: of `key_of`.
+        token: the job's.
+        rank: the rank.
         direction: "hub" for what rank 0 sends, "rank" for what it is sent.
     """
 
-    def __init__(self, key: bytes, direction: str):
-        self._key, self._direction, self._number = key, direction, 0
+    def __init__(self, token: str, rank: int, direction: str):
+        self._key, self._direction, self._number = token.encode(), f"{direction} {rank}", 0
 
     def _seal(self, text):
         self._number += 1
@@ -79,19 +73,14 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self.since = connection, time.monotonic()
-        self.said_rank = None  # which the other end says it is
-        self.rank = None  # the same, once a line of its has the right seal
+        self.said_rank = None  # which the other end says it is, a line
+        self.rank = None  # its number, once a line of its has the right seal
         self._received, self._unsent = b"", b""
         self._sends = self._receives = None
 
-    def seal_with(self, key: bytes, own: str, theirs: str) -> None:
-        """Seal and open lines with a key, as `Seals` takes them."""
-        self._sends, self._receives = Seals(key, own), Seals(key, theirs)
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the key is known."""
-        return self._sends is not None
+    def seal_with(self, token: str, rank: int, own: str, theirs: str) -> None:
+        """Seal what is sent, and open what comes, as `Seals` takes the arguments."""
+        self._sends, self._receives = Seals(token, rank, own), Seals(token, rank, theirs)
 
     def send(self, value) -> None:
         """Send what JSON can say, as soon as the other side takes it."""
@@ -148,7 +137,9 @@ class Hub:
 
     def __init__(self, listener: socket.socket, token: str, size: int):
         self._listener, self._token, self._size = listener, token, size
-        self._links, self._nonces, self._of_ranks = [], {}, {}
+        self._links, self._of_ranks = [], {}
+        # First line of a connection -> the rank, which has one in a job: nothing can be sent again.
+        self._awaited = {str(rank).encode(): rank for rank in range(1, size)}
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -179,27 +170,22 @@ class Hub:
             if unknown > self._size + 64:  # of ranks there cannot be as many
                 connection.close()
                 return
-            link = Link(connection)
-            self._links.append(link)
-            self._nonces[link] = new_token()
-            self.selector.register(connection, selectors.EVENT_READ, link)
-            try:
-                link.send_bytes(self._nonces[link].encode() + b"\n")
-            except Closed:
-                self._drop(link)
+            self._links.append(Link(connection))
+            self.selector.register(connection, selectors.EVENT_READ, self._links[-1])
 
     def _read(self, link):
         said = []
         try:
             for line in link.lines():
-                if not link.is_sealed:
-                    link.said_rank, nonce = _hello(line, self._size)
-                    key = key_of(self._token, self._nonces[link], nonce, link.said_rank)
-                    link.seal_with(key, "hub", "rank")
+                if link.said_rank is None:
+                    link.said_rank = line
+                    link.seal_with(self._token, self._rank_of(line), "hub", "rank")
                     continue
                 value = link.open(line)
-                link.rank = link.said_rank
-                self._of_ranks[link.rank] = link
+                if link.rank is None:
+                    link.rank = self._rank_of(link.said_rank)
+                    del self._awaited[link.said_rank]
+                    self._of_ranks[link.rank] = link
                 said.append((link.rank, value))
         except Closed:
             self._drop(link)
@@ -207,12 +193,15 @@ class Hub:
                 said.append((link.rank, None))
         return said
 
+    def _rank_of(self, line):
+        if line not in self._awaited:
+            raise Closed("is no rank, or is there already")
+        return self._awaited[line]
+
     def _drop(self, link):
         self.selector.unregister(link.connection)
         self._links.remove(link)
-        self._nonces.pop(link)
-        if self._of_ranks.get(link.rank) is link:
-            self._of_ranks.pop(link.rank)
+        self._of_ranks.pop(link.rank, None)
         link.close()
 
     def close(self) -> None:
@@ -221,17 +210,6 @@ class Hub:
             self._drop(link)
         self.selector.close()
         self._listener.close()
-
-
-def _hello(line, size):
-    """Return the rank and the random number of a connection's first line."""
-    try:
-        rank, nonce = json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        raise Closed("does not say hello") from None
-    if type(rank) is not int or not 0 < rank < size or not isinstance(nonce, str):
-        raise Closed("is no rank")
-    return rank, nonce
 
 
 class Member:
@@ -248,21 +226,11 @@ class Member:
     """
 
     def __init__(self, address: tuple[str, int], token: str, rank: int, seconds: float):
-        connection = socket.create_connection(tuple(address), seconds)
-        first = b""
-        while not first.endswith(b"\n"):
-            data = connection.recv(1)
-            first += data
-            if not data or len(first) > MAX_LINE:
-                raise OSError("the other end does not answer as rank 0")
-        hub_nonce, nonce = first.decode("ascii", "replace").strip(), new_token()
-        if not re.fullmatch(r"[0-9a-f]{64}", hub_nonce):
-            raise OSError("the other end is not rank 0")
-        self._link = Link(connection)
-        self._link.seal_with(key_of(token, hub_nonce, nonce, rank), "rank", "hub")
-        self._link.send_bytes(json.dumps([rank, nonce]).encode() + b"\n")
+        self._link = Link(socket.create_connection(tuple(address), seconds))
+        self._link.seal_with(token, rank, "rank", "hub")
+        self._link.send_bytes(f"{rank}\n".encode())
         self.selector = selectors.DefaultSelector()
-        self.selector.register(connection, selectors.EVENT_READ, self._link)
+        self.selector.register(self._link.connection, selectors.EVENT_READ, self._link)
         self._is_lost = False
 
     def send(self, rank: int, value) -> None:

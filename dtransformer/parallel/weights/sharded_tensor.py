@@ -14,7 +14,12 @@ from dtransformer.parallel.weights.shard_bounds import (
     local_shards,
     split_shard,
 )
-from dtransformer.parallel.weights.sharded_variable import full_bounds, own_shards, shard_bounds_of
+from dtransformer.parallel.weights.sharded_variable import (
+    full_bounds,
+    own_shards,
+    shard_bounds_of,
+    true_shape,
+)
 
 _MAX_SHARD_BYTES = 2**22
 
@@ -104,7 +109,7 @@ def tensors_of(name: str, variable: keras.Variable) -> list[ShardedTensor]:
 
     A copy in 16 bits is among it, which is not saved.
     """
-    shape = tuple(getattr(variable, "true_shape", variable.shape))
+    shape = true_shape(variable)
     places = zip(own_shards([variable]), shard_bounds_of(variable), strict=True)
     tensors = [ShardedTensor.of(name, shape, local, *place) for local, place in places]
     if getattr(variable, "copy", None) is not None:

@@ -138,6 +138,11 @@ def shard_bounds_of(variable: keras.Variable) -> list[ShardBounds]:
     return [(full_bounds(variable.shape), None)]
 
 
+def true_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """Return the shape of a full weight without the padding of a vocabulary."""
+    return tuple(getattr(variable, "true_shape", variable.shape))
+
+
 def full_bounds(shape: Iterable[int]) -> Bounds:
     """Return the bounds of a full tensor.
 

@@ -22,7 +22,6 @@ from dtransformer.trainers.checkpoint.folders import checkpoints_of
 from dtransformer.trainers.checkpoint.saved_checkpoint import Checkpoint
 from dtransformer.trainers.checkpoint.training_state import (
     NETWORK,
-    OPTIMIZER,
     differences,
     network_tensors,
 )
@@ -116,7 +115,6 @@ def export(
     path: str | os.PathLike,
     filepath: str | os.PathLike,
     network: keras.Model | None = None,
-    with_optimizer: bool = False,
     overwrite: bool = False,
 ) -> int:
     """Write the weights of a checkpoint to one file, which is complete or not there.
@@ -126,7 +124,6 @@ def export(
         filepath: the file to write, `.weights.h5` or `.safetensors`.
         network: a model like the one that was saved, for `.weights.h5`; by default it is made from
             the config in the checkpoint.
-        with_optimizer: whether a `.safetensors` file has the optimizer's states too.
         overwrite: whether a file that is there may be replaced.
 
     Returns:
@@ -145,15 +142,12 @@ def export(
     if problems:
         raise InputError("; ".join(problems.values()))
     if str(filepath).endswith(_KERAS):
-        if with_optimizer:
-            raise InputError(f"{filepath}: only .safetensors files take the optimizer's states")
         return _export_keras(checkpoint, filepath, network)
     if not is_safetensors(filepath):
         raise InputError(f"{filepath}: give a file that ends with {_KERAS} or {_SAFETENSORS}")
-    prefixes = (NETWORK, OPTIMIZER) if with_optimizer else (NETWORK,)
     tensors = {
         name.removeprefix(NETWORK): np.ascontiguousarray(checkpoint.read(name).numpy())
-        for name in checkpoint.shapes_of(*prefixes)
+        for name in checkpoint.shapes_of(NETWORK)
     }
     check_finite(checkpoint.path, tensors)
     about = {"format": "dtransformer", "step": str(checkpoint.step)}
@@ -250,12 +244,7 @@ def load_safetensors(network: keras.Model, filepath: str | os.PathLike) -> None:
 
     def opened():
         file = SafetensorsFile(filepath)
-        shapes = {
-            f"{NETWORK}{name}": shape
-            for name, shape in file.shapes.items()
-            if not name.startswith(OPTIMIZER)
-        }
-        return file, shapes
+        return file, {f"{NETWORK}{name}": shape for name, shape in file.shapes.items()}
 
     def value(tensor):
         name = tensor.name.removeprefix(NETWORK)

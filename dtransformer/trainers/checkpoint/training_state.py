@@ -18,7 +18,7 @@ from dtransformer import _compat
 from dtransformer.parallel.collectives.objects import all_gather_json
 from dtransformer.parallel.weights.shard_bounds import Bounds, FlatRange, num_elements
 from dtransformer.parallel.weights.sharded_tensor import ShardedTensor, tensors_of
-from dtransformer.parallel.weights.sharded_variable import full_bounds
+from dtransformer.parallel.weights.sharded_variable import full_bounds, true_shape
 from dtransformer.trainers.optimizer.apply import optimizer_states
 
 # Names of a network's variables that do not change from process to process.
@@ -106,8 +106,8 @@ class TrainingState:
             name = f"{OPTIMIZER}{name}/{names[id(weight)]}"
             start, stop = flat_range or (0, num_elements(bounds))
             if math.prod(variable.shape) == stop - start:
-                shape = _shape_without_padding(weight)
-                tensors.append(ShardedTensor.of(name, shape, variable, bounds, flat_range))
+                place = variable, bounds, flat_range
+                tensors.append(ShardedTensor.of(name, true_shape(weight), *place))
             else:  # not a number for each element, such as Adafactor's sums over rows
                 tensors.append(_replicated(name, variable))
         tensors.append(_replicated(f"{OPTIMIZER}skipped_steps", self.skipped_steps))
@@ -139,10 +139,6 @@ def _tensors_of_network(network, names):
 def _replicated(name, variable):
     shape = tuple(variable.shape)
     return ShardedTensor.of(name, shape, variable, full_bounds(shape))
-
-
-def _shape_without_padding(variable):
-    return tuple(getattr(variable, "true_shape", variable.shape))
 
 
 def _check_names(tensors, network):

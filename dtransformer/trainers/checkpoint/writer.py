@@ -1,7 +1,6 @@
 """Saving: all ranks write their shards at the same time, while training goes on."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -216,9 +215,6 @@ def _write_assets(save):
     return paths
 
 
-_NICENESS = 10  # of the thread that writes, on systems where each thread has one
-
-
 class CheckpointWriter:
     """Writes checkpoints, one at a time.
 
@@ -258,8 +254,9 @@ class CheckpointWriter:
         self.finish()
         path = pathlib.Path(path).absolute()
         tensors, manifest = together(
-            lambda: (_saved_tensors(state), describe_run(state)), "checkpoint/state"
+            lambda: (state.tensors(), describe_run(state)), "checkpoint/state"
         )
+        tensors = [tensor for tensor in tensors if tensor.is_saved]
         self._plan(tensors, replicas)
         begin = lambda: str(folders.begin(path, self._num_bytes, overwrite))
         path = pathlib.Path(from_chief(begin, "checkpoint/begin"))
@@ -291,17 +288,13 @@ class CheckpointWriter:
         if all(all_gather_json(digest == self._digest, "checkpoint/same_plan")):
             return
         rank_shards = [
-            {(name, _as_tuples(bounds)): size for name, bounds, size, _, _ in theirs}
+            {(name, tuple(map(tuple, bounds))): size for name, bounds, size, _, _ in theirs}
             for theirs in all_gather_json(own, "checkpoint/shards")
         ]
         self._digest, self._files = digest, plan_files(rank_shards, replicas)
         self._num_bytes = sum(
             rank_shards[file.writer][key] for file in self._files for key in file.shards
         )
-
-
-def _saved_tensors(state):
-    return [tensor for tensor in state.tensors() if tensor.is_saved]
 
 
 def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]):
@@ -317,8 +310,6 @@ def _values_to_write(tensors: Sequence[ShardedTensor], files: Sequence[DataFile]
 
 def _run(save: Save, future: concurrent.futures.Future):
     """Write this rank's shards, and on rank 0 make one checkpoint of all ranks' files."""
-    with contextlib.suppress(OSError, AttributeError):  # training comes first on the cores
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     try:
         with tf.device("CPU:0"):
             written, error = _attempt(lambda: write_shards(save))
@@ -354,7 +345,3 @@ def _attempt(action):
 
 def _first_error(reports):
     return next((report["error"] for report in reports if report["error"]), None)
-
-
-def _as_tuples(bounds):
-    return tuple(tuple(ends) for ends in bounds)

@@ -6,7 +6,9 @@ the whole batch.
 
 import tensorflow as tf
 
-from dtransformer.parallel.tracing.tensor_specs import number_of_rows
+from dtransformer.trainers.data import rows_of
+
+_CALLED = {"_noinline": True}
 
 
 def in_micro_batches(forward_backward, number, reduce):
@@ -26,24 +28,28 @@ def in_micro_batches(forward_backward, number, reduce):
 
     def accumulated(inputs, labels, sample_weight, numbers):
         batch = inputs, labels, sample_weight
-        num_rows = number_of_rows(tf.nest.flatten(inputs)[0])
 
         def micro_batch(i):
             own = numbers._replace(seed=seed_of(numbers.seed, i, number))
-            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number, num_rows), own)
+            gradients, outputs, sums = forward_backward(*rows_of(batch, i, number), own)
             return [tf.convert_to_tensor(x) for x in reduce(gradients)], outputs, sums
 
-        add_up = _add_up_eagerly if tf.executing_eagerly() else _add_up_in_a_loop
-        there = [x for x in tf.nest.flatten(batch) if x is not None]
-        with tf.control_dependencies(there):  # what ranks send does not depend on it
-            return add_up(micro_batch, number)
+        compute = micro_batch
+        if not tf.executing_eagerly():  # compiled once, and called for each
+            compute = tf.function(micro_batch, autograph=False, experimental_attributes=_CALLED)
+        before = [x for x in tf.nest.flatten(batch) if x is not None]
+        gradients, all_outputs, sums = None, [], None
+        for i in range(number):
+            # What ranks send does not depend on the batch, and one is in memory at a time.
+            with tf.control_dependencies(before):
+                more, outputs, more_sums = compute(tf.constant(i))
+            gradients = more if gradients is None else _add(gradients, more)
+            sums = more_sums if sums is None else _add(sums, more_sums)
+            all_outputs.append(outputs)
+            before = gradients
+        return gradients, _map(lambda *xs: tf.concat(xs, 0), *all_outputs), sums
 
     return accumulated
-
-
-def rows_of(batch, i, number, num_rows):
-    """Return the i-th of a number of micro-batches of a nested batch, where None stays None."""
-    return _map(lambda x: x[num_rows * i // number : num_rows * (i + 1) // number], batch)
 
 
 def seed_of(seed, i, number):
@@ -58,41 +64,3 @@ def _map(function, *structures):
 
 def _add(total, more):
     return tf.nest.map_structure(tf.add, total, more)
-
-
-def _add_up_eagerly(compute, number):
-    gradients, outputs, sums = compute(0)
-    outputs = [outputs]
-    for i in range(1, number):
-        more, output, more_sums = compute(i)
-        gradients, sums = _add(gradients, more), _add(sums, more_sums)
-        outputs.append(output)
-    return gradients, _map(lambda *xs: tf.concat(xs, 0), *outputs), sums
-
-
-def _add_up_in_a_loop(compute, number):
-    """The loop's body, and what comes before it, are one function: it is compiled once."""
-    compute = tf.function(compute, autograph=False)
-    gradients, outputs, sums = compute(tf.constant(0))
-    flatten = lambda outputs: [] if outputs is None else tf.nest.flatten(outputs)
-    arrays = [
-        tf.TensorArray(x.dtype, number, infer_shape=False, element_shape=[None, *x.shape[1:]])
-        for x in flatten(outputs)
-    ]
-    arrays = [array.write(0, x) for array, x in zip(arrays, flatten(outputs))]
-
-    def body(i, gradients, sums, arrays):
-        more, output, more_sums = compute(i)
-        arrays = [array.write(i, x) for array, x in zip(arrays, flatten(output))]
-        return i + 1, _add(gradients, more), _add(sums, more_sums), arrays
-
-    _, gradients, sums, arrays = tf.while_loop(
-        lambda i, *_: i < number,
-        body,
-        (tf.constant(1), gradients, sums, arrays),
-        parallel_iterations=1,
-        maximum_iterations=number,
-    )
-    if outputs is not None:
-        outputs = tf.nest.pack_sequence_as(outputs, [array.concat() for array in arrays])
-    return gradients, outputs, sums

@@ -1,4 +1,4 @@
-"""Protocol of engines, and the forward step that all compute.
+"""Base class of engines, and the forward step that all compute.
 
 An engine runs the forward–backward of a batch: on one device (`local`), on the mesh (`mesh`)
 or in a pipeline (`pipeline`). It is given a `ForwardStep`, never the trainer.
@@ -131,7 +131,7 @@ class ForwardStep:
             loss = (sums["loss"] + sums["added"]) * numbers.loss_scale
         gradients = tape.gradient(loss, values)
         gradients = with_zeros(weights, gradients, lambda i: _zeros(values[i]))
-        return gradients, self.kept(outputs), sums
+        return list(map(_dense, gradients, values)), self.kept(outputs), sums
 
     def outputs_and_sums(self, inputs, labels, sample_weight, counts):
         """Return the outputs, where they are wanted, and this rank's sums."""
@@ -227,7 +227,7 @@ def check_any_trained(is_any: bool) -> None:
         raise ValueError("every weight of the network is frozen: there is nothing to train")
 
 
-class Engine(typing.Protocol):
+class Engine:
     """What runs the forward–backward of this rank's share of a batch.
 
     On one device its methods are traced into the caller's `tf.function`; on a mesh and in a pipeline
@@ -241,9 +241,9 @@ class Engine(typing.Protocol):
         num_kept: how many such activations are kept at once.
     """
 
-    takes_micro_batches: bool
-    input_shapes: object
-    num_kept: float
+    takes_micro_batches = False
+    input_shapes = None
+    num_kept = 1
 
     def build(self, first) -> None:
         """Build this rank's part of the network, once, for batches like a first one.
@@ -272,6 +272,16 @@ class Engine(typing.Protocol):
 
     def collectives(self):
         """Return the list of `Collective`s of a whole step, as it was compiled last."""
+        return []
+
+
+def _dense(gradient, value):
+    """Return a gradient of a value, that of rows of a table as one of the full table."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.values if gradient.dtype.size > 2 else tf.cast(gradient.values, "float32")
+    total = tf.math.unsorted_segment_sum(rows, gradient.indices, value.shape[0])
+    return tf.cast(total, gradient.dtype)
 
 
 def _zeros(value):

@@ -5,9 +5,10 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.parallel.weights.sharded_variable import is_unsharded_for_use
 from dtransformer.trainers.data import input_symbols
+from dtransformer.trainers.engines.base import Engine
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Forward and backward on this rank's one device.
 
     Args:
@@ -17,10 +18,6 @@ class LocalEngine:
     Raises:
         ValueError: on `build`: XLA would have to compile collectives, or shapes that change.
     """
-
-    takes_micro_batches = False
-    input_shapes = None
-    num_kept = 1
 
     def __init__(self, step, jit_compile=False):
         self._step, self._jit_compile = step, jit_compile
@@ -46,24 +43,10 @@ class LocalEngine:
             )
 
     def forward_backward(self, inputs, labels, sample_weight, numbers):
-        gradients, *others = self._compute(inputs, labels, sample_weight, numbers)
-        if self._jit_compile:  # which forgets the shapes of tables whose gradients are rows
-            weights = self._step.network.trainable_variables
-            gradients = [
-                tf.IndexedSlices(
-                    gradient.values, gradient.indices, tf.constant(tuple(weight.shape))
-                )
-                if isinstance(gradient, tf.IndexedSlices)
-                else gradient
-                for gradient, weight in zip(gradients, weights)
-            ]
-        return gradients, *others
+        return self._compute(inputs, labels, sample_weight, numbers)
 
     def evaluate(self, inputs, labels, sample_weight, counts):
         return self._step.outputs_and_sums(inputs, labels, sample_weight, counts)
 
     def predict(self, inputs):
         return self._step.outputs(inputs)
-
-    def collectives(self):
-        return []

@@ -27,24 +27,20 @@ from dtransformer.parallel.runtime import job
 from dtransformer.reports import audit
 from dtransformer.trainers.compile_checks import trained_batch_normalization
 from dtransformer.trainers.data import input_symbols
-from dtransformer.trainers.engines.base import Numbers
+from dtransformer.trainers.engines.base import Engine, Numbers
 
 MANY_BLOCKS = 24  # those of which the function takes DTensor half a minute to compile
 
 
-class MeshEngine:
+class MeshEngine(Engine):
     """Forward and backward on the mesh that this rank is a part of.
 
     Args:
         step: the `ForwardStep`.
     """
 
-    takes_micro_batches = False
-    num_kept = 1
-
     def __init__(self, step):
-        self._step = step
-        self.input_shapes, self._consistency = None, ReplicaConsistency()
+        self._step, self._consistency = step, ReplicaConsistency()
         self._train = self._test = self._predict = None
 
     def build(self, first):

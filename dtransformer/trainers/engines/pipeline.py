@@ -35,15 +35,14 @@ from dtransformer.parallel.schedules.instruction import SEND_GRADIENTS, SENDS, w
 from dtransformer.parallel.schedules.simulator import ideal_of
 from dtransformer.parallel.schedules.timeline import most_alive, write
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.tracing.tensor_specs import open_specs, tensor_specs
+from dtransformer.parallel.tracing.tensor_specs import tensor_specs
 from dtransformer.reports import audit
-from dtransformer.trainers.data import batch_specs, check_rows, input_specs, input_symbols
-from dtransformer.trainers.engines.accumulation import rows_of
-from dtransformer.trainers.engines.base import check_any_trained
+from dtransformer.trainers.data import check_rows, input_specs, input_symbols, rows_of
+from dtransformer.trainers.engines.base import Engine, check_any_trained
 from dtransformer.trainers.engines.pipeline_step import PipelineStep
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Forward and backward of this rank's stage of the network.
 
     Args:
@@ -70,8 +69,6 @@ class PipelineEngine:
             self.network, lambda batch, _: self._outputs_and_sums(*batch), "test", shares=True
         )
         self._dataflows = {}  # specs of a micro-batch -> Dataflow
-        self._batch_specs = None  # specs of the batches that training is given
-        self._traced = set()  # specs of micro-batches, with open dimensions
         self._is_prepared = False
         self.add = tf.function(
             lambda total, more: tf.nest.map_structure(tf.add, total, more), autograph=False
@@ -84,13 +81,10 @@ class PipelineEngine:
         self._compiled = []  # of the step that was compiled last; see `PipelineStep.compiled`
         # Of the last step: its dataflow; events of computations, sends' starts, receives' events.
         self._last_dataflow, self._last_events = None, ([], {}, {})
-        self.input_shapes, self._consistency = None, ReplicaConsistency()
+        self._consistency = ReplicaConsistency()
 
     def build(self, first):
         """As `Engine.build`; of other stages' layers there are no weights."""
-        self._batch_specs = (
-            batch_specs(first) or self._batch_specs
-        )  # an evaluation may come between
         if self._shared is None:
             symbols = functools.partial(input_symbols, first)
             self._example = build_stage(self.network, symbols, input_specs(first))
@@ -117,7 +111,7 @@ class PipelineEngine:
         self._consistency.check(batch, "train")
         rows = num_rows(batch)
         check_rows(rows)
-        batches = [rows_of(batch, k, number, rows) for k in range(number)]
+        batches = [rows_of(batch, k, number) for k in range(number)]
         self.input_shapes = tf.nest.map_structure(lambda x: tuple(x.shape), batches[0][0])
         batches = [self.devices.put_batch(*one) for one in batches]
         put = [self.devices.put_numbers(x) for x in (numbers.counts, numbers.loss_scale)]
@@ -136,9 +130,7 @@ class PipelineEngine:
         return gradients, step.all_outputs(), sums
 
     def _prepare(self, batches, rows, *numbers):
-        """Compile this stage's chunks, before it waits for others; for all shapes that may come."""
-        if self.devices.takes_open_shapes and self._batch_specs is not None:
-            self._trace(batches[0], numbers)
+        """Compile this stage's chunks, before it waits for others."""
         # In the first step alone, which all ranks take together: layers may send.
         is_first, self._is_prepared = not self._is_prepared, True
         if not is_first or self.placement.num_stages == 1:
@@ -148,20 +140,6 @@ class PipelineEngine:
             step.rehearse()
             step.finish()
             self._compiled = step.compiled or self._compiled
-
-    def _trace(self, batch, numbers):
-        """Trace this stage's chunks for the open dimensions that are told, once."""
-        specs = open_specs(batch, self._batch_specs)
-        key = repr(specs)
-        if key in self._traced:
-            return
-        dataflow, own = self.dataflow(specs[0]), self.dataflow(batch[0])
-        if self.devices.cache_key(dataflow) == self.devices.cache_key(own):
-            for chunk in own_chunks():
-                received = [(x.name, x.shape, x.dtype) for x in dataflow.received_by(chunk)]
-                received = {name: tf.TensorSpec(*spec) for name, *spec in received}
-                self.function(chunk, dataflow).trace(received, *specs, *tensor_specs(numbers))
-        self._traced.add(key)
 
     def dataflow(self, inputs):
         """Return the `Dataflow` of a micro-batch, from its tensors or specs."""
@@ -272,7 +250,7 @@ class PipelineEngine:
         on_mesh = [
             dataclasses.replace(one, layer=function.layer_name(one.layer))
             for function, names in self._compiled
-            for one in audit.mesh_collectives(names, function.calls)
+            for one in audit.mesh_collectives(names, function.compilation.calls)
         ]
         return self._num_micro_batches * on_mesh + self.transfers()
 

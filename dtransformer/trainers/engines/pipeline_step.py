@@ -7,7 +7,15 @@ import tensorflow as tf
 
 from dtransformer.parallel.mesh.function import new_functions
 from dtransformer.parallel.pipeline_parallel.stage_assignment import own_chunks
-from dtransformer.parallel.schedules.instruction import COMPUTATIONS, FORWARD, Instruction
+from dtransformer.parallel.schedules.instruction import (
+    FORWARD,
+    RECEIVE_ACTIVATIONS,
+    RECEIVES,
+    SEND_ACTIVATIONS,
+    SEND_GRADIENTS,
+    SENDS,
+    Instruction,
+)
 from dtransformer.parallel.schedules.timeline import Event
 from dtransformer.parallel.weights.sharded_variable import own_shards
 from dtransformer.trainers.engines.accumulation import seed_of
@@ -55,8 +63,12 @@ class PipelineStep:
     def run(self, instruction):
         """Carry an instruction out."""
         self._started = time.time()
-        getattr(self, f"_{instruction.kind}")(instruction)
-        if instruction.kind in COMPUTATIONS:
+        if instruction.kind in SENDS:
+            self._send(instruction)
+        elif instruction.kind in RECEIVES:
+            self._receive(instruction)
+        else:
+            getattr(self, f"_{instruction.kind}")(instruction)
             event = Event(self._engine.stage, instruction, self._started, time.time())
             self.events.append(event)
 
@@ -90,10 +102,10 @@ class PipelineStep:
             end = self._engine.peers.ended[name]
             self.received[name] = dataclasses.replace(event, end=end)
         functions = [self._engine.function(chunk, self.dataflow) for chunk in self._weights]
-        if any(function.is_new for function in functions):
-            self.compiled = [(function, list(function.compiled)) for function in functions]
+        if any(function.compilation.is_new for function in functions):
+            self.compiled = [(one, list(one.compilation.compiled)) for one in functions]
             for function in functions:
-                function.is_new = False
+                function.compilation.is_new = False
 
     def all_gradients(self):
         """Return for each weight the list of this rank's shards of its gradient."""
@@ -111,28 +123,21 @@ class PipelineStep:
     # What passes the border after a chunk, forwards or backwards: by send and receive, or from
     # hand to hand where both chunks are on this stage.
 
-    def _receive_activations(self, one):
-        passing = self.dataflow.received_by(one.chunk)
-        self._receive(one, passing, _activations(one.micro_batch, one.chunk - 1))
+    def _border(self, one):
+        """Return the `CrossStageTensor`s of a send or a receive, and the name of what passes."""
+        border = one.chunk - (one.kind in (RECEIVE_ACTIVATIONS, SEND_GRADIENTS))
+        if one.kind in (SEND_ACTIVATIONS, RECEIVE_ACTIVATIONS):
+            return self.dataflow.sent_after(border), _activations(one.micro_batch, border)
+        return self.dataflow.gradients_after(border), _gradients(one.micro_batch, border)
 
-    def _receive_gradients(self, one):
-        passing = self.dataflow.gradients_after(one.chunk)
-        self._receive(one, passing, _gradients(one.micro_batch, one.chunk))
-
-    def _receive(self, one, crossing, name):
+    def _receive(self, one):
+        crossing, name = self._border(one)
         specs = self._devices.shard_specs(crossing)
         self._arriving[name] = self._engine.peers.receive(specs, one.peer, name)
         self.received[name] = Event(self._engine.stage, one, time.time(), None)
 
-    def _send_activations(self, one):
-        passing = self.dataflow.sent_after(one.chunk)
-        self._send(one, passing, _activations(one.micro_batch, one.chunk))
-
-    def _send_gradients(self, one):
-        passing = self.dataflow.gradients_after(one.chunk - 1)
-        self._send(one, passing, _gradients(one.micro_batch, one.chunk - 1))
-
-    def _send(self, one, crossing, name):
+    def _send(self, one):
+        crossing, name = self._border(one)
         shards = self._devices.shards(crossing, self._handed.pop(name))
         self.sent[name] = time.time()
         self._leaving.append(self._engine.peers.send(shards, one.peer, name))
@@ -196,8 +201,8 @@ class PipelineStep:
         gradients, passed = found[: len(weights)], found[len(weights) :]
         self._devices.wait([x for x in found if x is not None])
         function = self._engine.function(chunk, self.dataflow)
-        if function.is_new:  # it had no gradient before
-            function.compiled.extend(new_functions())
+        if function.compilation.is_new:  # it had no gradient before
+            function.compilation.compiled.extend(new_functions())
         if chunk > self._engine.first_trained:
             self._handed[_gradients(k, chunk - 1)] = [
                 tf.zeros_like(x) if gradient is None else gradient

@@ -255,8 +255,7 @@ class _UpdateInCalls:
         kept = tuple((name, tuple(variable.shape), variable.dtype) for name, variable in states)
         is_held = isinstance(unit, ParameterProxy)
         decays = _compat.uses_weight_decay(self._optimizer, unit if is_held else unit.value)
-        overwrites = self._units[number].overwrite_with_gradient
-        alike = (tuple(unit.shape), unit.dtype, decays, overwrites, id(unit.constraint), kept)
+        alike = (tuple(unit.shape), unit.dtype, decays, id(unit.constraint), kept)
         return is_held, self._groups[number], *alike
 
     def _forget_old_settings(self):

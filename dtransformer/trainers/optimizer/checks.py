@@ -24,24 +24,18 @@ def check_clipping(optimizer):
         )
 
 
-def is_overwritten(weight):
-    """Return whether the gradient of a Keras variable is its new value."""
-    return getattr(weight, "overwrite_with_gradient", False)
-
-
 def check_overwritten(weights):
-    """Check that gradients which are new values, such as float8 scales', are not added up.
+    """Refuse weights whose gradients are new values, such as the scales of Keras' float8.
 
     Raises:
-        ValueError: they would be, over ranks or micro-batches.
+        ValueError: names the first one.
     """
-    named = [weight.path for weight in weights if is_overwritten(weight)]
-    if named and (job.data_shard()[1] > 1 or get_parallel_config().micro_batch_num > 1):
-        raise ValueError(
-            f"{named[0]} is overwritten with its gradient (overwrite_with_gradient=True), and data "
-            "shards and micro-batches add gradients up: train it on one data shard, with "
-            "micro_batch_num=1"
-        )
+    for weight in weights:
+        if getattr(weight, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"{weight.path} is overwritten with its gradient (overwrite_with_gradient=True), as "
+                "scales of float8 are, and the trainer adds gradients up: use mixed_bfloat16"
+            )
 
 
 # What Keras' optimizers compute from all elements of a weight together.

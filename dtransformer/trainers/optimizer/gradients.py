@@ -1,4 +1,4 @@
-"""Gradients that this rank has: casts, scales, norms, and clipping."""
+"""Gradients that this rank has: norms, and clipping."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -7,8 +7,6 @@ import tensorflow as tf
 
 from dtransformer import _compat
 from dtransformer.parallel.runtime import job
-
-Gradient = tf.Tensor | tf.IndexedSlices
 
 
 def with_zeros(weights: list, gradients: list, zeros: Callable) -> list:
@@ -27,24 +25,6 @@ def with_zeros(weights: list, gradients: list, zeros: Callable) -> list:
             stacklevel=2,
         )
     return [zeros(i) if gradient is None else gradient for i, gradient in enumerate(gradients)]
-
-
-def cast(gradient: Gradient, dtype) -> Gradient:
-    """Return a gradient, a tensor or `tf.IndexedSlices`, in another type."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
-
-
-def scale(gradients: list, factor) -> list:
-    """Return gradients, tensors or `tf.IndexedSlices`, times a scalar."""
-    return [
-        tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient * factor
-        for gradient in gradients
-    ]
 
 
 def square_norms(gradients: list, devices: Sequence[str] | None = None) -> tf.Tensor:

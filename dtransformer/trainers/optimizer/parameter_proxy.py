@@ -37,7 +37,6 @@ class ParameterProxy:
         self.shape, self.dtype = tf.TensorShape(shape), owner.value.dtype
         self.name, self.path, self.constraint = owner.name, owner.path, constraint
         self.device, self._unique_id = owner.value.device, _compat.variable_key(owner.value)
-        self.overwrite_with_gradient = getattr(owner, "overwrite_with_gradient", False)
         self._value = None
 
     @property

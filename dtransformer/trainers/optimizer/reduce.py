@@ -33,85 +33,37 @@ def reduce_sum(scalars: dict, name: str) -> dict:
 def reduce(
     gradients: list, buckets: list, divisions: Sequence[Division | None], dtype: str | None = None
 ) -> list:
-    """Return the sums of the gradients over the data-parallel group, as dense tensors.
-
-    Dense gradients are reduced bucket by bucket. The gradient of an embedding, which
-    is a set of rows, travels as rows where that is less than the full table.
+    """Return the sums of the gradients over the data-parallel group, bucket by bucket.
 
     Args:
-        gradients: list of tensors and `tf.IndexedSlices`.
+        gradients: list of tensors.
         buckets: list of lists of positions, from `buckets.buckets`.
         divisions: for each gradient its `Division` over the group, of which only this rank's shard
             of the sum is wanted; None where all of it is.
-        dtype: name of the type in which dense gradients travel, by default their own.
+        dtype: name of the type in which gradients travel, by default their own.
 
     Returns:
         A list of tensors; shards are flat, as those of `collectives.flat_shards`.
     """
-    group = job.data_parallel_group()
-    reduced = list(gradients)
+    group, reduced = job.data_parallel_group(), list(gradients)
     for number, bucket in enumerate(buckets):
-        dense = {True: [], False: []}  # positions of those that are sharded, and of the others
-        for i in bucket:
-            if isinstance(gradients[i], tf.IndexedSlices):
-                reduced[i] = _reduce_rows(group, gradients[i], divisions[i], f"rows_{i}")
-            else:
-                dense[divisions[i] is not None].append(i)
-        for sharded, positions in dense.items():
-            name = f"{'shards' if sharded else 'gradients'}_{number}"
-            own_divisions = [divisions[i] for i in positions] if sharded else None
-            own = [gradients[i] for i in positions]
-            sums = _reduce_dense(group, own, own_divisions, name, dtype)
-            for i, total in zip(positions, sums):
+        for name, is_sharded in (("shards", True), ("gradients", False)):
+            positions = [i for i in bucket if (divisions[i] is not None) == is_sharded]
+            own = [gradients[i] for i in positions], [divisions[i] for i in positions]
+            for i, total in zip(positions, _reduce(group, *own, f"{name}_{number}", dtype)):
                 reduced[i] = total
     return reduced
 
 
-def _reduce_dense(group, gradients, divisions, name, dtype):
-    """Reduce dense gradients of a bucket, those of one type together."""
+def _reduce(group, gradients, divisions, name, dtype):
+    """Reduce gradients of a bucket, all of them sharded or none, those of one type together."""
 
-    def add_up(tensors, kind):
-        return flat_shards.all_reduce(tensors, group, f"{name}_{kind}", dtype)
-
-    def add_up_shards(tensors, divisions, kind):
+    def add_up(tensors, divisions, kind):
+        if divisions[0] is None:
+            return flat_shards.all_reduce(tensors, group, f"{name}_{kind}", dtype)
         return flat_shards.reduce_scatter(tensors, group, f"{name}_{kind}", dtype, divisions)
 
-    if divisions is None:
-        return by_dtype(add_up, gradients)
-    return by_dtype(add_up_shards, gradients, divisions)
-
-
-def _reduce_rows(group, rows, division, name):
-    """Reduce a gradient of rows, in the form that sends less."""
-    shape = tf.TensorShape(tf.get_static_value(rows.dense_shape))
-    num_rows = tf.shape(rows.indices, out_type="int64")[0]
-    most_rows = transport.all_reduce(num_rows, "Max", group, f"{name}_count")
-    # A ring all-reduce sends the table twice, a reduce-scatter once, an all-gather each
-    # rank's rows once.
-    times = 2 if division is None else 1
-    all_gather_is_less = most_rows * group.size < times * tf.cast(rows.dense_shape[0], "int64")
-
-    def table(values, indices):
-        total = tf.math.unsorted_segment_sum(values, indices, rows.dense_shape[0])
-        return tf.ensure_shape(total, shape)
-
-    def everyones(own, kind):  # as many of each rank, the missing ones zeros
-        missing = tf.zeros([most_rows - num_rows, *own.shape[1:]], own.dtype)
-        return transport.concatenate(tf.concat([own, missing], 0), group, f"{name}_{kind}")
-
-    def all_gather():
-        values = everyones(rows.values, "values")
-        indices = everyones(rows.indices, "indices")
-        total = table(values, indices)
-        return total if division is None else flat_shards.own_shard(total, group, division)
-
-    def reduce_table():
-        total = table(rows.values, rows.indices)
-        if division is None:
-            return flat_shards.all_reduce([total], group, f"{name}_table")[0]
-        return flat_shards.reduce_scatter([total], group, f"{name}_table", None, [division])[0]
-
-    return tf.cond(all_gather_is_less, all_gather, reduce_table)
+    return by_dtype(add_up, gradients, divisions)
 
 
 def full_square_norms(

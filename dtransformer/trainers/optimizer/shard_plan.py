@@ -16,6 +16,7 @@ from dtransformer.parallel.weights.sharded_variable import (
     is_unsharded_for_use,
     own_shards,
     shard_bounds_of,
+    true_shape,
 )
 from dtransformer.parallel.zero.partition import Parameter, Partition
 from dtransformer.parallel.zero.variables import FlatShardedVariable, MasterShardedVariable
@@ -132,11 +133,6 @@ def _parts(weight):
 def is_made_whole(weight):
     """Return whether a whole partition has to make a weight whole: a mesh may pad and shard it."""
     return isinstance(weight, MeshVariable)
-
-
-def true_shape(weight):
-    """Return the shape of a full weight without the padding of a vocabulary."""
-    return tuple(getattr(weight, "true_shape", weight.shape))
 
 
 # Optimizer parameters: what the Keras optimizer updates on this rank.

@@ -15,7 +15,6 @@ from dtransformer.parallel.collectives.transport import by_dtype
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.runtime import job
 from dtransformer.parallel.tracing import trace
-from dtransformer.parallel.variable_factory import named_alike
 from dtransformer.trainers.optimizer import gradients as grads
 from dtransformer.trainers.optimizer import reduce
 from dtransformer.trainers.optimizer.apply import OptimizerUpdate
@@ -26,7 +25,6 @@ from dtransformer.trainers.optimizer.checks import (
     check_elementwise,
     check_overwritten,
     check_shards,
-    is_overwritten,
 )
 from dtransformer.trainers.optimizer.shard_plan import OptimizerParameters, partition_of, shard_plan
 
@@ -73,7 +71,6 @@ class ShardedOptimizer:
             and config.micro_batch_num > 1
             and config.optimizer_shard >= 2
         )
-        self._overwritten = [is_overwritten(one.weight) for one in self.shards]
         check_overwritten(weights)
         check_constraints(weights)
         if self.is_sharded:
@@ -86,8 +83,7 @@ class ShardedOptimizer:
         if not optimizer.built:
             parts = [(unit.weight, part) for unit, part in zip(self.units, parameters)]
             _compat.exclude_parts_from_weight_decay(self._optimizer, parts)
-            with named_alike():
-                optimizer.build(parameters)
+            optimizer.build(parameters)
         self._has_stages = job.pipeline_group().size > 1
         if self.is_sharded or on_mesh or self._has_stages:
             check_clipping(self._optimizer)
@@ -119,11 +115,7 @@ class ShardedOptimizer:
 
     def reduce_micro_batch(self, gradients):
         """Return the gradients of a micro-batch as they are added up."""
-        if not self._reduces_micro_batches:
-            return gradients
-        if self.partition.kind == "whole":  # rows would travel in a branch, by a rank's own name
-            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        return self._reduce(gradients)
+        return self._reduce(gradients) if self._reduces_micro_batches else gradients
 
     def reduce_and_clip(self, gradients, factor=None):
         """Reduce the gradients of all micro-batches, and make them those of the units.
@@ -138,7 +130,7 @@ class ShardedOptimizer:
             scalar.
         """
         if factor is not None:
-            gradients = self._of_others(lambda some: grads.scale(some, factor), gradients)
+            gradients = [gradient * factor for gradient in gradients]
         with trace.scope(names_are_global=True):
             if not self._reduces_micro_batches:
                 gradients = self._reduce(gradients)
@@ -171,12 +163,12 @@ class ShardedOptimizer:
         new = []
         for unit, average in zip(self.units, averages, strict=True):
             value = next(held) if unit.is_held else tf.identity(unit.parameter.value)
-            taken = value if average is None else tf.identity(average.value)
+            taken = tf.identity(average.value)
             if unit.is_held:
                 new.append(taken)
             else:
                 unit.parameter.assign(taken)
-            if exchanges and average is not None:
+            if exchanges:
                 average.assign(tf.reshape(value, average.shape))
         if self._stores:
             self._store_new_values(new)
@@ -185,18 +177,16 @@ class ShardedOptimizer:
         """Return the sums of the gradients over the data-parallel group: shards where planned."""
         shapes = self._shapes
         for gradient, shape in zip(gradients, shapes):
-            if not isinstance(gradient, tf.IndexedSlices):
-                gradient.set_shape(shape)  # XLA's results have none
+            gradient.set_shape(shape)  # XLA's results have none
         kept = gradients
         gradients = [
-            gradient if one.comes_reduced else grads.cast(gradient, one.shard.value.dtype)
+            gradient if one.comes_reduced else tf.cast(gradient, one.shard.value.dtype)
             for gradient, one in zip(gradients, self.shards)
         ]
+        reduced = gradients
         if self._adds_up:
             divisions = [one.division for one in self.shards]
             reduced = reduce.reduce(gradients, self._buckets, divisions, self._sent_dtype)
-        else:
-            reduced = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self.partition.level >= 2:
             shapes, kept = [gradient.shape for gradient in reduced], reduced
         self.gradient_bytes = sum(
@@ -208,34 +198,20 @@ class ShardedOptimizer:
         """Return reduced gradients without the loss' scale and clipped, and the norm of all."""
         scale = self.loss_scale.value()
         if self.loss_scale.is_used:  # before squares of scaled ones are beyond float32
-            gradients = self._of_others(lambda some: grads.scale(some, 1 / scale), gradients)
+            gradients = [gradient / scale for gradient in gradients]
         squares = grads.square_norms(gradients, self._devices)
         if self._adds_up_norms:
             norm_shares = [one.norm_share for one in self.shards]
             squares = reduce.full_square_norms(squares, self._is_sharded, norm_shares)
-        others = self._others(range(len(gradients)))
-        counted = tf.constant([i for i in others if self.shards[i].counts], "int32")
+        counted = tf.constant([i for i, one in enumerate(self.shards) if one.counts], "int32")
         total = tf.reduce_sum(tf.gather(squares, counted))
         norm = tf.sqrt(reduce.sum_over_stages(total) if self._has_stages else total)
         if not self.loss_scale.is_used:  # the optimizer divides by a factor of its own
             norm /= scale
         if self._clips:
-            own = tf.gather(squares, tf.constant(others, "int32"))
-            owners = [self.shards[i].number for i in others]
-            gradients = self._of_others(
-                lambda some: grads.clip_shards(self._optimizer, some, own, owners, norm), gradients
-            )
+            owners = [one.number for one in self.shards]
+            gradients = grads.clip_shards(self._optimizer, gradients, squares, owners, norm)
         return gradients, norm
-
-    def _others(self, values):
-        """Return those of a list with one for each shard that are not of overwritten weights."""
-        return [value for value, is_value in zip(values, self._overwritten) if not is_value]
-
-    def _of_others(self, function, gradients):
-        """Return gradients, of which a function has changed those that are no weights' values."""
-        changed = iter(function(self._others(gradients)))
-        pairs = zip(gradients, self._overwritten)
-        return [gradient if is_value else next(changed) for gradient, is_value in pairs]
 
     def _update_and_store(self, gradients, held):
         with grads.without_clipping(self._optimizer) if self._clips else contextlib.nullcontext():

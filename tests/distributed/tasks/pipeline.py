@@ -192,7 +192,7 @@ class CountedLoss(CrossEntropyLoss):
 
 
 def shapes():
-    """Texts of three lengths, of which the dataset says that they vary."""
+    """Texts of three lengths: the second one is traced for all that come."""
     trainer = Trainer(small_model())
     trainer.compile(keras.optimizers.SGD(0.1), CountedLoss())
     texts = [words(seed)[0][:, : WIDTH - seed] for seed in range(3)]

@@ -27,11 +27,6 @@ class TestExport:
         for one, other in zip(own, theirs, strict=True):
             np.testing.assert_array_equal(one, other)
 
-    def test_states_of_the_optimizer(self, trained, two):
-        number = export(two, two / "all.safetensors", with_optimizer=True)
-        assert number > len(trained.network.variables)
-        new_trainer().load_weights(two / "all.safetensors")
-
     def test_what_does_not_fit(self, two):
         export(two, two / "model.safetensors")
         for trainer, message in (
