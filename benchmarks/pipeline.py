@@ -28,7 +28,7 @@ from harness.printed import report_of
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cases = "1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8,zb_h1:8"
+    cases = "1f1b:8,1f1b:16,gpipe:8,gpipe:16,interleaved:8,zb_h1:8,zb_v:8"
     parser.add_argument("--cases", default=cases, help="with commas")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8, help="steps that are measured")

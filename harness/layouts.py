@@ -148,7 +148,7 @@ SHARDED = tuple(
 
 # stages, micro-batches
 _PIPELINES = (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)
-_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1}
+_SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 # With the other ways to divide the work: ranks, devices of each, and what else there is.
 _PIPELINES_OF_MORE = (
     (2, 2, {"model": 2}),

@@ -199,6 +199,8 @@ def micro_batches_alive(schedule, stages, stage, micro_batches, chunks=1):
     if schedule == "interleaved":
         ahead = (2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks
         return np.minimum(ahead, micro_batches)
+    if schedule == "zb_v":
+        return np.minimum(stages, micro_batches)
     return np.minimum(stages - stage, micro_batches)
 
 
@@ -206,7 +208,8 @@ def bubble_passes(schedule, stages, chunks=1):
     """Return how many micro-batches' time stages wait in a step: (p − 1) / v with 1F1B.
 
     A third of that where gradients of weights fill a part (zb_h1; Qi et al., 2024, arXiv
-    2401.10241, table 1). Backward takes twice as long as forward.
+    2401.10241, table 1). Of zb_v it is what the simulator tells, at most: (4·p − 5) / 18 from 4
+    stages on. Backward takes twice as long as forward.
 
     Args:
         schedule: a key of `pipeline.schedules.SCHEDULES`.
@@ -218,6 +221,8 @@ def bubble_passes(schedule, stages, chunks=1):
     >>> bubble_passes("1f1b", 4), bubble_passes("interleaved", 4, chunks=3)
     (3.0, 1.0)
     """
+    if schedule == "zb_v":
+        return max(stages - 1, (4 * stages - 5) / 3) / 6 if stages > 1 else 0.0
     return (1 / 3 if schedule == "zb_h1" else 1.0) * (stages - 1) / chunks
 
 

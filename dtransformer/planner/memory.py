@@ -91,7 +91,7 @@ def memory_of(
     kept = [activations_of_block(model, k, layouts, item_bytes, by_blocks) for k in model.kinds]
     for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst = np.full(len(chosen), -1.0)
-        for stage in stage_kinds(model, p, v):
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
             alive = micro_batches_alive(schedule, p, stage.first, some.micro_batches, v)
             found = _of_stage(
                 model, some, system, stage, [k[chosen] for k in kept], alive, item_bytes

@@ -23,13 +23,16 @@ class StageKind:
     has_head: bool
 
 
-def stage_kinds(model: ModelShape, stages: int, chunks: int = 1) -> tuple[StageKind, ...]:
+def stage_kinds(
+    model: ModelShape, stages: int, chunks: int = 1, goes_back: bool = False
+) -> tuple[StageKind, ...]:
     """Return the unlike stages of a model's blocks, spread evenly over the model chunks.
 
     Args:
         model: the `ModelShape`.
         stages: number p of stages.
         chunks: number v of model chunks of each.
+        goes_back: whether chunks go through the stages and back, as `zb_v`'s.
 
     Example:
 
@@ -43,7 +46,8 @@ def stage_kinds(model: ModelShape, stages: int, chunks: int = 1) -> tuple[StageK
     """
     order, total = model.order, stages * chunks
     bounds = [-(-len(order) * i // total) for i in range(total + 1)]
-    stage_of_chunk = [*range(stages)] * chunks
+    ways = [list(range(stages))[:: -1 if goes_back and v % 2 else 1] for v in range(chunks)]
+    stage_of_chunk = [stage for way in ways for stage in way]
     counts = np.zeros((stages, len(model.kinds)), int)
     for chunk, stage in enumerate(stage_of_chunk):
         for kind in order[bounds[chunk] : bounds[chunk + 1]]:

@@ -13,7 +13,7 @@ from dtransformer.planner.formulas import (
     sums_over_model,
 )
 from dtransformer.planner.job import System
-from dtransformer.planner.layouts import Layouts
+from dtransformer.planner.layouts import SCHEDULE_NAMES, Layouts
 from dtransformer.planner.memory import Memory, parameters_of_stage
 from dtransformer.planner.shape import ModelShape
 from dtransformer.planner.stages import stage_kinds
@@ -159,7 +159,7 @@ def time_of(
     for chosen, some, schedule, p, v in layouts.by_pipeline():
         worst, inner = np.full(len(chosen), -1.0), {}
         mean = np.zeros(len(chosen))
-        for stage in stage_kinds(model, p, v):
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
             found = own.of_stage(stage, chosen)
             total = sum(found.values())
             larger = total > worst
@@ -284,8 +284,8 @@ class _Blocks:
 def _reduction(model, cluster, layouts, system, columns):
     """Return the seconds of gradients' reduction and of weights' all-gather that are not hidden."""
     parameters = np.zeros(len(layouts))
-    for chosen, some, _, p, v in layouts.by_pipeline():
-        for stage in stage_kinds(model, p, v):
+    for chosen, some, schedule, p, v in layouts.by_pipeline():
+        for stage in stage_kinds(model, p, v, schedule == "zb_v"):
             own = parameters_of_stage(model, some, stage, is_trained=True)
             parameters[chosen] = np.maximum(parameters[chosen], own)
     group = groups_of(layouts)["data"]
@@ -317,6 +317,7 @@ def _tied_seconds(model, cluster, layouts, system):
     """Return the seconds in which the first and the last stage add their gradients of one table."""
     num_bytes = _table_elements(model, layouts) * system.sent_gradient_bytes
     stride = groups_of(layouts)["stage"].stride * (layouts.stage - 1)
-    apart = model.tied_head & (layouts.stage > 1)
+    goes_back = layouts.schedule == SCHEDULE_NAMES.index("zb_v")  # both are on the first stage
+    apart = model.tied_head & (layouts.stage > 1) & ~goes_back
     group = Group(np.where(apart, 2, 1), np.maximum(stride, 1), "stage")
     return model.trains_tables * collective_seconds(cluster, "all-reduce", num_bytes, group)

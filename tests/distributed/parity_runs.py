@@ -8,7 +8,7 @@ QUICK = """
     untied/dp2mp2@2x2+rows+sp+shard1 tied.used/mp2m2@2x1+rows+sp+recompute
     llama_lora/dp2@2x1+shard3+recompute llama/dp2mp2m2@2x2+rows+sp+shard3
     sgd/dp2mp2@4x1+rows+sp+whole2+recompute deep_tied.used/pp2m2-interleaved2@2x1+recompute
-    bert/mp2pp2m2-gpipe@4x1+rows+sp deep/pp2m2-zb_h1@2x1+recompute+gpu
+    bert/mp2pp2m2-gpipe@4x1+rows+sp deep/pp2m2-zb_v2@2x1+recompute+gpu
     lamb/dp2pp2m2-zb_h1@4x1+whole1 tied/dp2pp2m2-1f1b@4x1+shard1 dropout/pp2m4-1f1b@2x1
     long/dp2cp2m2@2x2+ulysses+shard1+recompute long_causal/cp2mp2@2x2+rows+ring
     long_causal/dp2cp2@2x2+all_gather+shard3 long/dp2cp2@2x2+ring+whole1
@@ -40,7 +40,7 @@ LONG = """
     llama_lora/dp2@2x1+whole2 deep_llama_frozen.used/dp2mp2@2x2+rows
     deep_llama_frozen/dp2@2x1+shard3 deep_llama_frozen/dp2@2x1+shard1
     deep_llama_frozen/dp2mp2@2x2+shard2 deep_llama_frozen/pp2m4-zb_h1@2x1
-    deep_llama_frozen.used/mp2pp2m2-1f1b@2x2+rows deep_llama_frozen/pp2m4-zb_h1@2x1
+    deep_llama_frozen.used/mp2pp2m2-1f1b@2x2+rows deep_llama_frozen/pp2m4-zb_v2@2x1
     deep_llama_frozen.used/pp2m2-interleaved2@2x1 bert.used/dp2mp2@2x2+rows
     bert.used/dp2@2x1+shard3 bert/dp2@2x1+shard1 bert.used/pp2m4-1f1b@2x1 bert/pp2m4-zb_h1@2x1
     bert/mp2pp2m2-1f1b@2x2+rows moe/dp2@2x1 moe/dp2@2x1+shard1 moe/dp2@2x1+shard2
@@ -66,7 +66,7 @@ LONG = """
     moe/dp2ep2@1x2+recompute long_causal/cp2@1x2+ring+recompute
     deep_causal.used/mp2-interleaved4@1x2 deep_tied.used/mp2m2-interleaved4@2x1+rows+sp
     deep_llama.used/dp2mp2-interleaved4@2x2+shard2 deep_t5.used/mp2-interleaved4@1x2
-    deep_tied.used/pp2m4-zb_h1@2x1 deep/dp2pp2m4-zb_h1@4x1+shard2 deep/mp2pp2m2-1f1b@4x1+rows+sp
+    deep_tied.used/pp2m4-zb_v2@2x1 deep/dp2pp2m4-zb_h1@4x1+shard2 deep/mp2pp2m2-1f1b@4x1+rows+sp
     lamb/dp2@2x1+whole1 adafactor/dp2@2x1+whole1 adafactor/dp2@2x1+whole2 muon/dp2@2x1+whole2
     adamw/dp2@2x1+whole2 lamb/dp2mp2@2x2+rows+whole1 lamb/dp4@4x1+whole1
     adafactor/dp4@4x1+whole2 muon/dp4@4x1+whole2 adafactor/dp2mp2@4x1+rows+whole2
@@ -82,7 +82,7 @@ LONG = """
     deep_deepseek/pp2m2-1f1b@2x1 deepseek.used/dp2mp2ep2@2x2+rows
     modernbert/mp2@1x2+rows+sp modernbert/dp2@2x1+shard3 deep_modernbert/pp2m2-1f1b@2x1
     gemma/dp2mp2@2x2+rows+shard2 modernbert/dp2@2x1 sgd/dp2mp2m2@4x1+rows+sp+whole2+recompute
-    tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_h1@4x1+shard2+recompute
+    tied/mp2pp2m2-gpipe@2x2+rows+sp deep/dp2pp2m2-zb_v2@4x1+shard2+recompute
     bert/mp2pp2m2-1f1b@4x1 lamb/dp2pp2m2-1f1b@4x1+whole2 moe/dp4ep2@4x1+shard2
 """.split()
 # Steps as on GPUs (harness/gpu_branch.py): some of the quick suite's, in the long one all that have

@@ -78,7 +78,7 @@ def test_meshes_of_several_ranks(technique):
         ("level", {0, 1, 2, 3}),
         ("partition", {"flat", "whole"}),
         ("mode", {"ulysses", "all_gather", "ring"}),
-        ("schedule", {"1f1b", "gpipe", "interleaved", "zb_h1"}),
+        ("schedule", {"1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"}),
         ("devices", {1, 2, 4}),
         ("ranks", {1, 2, 4}),
     ],

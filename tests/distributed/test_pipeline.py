@@ -85,7 +85,7 @@ def test_keras_metrics_are_those_of_one_process(ranks_of):
 
 
 LOSSES = tuple(
-    stages("losses", schedule) for schedule in ("1f1b", "gpipe", "interleaved2", "zb_h1")
+    stages("losses", schedule) for schedule in ("1f1b", "gpipe", "interleaved2", "zb_h1", "zb_v2")
 )
 LOSSES_ALONE = one_process("losses", "alone@1x1")
 

@@ -152,11 +152,13 @@ class TransformerOpParallelConfig(validators.Checked):
         pipeline_stage: number of stages that the blocks are spread over.
         pipeline_schedule: `"1f1b"`, which keeps the activations of at most as many
             micro-batches as there are stages; `"gpipe"`, which keeps all;
-            `"interleaved"`: 1F1B with several model chunks on each stage; or `"zb_h1"`: 1F1B
-            whose gradients of weights fill the time in which stages would wait.
-        pipeline_chunks: number of model chunks of each stage, with `"interleaved"`: with more of
-            them, stages wait less and send more. A single stage may have several, too: on a mesh,
-            chunks of blocks that are alike are compiled once, so that deep networks start sooner.
+            `"interleaved"`: 1F1B with several model chunks on each stage; `"zb_h1"`: 1F1B
+            whose gradients of weights fill the time in which stages would wait; or
+            `"zb_v"`, the same with two chunks a stage, there and back.
+        pipeline_chunks: number of model chunks of each stage, with `"interleaved"` any and with
+            `"zb_v"` 2: with more of them, stages wait less and send more. A single stage may have
+            several, too: on a mesh, chunks of blocks that are alike are compiled once, so that deep
+            networks start sooner.
         context_parallel: number of shards of the sequence.
         context_parallel_mode: how attention sees all of it: `"ulysses"`, by an all-to-all from the
             sequence to the heads and back; `"all_gather"` of keys and values; `"ring"`, the same

@@ -52,6 +52,22 @@ class Placement:
         """
         return cls(tuple(range(num_stages)) * chunks_per_stage)
 
+    @classmethod
+    def v_shaped(cls, num_stages: int, chunks_per_stage: int = 2) -> "Placement":
+        """Return the placement that goes through all stages, and back.
+
+        The first stage then has the network's first and last layers. Reference: Qi et al., 2024,
+        "Pipeline parallelism with controllable memory", arXiv 2405.15362.
+
+        Example:
+
+        >>> Placement.v_shaped(3)
+        Placement(stage_of_chunk=(0, 1, 2, 2, 1, 0))
+        """
+        there = tuple(range(num_stages))
+        ways = [there[:: -1 if number % 2 else 1] for number in range(chunks_per_stage)]
+        return cls(tuple(stage for way in ways for stage in way))
+
     @property
     def num_stages(self) -> int:
         """The number of stages."""

@@ -4,7 +4,7 @@ A schedule is a function that gives the order of a stage's computations, and a r
 
 References: GPipe, Huang et al., 2018, arXiv 1811.06965; 1F1B, Narayanan et al., 2019,
 "PipeDream", and Narayanan et al., 2020, arXiv 2006.09503; interleaved 1F1B, Narayanan et
-al., 2021, arXiv 2104.04473, §2.2. That with a backward pass in two parts is in `zero_bubble`.
+al., 2021, arXiv 2104.04473, §2.2. Those with a backward pass in two parts are in `zero_bubble`.
 """
 
 import collections.abc
@@ -17,7 +17,7 @@ from dtransformer.parallel.schedules.instruction import (
     with_transfers,
 )
 from dtransformer.parallel.schedules.placement import Placement
-from dtransformer.parallel.schedules.zero_bubble import zb_h1
+from dtransformer.parallel.schedules.zero_bubble import zb_h1, zb_v
 
 
 def gpipe(stage: int, placement: Placement, num_micro_batches: int) -> list[Instruction]:
@@ -128,6 +128,7 @@ SCHEDULES = {
     "gpipe": Schedule(gpipe),
     "interleaved": Schedule(interleaved, min_chunks=2, max_chunks=None, full_turns=True),
     "zb_h1": Schedule(zb_h1, divides_backward=True),
+    "zb_v": Schedule(zb_v, Placement.v_shaped, min_chunks=2, max_chunks=2, divides_backward=True),
 }
 
 

@@ -12,7 +12,6 @@ from dtransformer.models import TranslationTransformer
 from dtransformer.parallel.pipeline_parallel.dataflow import Dataflow
 from dtransformer.parallel.pipeline_parallel.stage_dispatch import ChunkView, view
 from dtransformer.parallel.schedules.placement import Placement
-from tests.parallel.pipeline_parallel.v_schedule import there_and_back
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "encoder_layers": 2, "decoder_layers": 2}
 INPUTS = {"source": tf.reshape(tf.range(1, 16), [3, 5]), "target": tf.reshape(tf.range(12), [3, 4])}
@@ -65,7 +64,7 @@ def test_the_memory_goes_to_every_stage_of_the_decoder():
 
 def test_what_passes_depends_on_the_chunks_and_not_on_where_they_are():
     _, looped = network_and_dataflow(Placement.looped(4))
-    _, v_shaped = network_and_dataflow(there_and_back(2))
+    _, v_shaped = network_and_dataflow(Placement.v_shaped(2))
     assert passed(v_shaped) == passed(looped)
     assert "model chunk 2 (stage 1) → model chunk 3 (stage 0): " in str(v_shaped)
 
@@ -80,7 +79,7 @@ def test_a_tied_table_is_copied_and_not_sent():
 
 
 @pytest.mark.parametrize(
-    "placement", [*map(Placement.looped, (2, 3, 4)), there_and_back(2)], ids=str
+    "placement", [*map(Placement.looped, (2, 3, 4)), Placement.v_shaped(2)], ids=str
 )
 @pytest.mark.parametrize("options", [{}, TIED, {"positions": "learned"}], ids=str)
 def test_stages_together_are_the_network(placement, options):

@@ -14,10 +14,4 @@ def v_shaped(stage, placement, num_micro_batches):
     ]
 
 
-def there_and_back(num_stages, chunks_per_stage=2):
-    """The placement that goes through all stages, and back."""
-    there = tuple(range(num_stages))
-    return Placement((*there, *there[::-1]))
-
-
-V_SCHEDULE = Schedule(v_shaped, place=there_and_back, min_chunks=2, max_chunks=2)
+V_SCHEDULE = Schedule(v_shaped, place=Placement.v_shaped, min_chunks=2, max_chunks=2)
