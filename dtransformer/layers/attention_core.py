@@ -6,7 +6,8 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
+from dtransformer.layers.attention_mask import Segments, allowed
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.attention_scores import by_heads, context_of, scores_of
 from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
 from dtransformer.layers.context_attention import context_attention
@@ -72,18 +73,20 @@ def attention(
     Returns:
         A tensor [b, n, s, d].
     """
-    options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
+    options = AttentionOptions(
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks
+    )
     if len(keys) > 1 or isinstance(bias, tf.Tensor):
         implementation = "reference"
     if implementation != "reference":
-        exchange = context_exchange(q, keys[0], reach(mask, causal, window)[0], bias is not None)
+        exchange = context_exchange(q, keys[0], options.reach[0], bias is not None)
         if exchange is not None:
-            return context_attention(exchange, q, keys[0], values[0], *options, sinks)
-    chosen = implementation_for(implementation, q, keys[0], *options)
+            return context_attention(exchange, q, keys[0], values[0], options)
+    chosen = implementation_for(implementation, q, keys[0], **vars(options))
     if chosen == "cudnn":
-        return cudnn_attention(q, keys[0], values[0], mask, causal, window, sinks)
+        return cudnn_attention(q, keys[0], values[0], options)
     if chosen == "blockwise":
-        return blockwise_attention(q, keys[0], values[0], *options, sinks)
+        return blockwise_attention(q, keys[0], values[0], options)
     scores = [scores_of(q, k) for k in keys]
     scores = joined(scores, axis=-1)
     scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
@@ -97,7 +100,7 @@ def attention(
             scores = add_to_each(scores, bias)
         else:
             scores += tf.cast(bias, scores.dtype)
-    seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
+    seen = allowed(mask, options.near(tf.range(s), tf.range(t)))
     any_seen = None
     if seen is not None:
         scores = select(seen, scores, scores.dtype.min)
@@ -105,7 +108,7 @@ def attention(
         any_seen = tf.reduce_any(seen, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if dropout is not None:
-        probabilities = _dropped_by_rows(dropout, probabilities, *reach(mask, causal, window))
+        probabilities = _dropped_by_rows(dropout, probabilities, *options.reach)
     probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
@@ -121,31 +124,17 @@ def attention(
     return constrain_both(context, ("batch", "heads", None, "head_dim"))
 
 
-def implementation_for(
-    implementation: str,
-    q: tf.Tensor,
-    k: tf.Tensor,
-    mask: tf.Tensor | Segments | None = None,
-    bias: PositionBias | bool | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    dropout: DropoutMasks | None = None,
-    softmax_compute_type: str = "float32",
-) -> str:
+def implementation_for(implementation: str, q: tf.Tensor, k: tf.Tensor, **options) -> str:
     """Return how attention of tensors is computed: what `chosen_implementation` does.
 
     Args:
         implementation: what was asked for.
         q, k: tensors [b, n, s, d] and [b, m, t, d], or their specs.
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type: see `attention`; a bias
-            may be said to be there.
+        **options: fields of `AttentionOptions`.
     """
     reason = None
     if implementation == "cudnn" or (implementation == "auto" and is_taken_by_itself()):
-        has_bias, has_dropout = bias not in (None, False), dropout is not None
-        others = (mask, has_bias, causal, window, soft_cap, has_dropout, softmax_compute_type)
-        reason = obstacle(q.shape, k.shape, q.dtype.name, *others)
+        reason = obstacle(q.shape, k.shape, q.dtype.name, AttentionOptions(**options))
         if reason is None:
             return "cudnn"
     return chosen_implementation(implementation, q.shape[2], k.shape[2], reason)

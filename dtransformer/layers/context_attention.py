@@ -10,17 +10,15 @@ import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, same_segment
-from dtransformer.layers.attention_scores import by_heads, scores_of
-from dtransformer.layers.dropout import DropoutMasks
+from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, same_segment
+from dtransformer.layers.attention_options import AttentionOptions
+from dtransformer.layers.attention_scores import where_seen
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
-    block_context,
     block_gradients,
     sink_gradients,
     within,
 )
-from dtransformer.layers.position_bias import PositionBias
 from dtransformer.parallel.context_parallel.exchange import ContextExchange
 from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.mesh.axis_rules import constrain
@@ -37,14 +35,7 @@ def context_attention(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    mask: tf.Tensor | Segments | None = None,
-    bias: PositionBias | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    dropout: DropoutMasks | None = None,
-    softmax_compute_type: str = "float32",
-    sinks: tf.Tensor | None = None,
+    options: AttentionOptions,
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. Sums are of float32 at least.
 
@@ -53,16 +44,13 @@ def context_attention(
         q, k, v: tensors [b, n, s, d] and [b, m, t, d], sharded along s and t.
         mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks: see `attention`.
     """
-    compute_type = "float64" if softmax_compute_type == "float64" else "float32"
-    tensors = [] if bias is None else bias.tensors
+    mask, (sinks, tensors) = options.mask, options.differentiated
     if isinstance(mask, Segments) and mask.prefix is not None:
-        near = is_near(tf.range(q.shape[2]), tf.range(k.shape[2]), causal, window)
-        mask, causal, window = allowed(mask, near), False, None
-    blocks = _Blocks(
-        exchange, _mask_of(exchange, mask), bias, causal, window, soft_cap, dropout, compute_type
-    )
-
-    sinks = [] if sinks is None else [blocks.of_heads(by_heads(sinks))]
+        near = options.near(tf.range(q.shape[2]), tf.range(k.shape[2]))
+        mask, reach = allowed(mask, near), {"causal": False, "window": None}
+        options = dataclasses.replace(options, mask=mask, **reach)
+    blocks = _Blocks(exchange, _mask_of(exchange, mask), options)
+    sinks = [blocks.of_heads(own) for own in sinks]
 
     @custom_gradient
     def attend(q, k, v, *others):
@@ -185,46 +173,37 @@ def _mask_of(exchange, mask):
 class _Blocks:
     """What is computed for one block of queries and keys, by the arguments of `context_attention`."""
 
-    def __init__(self, exchange, mask, bias, causal, window, soft_cap, dropout, compute_type):
-        self.exchange, self.plan = exchange, exchange.plan
-        self._mask, self._bias, self._causal, self._window = mask, bias, causal, window
-        self._soft_cap, self._dropout, self.compute_type = soft_cap, dropout, compute_type
+    def __init__(self, exchange, mask, options):
+        self.exchange, self.plan, self._mask, self._options = exchange, exchange.plan, mask, options
+        self.compute_type, self.context = options.compute_type, options.context
         num_queries, num_keys = _SOME_HEADS if self.plan.has_all_positions else _ALL_HEADS
         self.rows = self.plan.rows(num_queries)
-        by_position = not (bias is None and mask is None)
+        by_position = not (options.bias is None and mask is None)
+        reach = options.causal, options.window
         # Of each round and block of queries.
         self.columns = [
-            [
-                self.plan.columns(row, segments, causal, window, num_keys, by_position)
-                for row in self.rows
-            ]
+            [self.plan.columns(row, segments, *reach, num_keys, by_position) for row in self.rows]
             for segments in self.plan.rounds
         ]
 
     def of_heads(self, sinks):
         """Return sinks [1, n, 1, 1] as the shards have heads: [c or 1, 1, n, 1, 1]."""
-        sinks = tf.cast(sinks, self.compute_type)
         return (
             self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)
         )
 
     def scores(self, q, k, tensors, row: int, column: Columns):
         """Return the scores [c, b, n, s, t] of a block, -inf where a query may not attend."""
-        scores = tf.cast(scores_of(q, k), self.compute_type)
-        if self._soft_cap is not None:
-            scores = self._soft_cap * tf.tanh(scores / self._soft_cap)
+        scores, options, seen = self._options.scores(q, k), self._options, None
         rows, size = self.rows[row], column.end - column.start
-        if self._bias is not None:
+        if options.bias is not None:
             scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
-        allowed = None
         if self._mask is not None:
-            allowed = self._mask.block(rows, [(column.position, column.position + size)])
-        if not self.plan.are_all_near(rows, column, self._causal, self._window):
+            seen = self._mask.block(rows, [(column.position, column.position + size)])
+        if not self.plan.are_all_near(rows, column, options.causal, options.window):
             near = self._near(rows, column.position, size)
-            allowed = near if allowed is None else allowed & near
-        if allowed is None:
-            return scores
-        return tf.where(allowed, scores, tf.constant(-float("inf"), scores.dtype))
+            seen = near if seen is None else seen & near
+        return where_seen(scores, seen)
 
     def _near(self, row: Range, position: int, size: int):
         """Return which keys are within reach of queries by their positions, [c or 1, 1, 1, s, t]."""
@@ -239,12 +218,12 @@ class _Blocks:
                 tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
             )
             queries = starts + (c if is_striped else 1) * tf.range(number, dtype=INDEX_TYPE)
-        return is_near(queries, position + tf.range(size), self._causal, self._window)
+        return self._options.near(queries, position + tf.range(size))
 
     def _bias_of(self, tensors, row, position, size):
         """Return the bias of a block, [c or 1, 1, n, s, t]."""
         number = row[1] - row[0]
-        of_row = lambda first: self._bias.block(tensors, first, number, position, size)
+        of_row = lambda first: self._options.bias.block(tensors, first, number, position, size)
         if self.plan.has_all_positions:
             return self.exchange.heads(tf.expand_dims(of_row(row[0]), 0))
         firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
@@ -256,15 +235,7 @@ class _Blocks:
     def kept(self, own, number, row):
         """Return dropout's masks of the columns of a block of queries in a round."""
         sizes = [column.end - column.start for column in self.columns[number][row]]
-        if self._dropout is None or not sizes:
-            return [None] * len(sizes)
-        part = number * len(self.rows) + row
-        kept = self._dropout.kept(own, part, width=sum(sizes), known=own)
-        return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=-1)
-
-    def context(self, probabilities, v, kept):
-        """Return what a block adds to the context; see `block_context`."""
-        return block_context(probabilities, v, kept, self._dropout, self.compute_type)
+        return self._options.kept(own, number * len(self.rows) + row, sizes)
 
 
 def _row_of(x, row):

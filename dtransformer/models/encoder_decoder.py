@@ -7,9 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.norm import make_norm
-from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
@@ -72,14 +69,10 @@ class EncoderDecoderModel(TokenModel):
         self.transformer = Transformer(
             options["encoder_layers"],
             options["decoder_layers"],
-            options["hidden_size"],
-            options["num_heads"],
-            options["ffn_hidden_size"],
-            lambda_func=lambda_func,
             name="transformer",
             causal=True,
             **self._relative_positions(),
-            **self._block_arguments(),
+            **self._block_arguments(lambda_func),
         )
         self.head = self._make_head()
 
@@ -89,13 +82,16 @@ class EncoderDecoderModel(TokenModel):
         self.target_embedding = self.source_embedding
         if not shared:
             self.target_embedding = self._make_embedding(self.vocab_size, "target_embedding")
-        self.source_positions, self.target_positions = map(self._make_positions, SIDES)
-        self.source_norm, self.target_norm = map(self._make_embedding_norm, SIDES)
+        self.source_positions = self.target_positions = self.source_norm = self.target_norm = None
+        if options["positions"] != _RELATIVE:
+            for side in SIDES:
+                made = self._make_positions(self._max_lengths[side], f"{side}_positions")
+                setattr(self, f"{side}_positions", made)
+        if options.get("embedding_norm"):
+            for side in SIDES:
+                setattr(self, f"{side}_norm", self._make_embedding_norm(f"{side}_norm"))
         self.source_dropout, self.target_dropout = (
-            Dropout(
-                options["embedding_dropout_rate"], dtype=self.dtype_policy, name=f"{side}_dropout"
-            )
-            for side in SIDES
+            self._make_embedding_dropout(f"{side}_dropout") for side in SIDES
         )
 
     def _relative_positions(self):
@@ -106,29 +102,6 @@ class EncoderDecoderModel(TokenModel):
         found = {name: self.arguments[name] for name in names}
         distance_ranges(*found.values())  # which checks them
         return found
-
-    def _make_positions(self, side):
-        if self.arguments["positions"] == _RELATIVE:
-            return None
-        return PositionEmbedding(
-            self._max_lengths[side],
-            self.arguments["positions"],
-            offset=self.arguments.get("position_offset", 0),
-            dtype=self.dtype_policy,
-            name=f"{side}_positions",
-        )
-
-    def _make_embedding_norm(self, side):
-        if not self.arguments.get("embedding_norm"):
-            return None
-        norm = make_norm(
-            self.arguments["norm"],
-            self.arguments["norm_epsilon"],
-            dtype=self.dtype_policy,
-            name=f"{side}_norm",
-        )
-        norm.pipeline_stage = 0
-        return norm
 
     def build(self, input_shape: tuple | None = None) -> None:
         if self.built:
