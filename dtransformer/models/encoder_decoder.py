@@ -47,25 +47,20 @@ class EncoderDecoderModel(TokenModel):
     # Whether all tokens are one function on a mesh; see `decoding.compiled`.
     loops_on_mesh = False
 
-    def _set_up(self, lambda_func, **sizes):
-        """Make the layers, of the arguments and what they are called where networks differ.
-
-        Args:
-            lambda_func: places each block on a pipeline stage.
-            **sizes: `source_vocab_size`, `target_vocab_size`, `source_length` and `target_length`,
-                and whether source and target share one table, `shared`.
-        """
+    def _set_up(self, lambda_func):
+        """Make the layers, of the arguments; those of one side have its name where sides differ."""
         options = self.arguments
-        self.vocab_size = sizes["target_vocab_size"]
+        of_side = lambda name, usual: options.get(name, options.get(usual))
+        source_size, self.vocab_size = (of_side(f"{x}_vocab_size", "vocab_size") for x in SIDES)
+        self._max_lengths = {x: of_side(f"max_{x}_length", "max_length") for x in SIDES}
         self.pad_id, self.start_id, self.end_id = (
             options[f"{name}_id"] for name in ("pad", "start", "end")
         )
-        check_ids(min(sizes["source_vocab_size"], self.vocab_size), pad_id=self.pad_id)
+        check_ids(min(source_size, self.vocab_size), pad_id=self.pad_id)
         check_ids(self.vocab_size, start_id=self.start_id, end_id=self.end_id)
-        self._max_lengths = {side: sizes[f"{side}_length"] for side in SIDES}
         never = self.pad_id, self.start_id
         self._generator = Generator(self, Generation, never, loops_on_mesh=self.loops_on_mesh)
-        self._add_embeddings(sizes["source_vocab_size"], sizes["shared"])
+        self._add_embeddings(source_size, options.get("shared_embeddings", True))
         self.transformer = Transformer(
             options["encoder_layers"],
             options["decoder_layers"],
