@@ -69,7 +69,6 @@ NAMES = (
     layers.PositionEmbedding,
     layers.RMSNorm,
     layers.Router,
-    layers.SentenceHead,
     layers.SequenceHead,
     layers.TokenHead,
     layers.TokenTypeEmbedding,

@@ -10,7 +10,7 @@ from dtransformer.datasets.text import read_pairs
 from dtransformer.errors import InputError
 from dtransformer.inputs.files import read_limited
 from dtransformer.inputs.text import decode_lines
-from dtransformer.models.translator import Translator
+from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.runs import needs
 from dtransformer.runs.evaluating import evaluate_run
 from dtransformer.runs.loading import load_run
@@ -23,7 +23,7 @@ def make_translator(
 
     Args:
         run_folder: the run's folder.
-        beam_size, length_penalty: as in `Translator`; None for the run's own.
+        beam_size, length_penalty: as in `GenerationOptions`; None for the run's own.
 
     Returns:
         A function of sentences, which raises an InputError where this machine cannot hold their
@@ -45,12 +45,13 @@ def make_translator(
     search = config.search
     beam_size = search.beam_size if beam_size is None else beam_size
     needs.check_search(config, tokenizer.vocab_size, beam_size)
-    translator = Translator(
+    translator = TextGenerator(
         model,
         tokenizer,
         beam_size=beam_size,
         length_penalty=search.length_penalty if length_penalty is None else length_penalty,
-        max_length=search.max_length,
+        max_new_tokens=search.max_length,
+        batch_size=64,
         max_source_length=config.data.max_length,
         on_truncation=warn,
     )

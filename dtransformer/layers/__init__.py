@@ -15,7 +15,7 @@ from dtransformer.layers.heads import PoolingHead, SequenceHead, TokenHead
 from dtransformer.layers.latent_attention import LatentAttention
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.loss import CrossEntropyLoss
-from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
+from dtransformer.layers.masked_lm_head import MaskedLMHead
 from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm
 from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
@@ -41,7 +41,6 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "Router",
-    "SentenceHead",
     "SequenceHead",
     "TokenHead",
     "TokenTypeEmbedding",

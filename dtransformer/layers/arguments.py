@@ -55,7 +55,7 @@ def check_argument(name: str, value: object, kinds: tuple[type, ...]) -> None:
         raise TypeError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
     if name == "num_layers" and value < 0:
         raise ValueError(f"{name} must not be less than 0, got {value}")
-    if name == "epsilon" and not 0 < value < math.inf:
+    if name == "epsilon" and value is not None and not 0 < value < math.inf:
         raise ValueError(f"{name} must be a number of more than 0, got {value}")
     if name.endswith("_compute_type") and value not in _COMPUTE_TYPES:
         raise ValueError(f"{name} must be one of {', '.join(_COMPUTE_TYPES)}, got {value!r}")

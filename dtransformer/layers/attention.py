@@ -13,7 +13,7 @@ from dtransformer.layers.attention_inputs import (
     in_form_of,
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
-from dtransformer.layers.base import Layer, check_rate, check_size, register
+from dtransformer.layers.base import StreamLayer, check_rate, check_size, register
 from dtransformer.layers.cached_attention import of_prefix, prefix_length, with_new_positions
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
@@ -29,7 +29,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
-class MultiHeadAttention(Layer):
+class MultiHeadAttention(StreamLayer):
     """Attend from queries to keys and values, in several heads.
 
     The projections of queries, keys and values are column parallel (all of a head on
@@ -133,7 +133,6 @@ class MultiHeadAttention(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.hidden_size = check_size("hidden_size", hidden_size)
         self.num_heads = check_size("num_heads", num_heads)
         if head_dim is None and hidden_size % num_heads:
@@ -225,7 +224,6 @@ class MultiHeadAttention(Layer):
         self.hidden_dropout.build(query_shape)
         for norm in filter(None, (self.query_norm, self.key_norm)):
             norm.build((None, n if norm is self.query_norm else m, None, self.head_dim))
-        self.built = True
 
     def call(
         self,
@@ -384,6 +382,3 @@ class MultiHeadAttention(Layer):
         memory = tf.cast(memory, self.compute_dtype)
         k, v = self._project({"key": memory, "value": memory})
         return {"key": k, "value": v}
-
-    def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
-        return query_shape

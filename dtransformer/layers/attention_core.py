@@ -6,15 +6,15 @@ import warnings
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
+from dtransformer.layers.attention_mask import Segments, allowed
+from dtransformer.layers.attention_options import AttentionOptions
 from dtransformer.layers.attention_scores import by_heads, context_of, scores_of
-from dtransformer.layers.blockwise_attention import blockwise_attention, joined, seen_blocks
-from dtransformer.layers.context_attention import context_attention
+from dtransformer.layers.blockwise_attention import ALL_POSITIONS, blockwise_attention
 from dtransformer.layers.cudnn_attention import cudnn_attention, is_taken_by_itself, obstacle
 from dtransformer.layers.dropout import DropoutMasks
 from dtransformer.layers.elementwise import add_to_each, scale, select, soft_capped
 from dtransformer.layers.position_bias import PositionBias
-from dtransformer.parallel.context_parallel.exchange import context_exchange
+from dtransformer.parallel.context_parallel.exchange import LocalExchange, context_exchange
 from dtransformer.parallel.mesh.axis_rules import constrain_both
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
@@ -59,7 +59,7 @@ def attention(
         soft_cap: scores x become c·tanh(x / c) before they are masked (Gemma Team, 2024, arXiv
             2408.00118, §2); None for not.
         dropout: the masks of probabilities, one for the rows of each block of queries; see
-            `seen_blocks`. None for none.
+            `ContextPlan.seen`. None for none.
         softmax_compute_type: type that the softmax is computed in.
         implementation: `"reference"` keeps all scores, `"blockwise"` none, whose backward pass
             computes them again; `"cudnn"` neither, by cuDNN's kernels; what these do not compute
@@ -72,20 +72,23 @@ def attention(
     Returns:
         A tensor [b, n, s, d].
     """
-    options = (mask, bias, causal, window, soft_cap, dropout, softmax_compute_type)
+    options = AttentionOptions(
+        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type, sinks
+    )
     if len(keys) > 1 or isinstance(bias, tf.Tensor):
         implementation = "reference"
     if implementation != "reference":
-        exchange = context_exchange(q, keys[0], reach(mask, causal, window)[0], bias is not None)
+        exchange = context_exchange(q, keys[0], options.reach[0], bias is not None)
         if exchange is not None:
-            return context_attention(exchange, q, keys[0], values[0], *options, sinks)
-    chosen = implementation_for(implementation, q, keys[0], *options)
+            return blockwise_attention(exchange, q, keys[0], values[0], options)
+    chosen = implementation_for(implementation, q, keys[0], **vars(options))
     if chosen == "cudnn":
-        return cudnn_attention(q, keys[0], values[0], mask, causal, window, sinks)
+        return cudnn_attention(q, keys[0], values[0], options)
     if chosen == "blockwise":
-        return blockwise_attention(q, keys[0], values[0], *options, sinks)
+        exchange = LocalExchange(q.shape[2], keys[0].shape[2])
+        return blockwise_attention(exchange, q, keys[0], values[0], options)
     scores = [scores_of(q, k) for k in keys]
-    scores = joined(scores, axis=-1)
+    scores = _joined(scores, axis=-1)
     scores = constrain_both(scores, ("batch", "heads", None, "memory_length"))
     scores = tf.cast(scores, softmax_compute_type)
     if soft_cap is not None:
@@ -97,7 +100,7 @@ def attention(
             scores = add_to_each(scores, bias)
         else:
             scores += tf.cast(bias, scores.dtype)
-    seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
+    seen = allowed(mask, options.near(tf.range(s), tf.range(t)))
     any_seen = None
     if seen is not None:
         scores = select(seen, scores, scores.dtype.min)
@@ -105,7 +108,7 @@ def attention(
         any_seen = tf.reduce_any(seen, axis=-1, keepdims=True)
     probabilities = tf.cast(tf.nn.softmax(scores), values[0].dtype)
     if dropout is not None:
-        probabilities = _dropped_by_rows(dropout, probabilities, *reach(mask, causal, window))
+        probabilities = _dropped_by_rows(dropout, probabilities, *options.reach)
     probabilities = [probabilities]
     if len(values) > 1:
         sizes = [static_or_dynamic_shape(v)[2] for v in values]
@@ -121,31 +124,17 @@ def attention(
     return constrain_both(context, ("batch", "heads", None, "head_dim"))
 
 
-def implementation_for(
-    implementation: str,
-    q: tf.Tensor,
-    k: tf.Tensor,
-    mask: tf.Tensor | Segments | None = None,
-    bias: PositionBias | bool | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    dropout: DropoutMasks | None = None,
-    softmax_compute_type: str = "float32",
-) -> str:
+def implementation_for(implementation: str, q: tf.Tensor, k: tf.Tensor, **options) -> str:
     """Return how attention of tensors is computed: what `chosen_implementation` does.
 
     Args:
         implementation: what was asked for.
         q, k: tensors [b, n, s, d] and [b, m, t, d], or their specs.
-        mask, bias, causal, window, soft_cap, dropout, softmax_compute_type: see `attention`; a bias
-            may be said to be there.
+        **options: fields of `AttentionOptions`.
     """
     reason = None
     if implementation == "cudnn" or (implementation == "auto" and is_taken_by_itself()):
-        has_bias, has_dropout = bias not in (None, False), dropout is not None
-        others = (mask, has_bias, causal, window, soft_cap, has_dropout, softmax_compute_type)
-        reason = obstacle(q.shape, k.shape, q.dtype.name, *others)
+        reason = obstacle(q.shape, k.shape, q.dtype.name, AttentionOptions(**options))
         if reason is None:
             return "cudnn"
     return chosen_implementation(implementation, q.shape[2], k.shape[2], reason)
@@ -189,8 +178,11 @@ def _warn_once(obstacle):
 def _dropped_by_rows(dropout, probabilities, causal, window):
     """Drop out of all probabilities what would be dropped out of those of each block's rows."""
     s, t = probabilities.shape[2:]
-    blocks = [] if s is None or t is None else seen_blocks(s, t, causal, window)
-    spans = [(rows, columns[0][0], columns[-1][1]) for rows, columns in blocks]
+    spans = []
+    if s is not None and t is not None:
+        plan = LocalExchange(s, t).plan
+        rows, columns = plan.rows(ALL_POSITIONS[0]), plan.seen(causal, window, ALL_POSITIONS)[0]
+        spans = [(row, own[0].start, own[-1].end) for row, own in zip(rows, columns)]
     if len(spans) < 2 and all(span[1:] == (0, t) for span in spans):  # no slices of all there is
         return dropout.drop(probabilities, dropout.kept(probabilities))
     rows = []
@@ -198,5 +190,10 @@ def _dropped_by_rows(dropout, probabilities, causal, window):
         row = probabilities[:, :, first:last]
         seen = row[..., start:end]
         seen = dropout.drop(seen, dropout.kept(seen, number))
-        rows.append(joined([x for x in (row[..., :start], seen, row[..., end:]) if x.shape[3]], 3))
-    return joined(rows, axis=2)
+        rows.append(_joined([x for x in (row[..., :start], seen, row[..., end:]) if x.shape[3]], 3))
+    return _joined(rows, axis=2)
+
+
+def _joined(parts, axis):
+    """Return tensors, or the only one, as one along an axis."""
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=axis)

@@ -124,17 +124,6 @@ def allowed(mask: tf.Tensor | Segments | None, near: tf.Tensor | None) -> tf.Ten
     return expand_mask(mask) & near
 
 
-def reach(
-    mask: tf.Tensor | Segments | None, causal: bool, window: int | None
-) -> tuple[bool, int | None]:
-    """Return causal and window, see `is_near`, by which no query attends beyond.
-
-    A prefix may be attended to from everywhere.
-    """
-    has_prefix = isinstance(mask, Segments) and mask.prefix is not None
-    return (False, None) if has_prefix else (causal, window)
-
-
 @register
 class AttentionMask(Layer):
     """Turn an input mask into a causal attention mask.

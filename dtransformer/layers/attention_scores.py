@@ -1,5 +1,6 @@
 """Products of queries with keys, and of probabilities with values, whose heads may be shared."""
 
+import math
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -16,6 +17,11 @@ def scores_of(q: tf.Tensor, k: tf.Tensor) -> tf.Tensor:
 def context_of(p: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     """Return p · v [..., n, s, d] of p [..., n, s, t] and v [..., m, t, d]."""
     return by_shared_heads(lambda p: tf.matmul(p, v), p, v)
+
+
+def where_seen(scores: tf.Tensor, seen: tf.Tensor | None) -> tf.Tensor:
+    """Return scores, -∞ where a query may not attend; None for everywhere."""
+    return scores if seen is None else tf.where(seen, scores, tf.constant(-math.inf, scores.dtype))
 
 
 def by_heads(x: tf.Tensor) -> tf.Tensor:

@@ -169,7 +169,7 @@ class Layer(KeepsSettings, TakesLowRank):
         return weight
 
     def get_config(self) -> dict:
-        """Return the arguments of the constructor, and what was set on the layer.
+        """Return the arguments of the constructors, and what was set on the layer.
 
         Arguments are attributes of the same names, or in `arguments`, a dict of them.
         """
@@ -188,9 +188,23 @@ class Layer(KeepsSettings, TakesLowRank):
 
 @functools.cache
 def _arguments_of(kind):
-    """Return the names of a layer's own arguments: those of its `__init__` that are not Keras'."""
-    names = inspect.signature(kind.__init__).parameters
-    return [name for name in names if name not in ("self", "args", "kwargs", "name", "dtype")]
+    """Return the names of the arguments of a class of layers, and of those it is derived from."""
+    own = [
+        vars(x)["__init__"] for x in kind.__mro__ if issubclass(x, Layer) and "__init__" in vars(x)
+    ]
+    names = {name for init in own for name in inspect.signature(init).parameters}
+    return sorted(names - {"self", "args", "kwargs", "name", "dtype", "trainable"})
+
+
+class StreamLayer(Layer):
+    """A layer whose result has the shape of its first input; a mask of Keras' goes on with it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
+        return input_shape
 
 
 @register

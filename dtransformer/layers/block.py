@@ -15,9 +15,8 @@ from dtransformer.block_forms import (
 )
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.attention import MultiHeadAttention
-from dtransformer.layers.base import Layer, check_size
+from dtransformer.layers.base import StreamLayer, check_size
 from dtransformer.layers.feed_forward import FeedForward
-from dtransformer.layers.moe import MoE
 from dtransformer.layers.norm import LayerNorm, RMSNorm, make_norm
 from dtransformer.layers.position_bias import RelativePositionTable
 from dtransformer.parallel import parallelize
@@ -32,12 +31,12 @@ from dtransformer.parallel.tracing.shared_blocks import SharedBlocks
 # What `TransformerRecomputeConfig.select` can name.
 _SUBLAYERS = {
     "attention": MultiHeadAttention,
-    "feed_forward": (FeedForward, MoE),
+    "feed_forward": FeedForward,
     "norm": (LayerNorm, RMSNorm),
 }
 
 
-class TransformerBlock(Layer):
+class TransformerBlock(StreamLayer):
     """A layer that is one of a stack of equal ones.
 
     Attributes:
@@ -48,7 +47,6 @@ class TransformerBlock(Layer):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.supports_masking = True  # a mask of Keras' that comes with inputs goes on
         self.comm_fusion = None
         self.shared = None
         self.recompute_config = TransformerRecomputeConfig()
@@ -94,7 +92,7 @@ class TransformerBlock(Layer):
         return parallelize.run_block(self, function, inputs, masks, training)
 
 
-class BlockStack(Layer):
+class BlockStack(StreamLayer):
     """A stack of blocks of the class `layer_class`.
 
     A norm at the end follows blocks that do not normalize the sum.
@@ -135,7 +133,6 @@ class BlockStack(Layer):
             if key in layer_arguments
         }
         super().__init__(**own)
-        self.supports_masking = True
         self.arguments = {
             "num_layers": num_layers,
             "hidden_size": hidden_size,
@@ -198,7 +195,6 @@ class BlockStack(Layer):
         for layer in [self.position_table, *self.blocks, self.final_norm]:
             if layer is not None and not layer.built:
                 layer.build(input_shape)
-        self.built = True
 
     def run_blocks(
         self, inputs: tf.Tensor, others: list, cache: list[dict] | None, **options
@@ -222,9 +218,6 @@ class BlockStack(Layer):
                 new_cache.append(extended)
         outputs = inputs if self.final_norm is None else self.final_norm(inputs)
         return outputs if cache is None else (outputs, new_cache)
-
-    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
-        return input_shape
 
 
 def place_blocks(blocks, lambda_func, offset=0, network_layers=None):

@@ -1,83 +1,54 @@
-"""Attention whose memory grows with the length, not with its square.
+"""Attention by blocks, whose memory grows with the length, of sequences that may be sharded.
 
-References: Rabe and Staats, 2021, "Self-attention does not need O(n²) memory", arXiv 2112.05682;
-Dao et al., 2022, "FlashAttention", arXiv 2205.14135, §3.1. Scores are computed for one block of
-queries and one of keys at a time, and summed up by an online softmax. The backward pass keeps
-queries, keys, values, the context and the logarithm of each query's sum of exponentials, and
-computes the scores again. Blocks of which nothing is seen are not computed.
+Scores of a block of queries and keys are there at once, with an online softmax: Rabe and Staats, 2021,
+arXiv 2112.05682; Dao et al., 2022, "FlashAttention", arXiv 2205.14135. Blocks of which nothing is seen
+are not computed. The backward pass keeps queries, keys, values, the context and a number a query, and
+computes scores again. Where sequences are sharded, each device has the queries of its shard, while
+keys and values come in one round or several: Liu et al., 2023, "Ring attention", arXiv 2310.01889, §3.
+Shapes: c shards, of which a device has one; s queries of a shard.
 """
 
 import dataclasses
 
-import numpy as np
 import tensorflow as tf
 
-from dtransformer.layers.attention_mask import Segments, allowed, expand_mask, is_near, reach
-from dtransformer.layers.attention_scores import by_heads, scores_of
-from dtransformer.layers.dropout import DropoutMasks
+from dtransformer.layers.attention_mask import Segments, expand_mask, same_segment
+from dtransformer.layers.attention_options import AttentionOptions
+from dtransformer.layers.attention_scores import where_seen
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
-    block_context,
     block_gradients,
     sink_gradients,
     within,
 )
-from dtransformer.layers.position_bias import PositionBias
+from dtransformer.parallel.context_parallel.exchange import ContextExchange, LocalExchange
+from dtransformer.parallel.context_parallel.plan import Columns, Range
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
-from dtransformer.parallel.ops.dependences import after
+from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 
-# Positions of a block: products of fewer are slower, scores of more are not in the cache.
-_QUERIES, _KEYS = 512, 2048
-
-Range = tuple[int, int]
-
-
-def seen_blocks(
-    num_queries: int, num_keys: int, causal: bool, window: int | None
-) -> list[tuple[Range, list[Range]]]:
-    """Return the blocks of scores [s, t] of which something may be seen; see `is_near`.
-
-    Returns:
-        A list, for each block of queries, of its range of positions, and the list of the ranges of
-        keys, one after the other.
-    """
-    rows = []
-    for first, last in _ranges(0, num_queries, _QUERIES):
-        start, end = 0, num_keys
-        if causal:
-            end = min(end, last)
-        if window is not None:
-            start = max(start, first - window + 1)
-            end = min(end, last + window - 1)
-        rows.append(((first, last), _ranges(start, max(end, start + 1), _KEYS)))
-    return rows
-
-
-def _ranges(start, end, size):
-    return [(first, min(first + size, end)) for first in range(start, end, size)]
+# Queries and keys of a block: where a device has all positions, and where it has a shard of them.
+ALL_POSITIONS, SOME_POSITIONS = (512, 2048), (256, 1024)
+_AXES = "length_shards", "batch", "heads", None, None
 
 
 def blockwise_attention(
+    exchange: ContextExchange | LocalExchange,
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    mask: tf.Tensor | Segments | None = None,
-    bias: PositionBias | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    dropout: DropoutMasks | None = None,
-    softmax_compute_type: str = "float32",
-    sinks: tf.Tensor | None = None,
+    options: AttentionOptions,
 ) -> tf.Tensor:
-    """Return the context of queries; see `attention`. Sums are of float32 at least."""
-    compute_type = "float64" if softmax_compute_type == "float64" else "float32"
-    if mask is not None and not isinstance(mask, Segments):
-        mask = expand_mask(mask)
-    blocks = _Blocks(mask, bias, causal, window, soft_cap, dropout, compute_type)
-    tensors = [] if bias is None else bias.tensors
-    sinks = [] if sinks is None else [tf.cast(by_heads(sinks), compute_type)]
+    """Return the context of queries; see `attention`. Sums are of float32 at least.
+
+    Args:
+        exchange: from `context_exchange`; or a `LocalExchange`, where sequences are not sharded.
+        q, k, v: tensors [b, n, s, d] and [b, m, t, d], which may be sharded along s and t.
+        options: those of the attention.
+    """
+    sinks, tensors = options.differentiated
+    blocks = _Blocks(exchange, _mask_of(exchange, options.mask), options)
+    sinks = [blocks.of_heads(own) for own in sinks]
 
     @custom_gradient
     def attend(q, k, v, *others):
@@ -85,141 +56,196 @@ def blockwise_attention(
         context, log_sums = _forward(blocks, q, k, v, sinks, tensors)
 
         def gradient(dy):
+            dy = constrain(dy, _AXES)
             return _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy)
 
         return context, gradient
 
     number = len(sinks)
-    context = attend(q, k, v, *sinks, *tensors)
-    return constrain(context, ("batch", "heads", None, "head_dim"))
+    q, k, v = exchange.queries(q), exchange.memory(k), exchange.memory(v)
+    return exchange.context(attend(q, k, v, *sinks, *tensors))
 
 
 def _forward(blocks, q, k, v, sinks, tensors):
-    """Return the context, and the logarithms of the sums of exponentials [b, n, s, 1]."""
-    contexts, log_sums, parts = [], [], _Parts()
-    for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
-        # One block of queries after the other: else all scores could be there at once.
-        own = q[:, :, first:last]
-        own = after(own, contexts[-1]) if contexts else own
-        softmax, kept = OnlineSoftmax(*sinks), blocks.kept(own, row, columns)
-        for (start, end), own_kept in zip(columns, kept, strict=True):
-            scores = blocks.scores(own, parts(k, start, end), tensors, first, start)
-            own_v = parts(v, start, end)
-            softmax.add(
-                scores, lambda p, own_v=own_v, kept=own_kept: blocks.context(p, own_v, kept)
-            )
-        context, sums = softmax.results()
-        contexts.append(tf.cast(context, q.dtype))
-        log_sums.append(sums)
-    return joined(contexts, axis=2), joined(log_sums, axis=2)
+    """Return the context [c, b, n, s, d], and the logarithms of the sums of exponentials."""
+    softmaxes, done = [OnlineSoftmax(*sinks) for _ in blocks.rows], None
+    for number, part in enumerate(blocks.plan.round_parts):
+        # One round, and one block of queries, after the other: else all could be there at once.
+        round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
+        for row, (softmax, columns) in enumerate(zip(softmaxes, blocks.columns[number])):
+            own = blocks.after(_row_of(q, blocks.rows[row]), done) if columns else None
+            kept = blocks.kept(own, number, row)
+            for column, own_kept in zip(columns, kept, strict=True):
+                own_k, own_v = (x[..., column.start : column.end, :] for x in (round_k, round_v))
+                softmax.add(
+                    blocks.scores(own, own_k, tensors, row, column),
+                    lambda p, v=own_v, kept=own_kept: blocks.context(p, v, kept),
+                )
+                done = softmax.context
+    results = [softmax.results() for softmax in softmaxes]
+    contexts, log_sums = (tf.concat(each, axis=-2) for each in zip(*results))
+    return constrain(tf.cast(contexts, q.dtype), _AXES), log_sums
 
 
 def _backward(blocks, q, k, v, sinks, tensors, context, log_sums, dy):
     """Return the gradients of q, k, v, the sinks and the tensors."""
-    # The softmax's gradient needs the mean of the probabilities' gradients, which is this.
     means = tf.reduce_sum(tf.cast(dy * context, blocks.compute_type), axis=-1, keepdims=True)
-    of_q, of_k, of_v, of_tensors = [], tf.zeros_like(k), tf.zeros_like(v), []
-    parts = _Parts()
-    for row, ((first, last), columns) in enumerate(blocks.rows(q, k)):
-        own_q, own_dy, own_sums, own_means = (x[:, :, first:last] for x in (q, dy, log_sums, means))
-        # One block of queries after the other; and so TensorFlow does not keep all that is added up.
-        own_q, own_dy = after(own_q, of_k if of_q else own_dy), after(own_dy, of_v)
-        of_own, kept = [], blocks.kept(own_dy, row, columns)
-        for (start, end), own_kept in zip(columns, kept, strict=True):
-            (dq, dk, *others), dv = block_gradients(
-                lambda q, k, *rest, at=(first, start): blocks.scores(q, k, rest, *at),
-                lambda p, v, kept=own_kept: blocks.context(p, v, kept),
-                [own_q, parts(k, start, end), *tensors],
-                parts(v, start, end),
-                own_dy,
-                own_sums,
-                own_means,
-            )
-            of_own.append(dq)
-            of_k += within(k.shape[2], dk, start, end)
-            of_v += within(v.shape[2], dv, start, end)
-            of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
-        of_q.append(tf.add_n(of_own))
+    of_q, of_tensors, of_memory = [None] * len(blocks.rows), [], []
+    done = means  # not with the forward pass: gathered keys and values would be kept since then
+    for number, part in enumerate(blocks.plan.round_parts):
+        round_k, round_v = blocks.exchange.gather(blocks.after(k, done), v, part)
+        of_k, of_v = (tf.zeros_like(x, blocks.compute_type) for x in (round_k, round_v))
+        for row, columns in enumerate(blocks.columns[number]):
+            if not columns:
+                continue
+            own = [_row_of(x, blocks.rows[row]) for x in (q, dy, log_sums, means)]
+            own_q, own_dy, own_sums, own_means = own
+            # TensorFlow would keep all that is added up.
+            own_q, own_dy = blocks.after(own_q, of_k), blocks.after(own_dy, of_v)
+            for column, own_kept in zip(columns, blocks.kept(own_q, number, row), strict=True):
+                start, end = column.start, column.end
+                (dq, dk, *others), dv = block_gradients(
+                    lambda q, k, *rest, at=(row, column): blocks.scores(q, k, rest, *at),
+                    lambda p, v, kept=own_kept: blocks.context(p, v, kept),
+                    [own_q, round_k[..., start:end, :], *tensors],
+                    round_v[..., start:end, :],
+                    own_dy,
+                    own_sums,
+                    own_means,
+                )
+                dq, dk, dv = (tf.cast(x, blocks.compute_type) for x in (dq, dk, dv))
+                of_q[row] = dq if of_q[row] is None else of_q[row] + dq
+                of_k += within(of_k.shape[3], dk, start, end)
+                of_v += within(of_v.shape[3], dv, start, end)
+                of_tensors = [x + y for x, y in zip(of_tensors, others)] or others
+        of_memory.append(blocks.exchange.scatter_sum(of_k, of_v))
+        done = of_memory[-1][0]
+    of_k, of_v = (tf.cast(tf.concat(each, axis=-2), k.dtype) for each in zip(*of_memory))
+    of_q = [
+        tf.zeros_like(_row_of(q, row), blocks.compute_type) if dq is None else dq
+        for row, dq in zip(blocks.rows, of_q)
+    ]
+    of_q = tf.cast(tf.concat(of_q, axis=-2), q.dtype)
     of_sinks = sink_gradients(sinks, log_sums, means)
-    return joined(of_q, axis=2), of_k, of_v, *of_sinks, *of_tensors
+    return *(constrain(x, _AXES) for x in (of_q, of_k, of_v)), *of_sinks, *of_tensors
 
 
 @dataclasses.dataclass(frozen=True)
+class _Mask:
+    """What of a mask is for which queries and keys.
+
+    Args:
+        pairs: bool tensor [c or 1, b, n or 1, s or 1, t], or None.
+        queries: tensor [c or 1, b, 1, s], the segments of queries, or None.
+        keys: tensor [b, 1, t], those of keys.
+        prefix: bool tensor [b, 1, 1, t], keys that are within reach of all queries, or None.
+    """
+
+    pairs: tf.Tensor | None = None
+    queries: tf.Tensor | None = None
+    keys: tf.Tensor | None = None
+    prefix: tf.Tensor | None = None
+
+    def block(self, row, position, size):
+        """Return what a block of queries sees of keys, bool [c or 1, b, n or 1, s or 1, t].
+
+        Args:
+            row: the queries' places.
+            position, size: the first key's position, and the number of keys.
+        """
+        keys = slice(position, position + size)
+        if self.pairs is None:
+            return same_segment(self.queries[..., row[0] : row[1]], self.keys[..., keys])
+        pairs = self.pairs if self.pairs.shape[3] == 1 else _row_of(self.pairs, row)
+        return pairs[..., keys]
+
+    def with_prefix(self, near, position, size):
+        """Return which keys are within reach, [c or 1, b or 1, 1, s, t], with those of the prefix."""
+        return near if self.prefix is None else near | self.prefix[..., position : position + size]
+
+
+def _mask_of(exchange, mask):
+    if mask is None:
+        return None
+    if isinstance(mask, Segments):
+        queries, keys = (constrain(x, ("batch", None)) for x in (mask.queries, mask.keys))
+        queries = exchange.rows(tf.expand_dims(tf.expand_dims(queries, 1), -1))
+        prefix = mask.prefix
+        if prefix is not None:
+            prefix = tf.expand_dims(tf.expand_dims(constrain(prefix, ("batch", None)), 1), 1)
+        return _Mask(None, tf.squeeze(queries, -1), tf.expand_dims(keys, 1), prefix)
+    return _Mask(pairs=exchange.rows(expand_mask(mask)))
+
+
 class _Blocks:
-    """What is computed for one block of queries and keys, by the arguments of `attention`."""
+    """What is computed for one block of queries and keys, by the arguments of `blockwise_attention`."""
 
-    mask: tf.Tensor | Segments | None
-    bias: PositionBias | None
-    causal: bool
-    window: int | None
-    soft_cap: float | None
-    dropout: DropoutMasks | None
-    compute_type: str
+    def __init__(self, exchange, mask, options):
+        self.exchange, self.plan, self._mask, self._options = exchange, exchange.plan, mask, options
+        self.compute_type, self.context = options.compute_type, options.context
+        sizes = ALL_POSITIONS if self.plan.has_all_positions else SOME_POSITIONS
+        self.rows = self.plan.rows(sizes[0])
+        by_position = not (options.bias is None and mask is None)
+        # Of each round and block of queries.
+        self.columns = self.plan.seen(*options.reach, sizes, by_position)
 
-    def rows(self, q, k):
-        return seen_blocks(q.shape[2], k.shape[2], *reach(self.mask, self.causal, self.window))
+    def after(self, x, done):
+        """Return x once something is known, if anything has to be."""
+        return x if done is None else self.exchange.after(x, done)
 
-    def scores(self, q, k, tensors, first, start):
-        """Return the scores of a block, -inf where a query may not attend."""
-        s, t = q.shape[2], k.shape[2]
-        scores = tf.cast(scores_of(q, k), self.compute_type)
-        if self.soft_cap is not None:
-            scores = self.soft_cap * tf.tanh(scores / self.soft_cap)
-        if self.bias is not None:
-            scores += tf.cast(self.bias.block(tensors, first, s, start, t), scores.dtype)
-        mask, near = self.mask, None
-        if isinstance(mask, Segments):
-            mask = mask.block(slice(first, first + s), slice(start, start + t))
-        elif mask is not None:
-            mask = _block_of(mask, first, s, start, t)
-        if not self._are_all_near(first, first + s, start, start + t):
-            positions = first + tf.range(s), start + tf.range(t)
-            near = is_near(*positions, self.causal, self.window)
-        seen = allowed(mask, near)
-        if seen is None:
-            return scores
-        return tf.where(seen, scores, tf.constant(-np.inf, scores.dtype))
+    def of_heads(self, sinks):
+        """Return sinks [1, n, 1, 1] as the shards have heads: [c or 1, 1, n, 1, 1]."""
+        return (
+            self.exchange.heads(sinks) if self.plan.has_all_positions else tf.expand_dims(sinks, 0)
+        )
 
-    def _are_all_near(self, first, last, start, end):
-        if self.causal and first < end - 1:
-            return False
-        if self.window is None:
-            return True
-        return last - 1 < start + self.window and (self.causal or end - 1 < first + self.window)
+    def scores(self, q, k, tensors, row: int, column: Columns):
+        """Return the scores [c, b, n, s, t] of a block, -inf where a query may not attend."""
+        scores, options, seen = self._options.scores(q, k), self._options, None
+        rows, size = self.rows[row], column.end - column.start
+        if options.bias is not None:
+            scores += tf.cast(self._bias_of(tensors, rows, column.position, size), scores.dtype)
+        if self._mask is not None:
+            seen = self._mask.block(rows, column.position, size)
+        if not self.plan.are_all_near(rows, column, options.causal, options.window):
+            near = self._near(rows, column.position, size)
+            if self._mask is not None:
+                near = self._mask.with_prefix(near, column.position, size)
+            seen = near if seen is None else seen & near
+        return where_seen(scores, seen)
 
-    def kept(self, known, row, columns):
-        """Return dropout's masks of the blocks of a row, which are not drawn before `known` is."""
-        if self.dropout is None:
-            return [None] * len(columns)
-        sizes = [end - start for start, end in columns]
-        kept = self.dropout.kept(known, row, width=sum(sizes), known=known)
-        return [kept] if len(sizes) == 1 else tf.split(kept, sizes, axis=3)
+    def _near(self, row: Range, position: int, size: int):
+        """Return which keys are within reach of queries by their positions, [c or 1, 1, 1, s, t]."""
+        first, number = self.plan.positions(0)[row[0]], row[1] - row[0]
+        if self.plan.has_all_positions:
+            queries = first + tf.reshape(tf.range(number, dtype=INDEX_TYPE), [1, 1, 1, number])
+        else:
+            c, is_striped = self.plan.shards, self.plan.is_striped
+            apart = 1 if is_striped else self.plan.num_own_queries
+            starts = first + apart * tf.range(c, dtype=INDEX_TYPE)
+            starts = constrain(
+                tf.reshape(starts, [c, 1, 1, 1]), ("length_shards", None, None, None)
+            )
+            queries = starts + (c if is_striped else 1) * tf.range(number, dtype=INDEX_TYPE)
+        return self._options.near(queries, position + tf.range(size))
 
-    def context(self, probabilities, v, kept):
-        """Return what a block adds to the context; see `block_context`."""
-        return block_context(probabilities, v, kept, self.dropout, self.compute_type)
+    def _bias_of(self, tensors, row, position, size):
+        """Return the bias of a block, [c or 1, 1, n, s, t]."""
+        number = row[1] - row[0]
+        of_row = lambda first: self._options.bias.block(tensors, first, number, position, size)
+        if self.plan.has_all_positions:
+            return self.exchange.heads(tf.expand_dims(of_row(row[0]), 0))
+        firsts = [self.plan.positions(shard)[row[0]] for shard in range(self.plan.shards)]
+        values = tf.stack([tf.expand_dims(of_row(first), 0) for first in firsts])
+        # Its gradient is laid out alike: that of a shard's part alone DTensor cannot put together.
+        values = constrain(values, (None, None, "heads", None, None))
+        return constrain(values, ("length_shards", None, "heads", None, None))
 
-
-def _block_of(x, first, s, start, t):
-    """Return the part [..., s or 1, t] of a tensor that has all positions, or one for all."""
-    if x.shape[-2] != 1:
-        x = x[..., first : first + s, :]
-    return x[..., start : start + t]
-
-
-class _Parts:
-    """Positions of keys and values, each range taken once."""
-
-    def __init__(self):
-        self._taken = {}
-
-    def __call__(self, x, start, end):
-        key = id(x), start, end
-        if key not in self._taken:
-            self._taken[key] = x[:, :, start:end]
-        return self._taken[key]
+    def kept(self, own, number, row):
+        """Return dropout's masks of the columns of a block of queries in a round."""
+        sizes = [column.end - column.start for column in self.columns[number][row]]
+        return self._options.kept(own, number * len(self.rows) + row, sizes)
 
 
-def joined(parts: list[tf.Tensor], axis: int) -> tf.Tensor:
-    """Return tensors, or the only one, as one along an axis."""
-    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=axis)
+def _row_of(x, row):
+    return x[..., row[0] : row[1], :]

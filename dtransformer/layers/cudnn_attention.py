@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.attention_mask import Segments, allowed, is_near, reach
-from dtransformer.layers.attention_scores import by_heads, scores_of
+from dtransformer.layers.attention_mask import Segments, allowed, is_near
+from dtransformer.layers.attention_options import AttentionOptions
+from dtransformer.layers.attention_scores import by_heads, scores_of, where_seen
 from dtransformer.layers.cudnn_call import CudnnCall, why_not
 from dtransformer.layers.online_softmax import (
     OnlineSoftmax,
@@ -35,16 +36,7 @@ _OPEN_SHAPES = (
 
 
 def obstacle(
-    queries: Sequence[int | None],
-    keys: Sequence[int | None],
-    dtype: str,
-    mask: tf.Tensor | Segments | None = None,
-    has_bias: bool = False,
-    causal: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    has_dropout: bool = False,
-    softmax_compute_type: str = "float32",
+    queries: Sequence[int | None], keys: Sequence[int | None], dtype: str, options: AttentionOptions
 ) -> str | None:
     """Return why cuDNN cannot compute an attention here, or None where it can.
 
@@ -52,22 +44,21 @@ def obstacle(
         queries: (b, n, s, d), the shape of queries.
         keys: (b, m, t, d), that of keys and of values.
         dtype: name of their type.
-        mask, causal, window, soft_cap, softmax_compute_type: see `attention`.
-        has_bias: whether a bias is added to scores.
-        has_dropout: whether probabilities are dropped out.
+        options: those of the attention.
     """
     found = {
         _OPEN_SHAPES: None in (*queries, *keys),
-        "scores have a bias by position": has_bias,
-        "scores are capped": soft_cap is not None,
-        "probabilities are dropped out, by masks that cuDNN could not draw again": has_dropout,
+        "scores have a bias by position": options.bias not in (None, False),
+        "scores are capped": options.soft_cap is not None,
+        "probabilities are dropped out, by masks that cuDNN could not draw again": options.dropout
+        is not None,
         "the softmax is of float64": gpu_calls.takes_gpu_branch()
-        and softmax_compute_type == "float64",
+        and options.softmax_compute_type == "float64",
     }
     reason = gpu_calls.obstacle_to_calls() or next((text for text in found if found[text]), None)
     if reason is not None:
         return reason
-    call = _call(queries, keys, dtype, mask, causal, window)
+    call = _call(queries, keys, dtype, options)
     if call.bias is not None and 2 * math.prod(call.bias) > _LARGEST_MASK:
         return f"its mask would take {2 * math.prod(call.bias) / 2**30:.1f} GiB"
     return why_not(call) if gpu_calls.takes_gpu_branch() else None
@@ -79,26 +70,21 @@ def is_taken_by_itself() -> bool:
 
 
 def cudnn_attention(
-    q: tf.Tensor,
-    k: tf.Tensor,
-    v: tf.Tensor,
-    mask: tf.Tensor | Segments | None = None,
-    causal: bool = False,
-    window: int | None = None,
-    sinks: tf.Tensor | None = None,
+    q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, options: AttentionOptions
 ) -> tf.Tensor:
     """Return the context of queries; see `attention`. There is no `obstacle`.
 
     The calls know of no sinks: their results are divided by a larger sum, forward, and by that one
     they compute probabilities again, backward.
     """
+    mask, sinks = options.mask, options.sinks
     if mask is not None:  # int32 would be copied to the host: functions take it there
         as_index = lambda x: (
             x if x is None or x.dtype != "int32" else tf.cast(x, gpu_calls.INDEX_TYPE)
         )
         mask = tf.nest.map_structure(as_index, mask)
-    call = _call(q.shape, k.shape, q.dtype.name, mask, causal, window)
-    bias_of = functools.partial(_bias_of, call, causal=causal, window=window)
+    call = _call(q.shape, k.shape, q.dtype.name, options)
+    bias_of = functools.partial(_bias_of, call, options)
 
     # All of them are [b, s, n, d], as they are in memory: what XLA compiles around is one with them.
     @_compiled
@@ -147,26 +133,26 @@ def _compiled(function: Callable) -> Callable:
     )
 
 
-def _call(queries, keys, dtype, mask, causal, window):
+def _call(queries, keys, dtype, options):
     """Return the call for queries [b, n, s, d] and keys [b, m, t, d]."""
     (b, n, s, d), (_, m, t, _) = queries, keys
-    own_causal, own_window = reach(mask, causal, window)
+    mask, (own_causal, own_window) = options.mask, options.reach
     own_causal &= s == t
     if mask is not None or not own_causal:
         own_window = None
     bias = None
-    if mask is not None or (own_causal, own_window) != (causal, window):
+    if mask is not None or (own_causal, own_window) != (options.causal, options.window):
         has_heads = mask is not None and not isinstance(mask, Segments) and mask.shape.rank == 4
         bias = (1 if mask is None else b, mask.shape[1] if has_heads else 1, s, t)
     return CudnnCall((b, s, n, d), (b, t, m, d), dtype, own_causal, own_window, bias)
 
 
-def _bias_of(call, mask, causal, window):
+def _bias_of(call, options, mask):
     """Return a list of what is added to scores, and which queries see something; None for all."""
     if call.bias is None:
         return [], None
     s, t = call.bias[2:]
-    seen = allowed(mask, is_near(tf.range(s), tf.range(t), causal, window))
+    seen = allowed(mask, options.near(tf.range(s), tf.range(t)))
     hidden = tf.constant(call.hidden_score, call.dtype)
     bias = tf.where(tf.broadcast_to(seen, call.bias), tf.zeros([], call.dtype), hidden)
     return [bias], None if mask is None else _swapped(tf.reduce_any(seen, axis=-1, keepdims=True))
@@ -228,4 +214,4 @@ def _scores(call, q, k, *bias):
     for x in bias:
         scores += tf.cast(x, scores.dtype)
     near = is_near(*(tf.range(n) for n in scores.shape[2:]), call.causal, call.window)
-    return scores if near is None else tf.where(near, scores, tf.constant(-math.inf, scores.dtype))
+    return where_seen(scores, near)

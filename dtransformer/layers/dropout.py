@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from dtransformer.layers.base import Layer, check_rate, register
+from dtransformer.layers.base import StreamLayer, check_rate, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.dependences import seed_after
 from dtransformer.parallel.tracing.dropout_seed import (
@@ -17,7 +17,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
-class Dropout(DrawsMasks, Layer):
+class Dropout(DrawsMasks, StreamLayer):
     """Set a random part of the inputs to zero and scale the others up.
 
     Inside `dropout_seed` the mask depends on that seed and on the layer's path
@@ -41,7 +41,6 @@ class Dropout(DrawsMasks, Layer):
 
     def __init__(self, rate: float, **kwargs):
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.rate = check_rate("rate", rate)
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
@@ -53,9 +52,6 @@ class Dropout(DrawsMasks, Layer):
         if not training or self.rate == 0:
             return None
         return DropoutMasks(self.rate, current_dropout_seed(), layer_number(self))
-
-    def compute_output_shape(self, input_shape: tuple) -> tuple:
-        return input_shape
 
 
 @dataclasses.dataclass(frozen=True)

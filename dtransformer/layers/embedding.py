@@ -130,7 +130,6 @@ class VocabEmbedding(_VocabLayer):
             ("vocab_rows", "embed"),
             "table",
         )
-        self.built = True
 
     def call(self, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # The look-up comes before the cast to 16 bits: its gradient stays a few rows.
@@ -210,7 +209,6 @@ class VocabHead(_VocabLayer):
             )
         if self.use_bias:
             self.bias = self._vocab_weight((self.vocab_size,), "zeros", ("vocab",), "bias")
-        self.built = True
 
     def __call__(self, inputs, table=None, **kwargs):
         # Where it is not tied it depends on no table: a pipeline copies what is depended on.

@@ -227,7 +227,6 @@ class TransformerEncoderLayer(TransformerBlock):
         for layer in _compat.flat_layers(self, include_self=False, recursive=False):
             if not layer.built:
                 layer.build(input_shape)
-        self.built = True
 
     def call(
         self,
@@ -301,9 +300,6 @@ class TransformerEncoderLayer(TransformerBlock):
         if cache is None:
             return outputs
         return outputs, tf.nest.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype), cache)
-
-    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
-        return input_shape
 
 
 @register

@@ -7,70 +7,15 @@ import tensorflow as tf
 
 from dtransformer.layers.activations import gated_product, get_activation, needs_gate
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_divisible, check_rate, check_size, register
+from dtransformer.layers.base import StreamLayer, check_divisible, check_rate, check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
 from dtransformer.parallel.tensor_parallel.linear import column_parallel, row_parallel
 
 
-class BaseFeedForward(Layer):
-    """What `FeedForward` and `MoE` have in common: the arguments of two dense layers, checked."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        dropout_rate: float,
-        hidden_act: str | Callable,
-        kernel_initializer: str | keras.initializers.Initializer,
-        gated: bool,
-        use_bias: bool,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.takes(hidden_size)
-        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
-        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
-        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
-        if needs_gate(self.activation) and not gated:
-            raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
-        self.kernel_initializer = kernel_initializer
-        self.gated, self.use_bias = gated, use_bias
-        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
-
-    def add_dense(self, initializer: keras.initializers.Initializer | str, *experts: int) -> None:
-        """Add the kernels and biases, with a leading dimension of the experts if they are given."""
-        h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
-        dense = {"mapping": (h, f, "embed", "mlp")}
-        if self.gated:
-            dense["gate"] = dense["mapping"]
-        dense["projection"] = (f, h, "mlp", "embed")
-        for name, (size, new_size, axis, new_axis) in dense.items():
-            kernel = self.add_weight(
-                (*experts, size, new_size),
-                initializer,
-                axes=(*of_experts, axis, new_axis),
-                name=f"{name}_kernel",
-                num_inputs=None if experts else 1,
-            )
-            setattr(self, f"{name}_kernel", kernel)
-            if self.use_bias:
-                axes = (*of_experts, new_axis)
-                bias = self.add_weight(
-                    (*experts, new_size), "zeros", axes=axes, name=f"{name}_bias"
-                )
-                setattr(self, f"{name}_bias", bias)
-
-    def compute_output_shape(self, input_shape: tuple, *args, **kwargs) -> tuple:
-        return input_shape
-
-
 @register
-class FeedForward(BaseFeedForward):
+class FeedForward(StreamLayer):
     """Two dense layers with an activation between them.
 
     The mapping is column parallel and the projection row parallel; the
@@ -115,26 +60,49 @@ class FeedForward(BaseFeedForward):
         use_bias: bool = True,
         **kwargs,
     ):
-        super().__init__(
-            hidden_size,
-            ffn_hidden_size,
-            dropout_rate,
-            hidden_act,
-            kernel_initializer,
-            gated,
-            use_bias,
-            **kwargs,
-        )
+        super().__init__(**kwargs)
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.takes(hidden_size)
+        self.ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size)
+        self.dropout_rate = check_rate("dropout_rate", dropout_rate)
+        self.hidden_act, self.activation = hidden_act, get_activation(hidden_act)
+        if needs_gate(self.activation) and not gated:
+            raise ValueError(f"hidden_act={hidden_act!r} is a gate's: give gated=True")
         if check_size("expert_num", expert_num) != 1:
             raise ValueError(
                 f"expert_num={expert_num}: a FeedForward is one expert; use layers.MoE"
             )
-        self.expert_num = expert_num
+        self.expert_num, self.kernel_initializer = expert_num, kernel_initializer
+        self.gated, self.use_bias = gated, use_bias
+        check_divisible(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        self.dropout = Dropout(dropout_rate, dtype=self.dtype_policy, name="dropout")
+
+    def add_dense(self, initializer: keras.initializers.Initializer | str, *experts: int) -> None:
+        """Add the kernels and biases, with a leading dimension of the experts if they are given."""
+        h, f, of_experts = self.hidden_size, self.ffn_hidden_size, ("expert",) * len(experts)
+        dense = {"mapping": (h, f, "embed", "mlp")}
+        if self.gated:
+            dense["gate"] = dense["mapping"]
+        dense["projection"] = (f, h, "mlp", "embed")
+        for name, (size, new_size, axis, new_axis) in dense.items():
+            kernel = self.add_weight(
+                (*experts, size, new_size),
+                initializer,
+                axes=(*of_experts, axis, new_axis),
+                name=f"{name}_kernel",
+                num_inputs=None if experts else 1,
+            )
+            setattr(self, f"{name}_kernel", kernel)
+            if self.use_bias:
+                axes = (*of_experts, new_axis)
+                bias = self.add_weight(
+                    (*experts, new_size), "zeros", axes=axes, name=f"{name}_bias"
+                )
+                setattr(self, f"{name}_bias", bias)
 
     def build(self, input_shape: tuple) -> None:
         self.add_dense(self.kernel_initializer)
         self.dropout.build(input_shape)
-        self.built = True
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         check_floating("inputs", inputs)

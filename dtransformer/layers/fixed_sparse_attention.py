@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating, given_arguments
 from dtransformer.layers.attention_mask import Segments, expand_mask, own_or_keras_mask
-from dtransformer.layers.base import Layer, check_divisible, check_size, register
+from dtransformer.layers.base import StreamLayer, check_divisible, check_size, register
 from dtransformer.layers.elementwise import select
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
@@ -134,7 +134,7 @@ _QUERIES = 512
 
 
 @register
-class FixedSparseAttention(Layer):
+class FixedSparseAttention(StreamLayer):
     """Attend from queries to their own window, and to a part of each window before.
 
     Heads take turns over the patterns; see `FixedSparsePattern`. Scores that no query sees are not
@@ -186,7 +186,6 @@ class FixedSparseAttention(Layer):
     ):
         given = given_arguments(locals())
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.arguments = given
         self.num_heads = check_size("num_heads", num_heads)
         self.size_per_head = check_size("size_per_head", size_per_head)
@@ -307,9 +306,6 @@ class FixedSparseAttention(Layer):
         part = tf.cast(_part_of(mask, rows, all_keys), self.compute_dtype)
         part = self._global_positions(tf.transpose(part, [0, 1, 3, 2]))
         return tf.transpose(part, [0, 1, 3, 2])[..., :num_global] > 0
-
-    def compute_output_shape(self, query_shape: tuple, *args, **kwargs) -> tuple:
-        return query_shape
 
 
 def _masked(scores, seen):

@@ -11,7 +11,6 @@ from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 POOLINGS = ("first", "mean", "last")
-_OPTIONS = "hidden_act", "use_bias", "dropout_rate", "hidden_bias", "norm", "norm_epsilon"
 
 
 def pooled(inputs: tf.Tensor, mask: tf.Tensor | None, pooling: str) -> tf.Tensor:
@@ -97,7 +96,6 @@ class LabelHead(Layer):
         if self.pooler_norm is not None:
             self.pooler_norm.build((None, h))
         self.classifier.build((None, h))
-        self.built = True
 
     def logits(self, x: tf.Tensor, training: bool) -> tf.Tensor:
         """Return the logits [..., num_labels] of vectors [..., h]."""
@@ -106,9 +104,6 @@ class LabelHead(Layer):
         if self.pooler_norm is not None:
             x = self.pooler_norm(x)
         return self.classifier(self.dropout(x, training=training))
-
-    def get_config(self) -> dict:
-        return {**super().get_config(), **{name: getattr(self, name) for name in _OPTIONS}}
 
 
 @register
@@ -223,7 +218,6 @@ class PoolingHead(Layer):
 
     def build(self, inputs_shape: tuple, mask_shape: tuple | None = None) -> None:
         self.num_labels = inputs_shape[-1]
-        self.built = True
 
     def call(
         self, inputs: tf.Tensor, mask: tf.Tensor | None = None, training: bool = False

@@ -64,7 +64,6 @@ class LatentAttention(MultiHeadAttention):
     ):
         options = {"head_dim": head_dim, "use_bias": use_bias, "qkv_bias": False, **kwargs}
         super().__init__(hidden_size, num_heads, **options)
-        self.arguments = {x: kwargs[x] for x in kwargs.keys() - {"name", "dtype", "trainable"}}
         sizes = self.sizes = Latent.of(latent)
         self.latent = dict(vars(sizes))
         for name in [x for x in self.latent if x != "query_rank" or sizes.query_rank is not None]:

@@ -72,7 +72,6 @@ class Linear(Layer):
             self.bias = self.add_weight(
                 (self.units,), self.bias_initializer, axes=(self.units_axis,), name="bias"
             )
-        self.built = True
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         check_floating("inputs", inputs)

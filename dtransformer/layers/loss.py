@@ -121,15 +121,6 @@ class CrossEntropyLoss(Layer):
     def compute_output_shape(self, *args, **kwargs) -> tuple:
         return ()
 
-    def get_config(self) -> dict:
-        return {
-            **super().get_config(),
-            "label_smoothing": self.label_smoothing,
-            "ignore_id": self.ignore_id,
-            "vocab_size": self.vocab_size,
-            "z_loss": self.z_loss,
-        }
-
 
 def _are_labels_of(first, second):
     """Return whether the first of a loss' arguments are labels, and the second logits."""

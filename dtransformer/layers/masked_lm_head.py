@@ -1,4 +1,4 @@
-"""The heads that BERT is trained with: of masked tokens, and of sentences."""
+"""The head that BERT is trained with: of masked tokens."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,6 @@ from dtransformer.layers.base import Layer, check_size, register
 from dtransformer.layers.embedding import VocabHead
 from dtransformer.layers.linear import Linear
 from dtransformer.layers.norm import make_norm
-from dtransformer.parallel.mesh.axis_rules import constrain
 
 
 @register
@@ -73,7 +72,6 @@ class MaskedLMHead(Layer):
     def build(self, inputs_shape: tuple, table_shape: tuple | None = None) -> None:
         for layer in (self.dense, self.norm, self.logits):
             layer.build(inputs_shape)
-        self.built = True
 
     def __call__(self, inputs, table=None, **kwargs):
         # As of `VocabHead`: where it is not tied it depends on no table.
@@ -84,55 +82,3 @@ class MaskedLMHead(Layer):
 
     def compute_output_shape(self, inputs_shape: tuple, table_shape: tuple | None = None) -> tuple:
         return self.logits.compute_output_shape(inputs_shape, table_shape)
-
-
-@register
-class SentenceHead(Layer):
-    """Classify sequences by their first position: a dense layer with tanh, then a logit a class.
-
-    Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.1, where the classes are whether
-    a sentence follows another.
-
-    Args:
-        num_classes: number of classes.
-        hidden_size: size h of the inputs.
-
-    Input shape:
-        [b, s, h]
-
-    Output shape:
-        [b, num_classes]
-
-    Example:
-
-    >>> SentenceHead(2, 8)(tf.zeros((3, 5, 8))).shape
-    TensorShape([3, 2])
-    """
-
-    pipeline_stage = -1
-
-    def __init__(self, num_classes: int, hidden_size: int, **kwargs):
-        super().__init__(**kwargs)
-        self.supports_masking = True
-        self.num_classes = check_size("num_classes", num_classes)
-        self.hidden_size = check_size("hidden_size", hidden_size)
-        self.takes(hidden_size)
-        options = {"parallel": None, "dtype": self.dtype_policy}
-        self.pooler = Linear(hidden_size, name="pooler", **options)
-        self.classifier = Linear(num_classes, name="classifier", **options)
-
-    def build(self, inputs_shape: tuple) -> None:
-        for layer in (self.pooler, self.classifier):
-            layer.build((None, self.hidden_size))
-        self.built = True
-
-    def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        # [b, s, h] -> [b, h]
-        first = constrain(inputs, ("batch", None, None))[:, 0]
-        return self.classifier(tf.tanh(self.pooler(first)))
-
-    def compute_mask(self, *args) -> None:
-        return None  # of a class there is none
-
-    def compute_output_shape(self, inputs_shape: tuple) -> tuple:
-        return inputs_shape[0], self.num_classes

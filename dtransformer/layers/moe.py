@@ -9,7 +9,7 @@ from dtransformer.layers.activations import gated_product
 from dtransformer.layers.arguments import check_floating
 from dtransformer.layers.base import register
 from dtransformer.layers.elementwise import add
-from dtransformer.layers.feed_forward import BaseFeedForward, FeedForward
+from dtransformer.layers.feed_forward import FeedForward
 from dtransformer.layers.initializers import StackedInitializer
 from dtransformer.layers.router import Router, Routing
 from dtransformer.layers.settings import as_moe_config
@@ -27,7 +27,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 
 @register
-class MoE(BaseFeedForward):
+class MoE(FeedForward):
     """Several feed-forward layers, the experts, of which each token is computed by a few.
 
     A router chooses k of E experts for each token; the result is the sum of their outputs, times
@@ -90,9 +90,9 @@ class MoE(BaseFeedForward):
             ffn_hidden_size,
             dropout_rate,
             hidden_act,
-            kernel_initializer,
-            gated,
-            use_bias,
+            kernel_initializer=kernel_initializer,
+            gated=gated,
+            use_bias=use_bias,
             **kwargs,
         )
         policy = self.dtype_policy
@@ -125,7 +125,6 @@ class MoE(BaseFeedForward):
         for layer in (self.router, self.dropout, self.shared_experts):
             if layer is not None:
                 layer.build(input_shape)
-        self.built = True
 
     def call(
         self,

@@ -4,18 +4,26 @@ import keras
 import tensorflow as tf
 
 from dtransformer import _compat
-from dtransformer.layers.base import Layer, register
+from dtransformer.layers.base import StreamLayer, register
 from dtransformer.parallel.ops.custom_gradient import custom_gradient
 from dtransformer.parallel.ops.feature_reductions import mean_of_features, sum_to_features
 from dtransformer.parallel.recompute.recompute import recomputed
 
 
-class _Norm(Layer):
+class _Norm(StreamLayer):
     """What all share: a gain for every feature and the type to compute in."""
 
-    def __init__(self, epsilon, compute_type="float32", unit_offset=False, **kwargs):
+    usual_epsilon = 1e-5
+
+    def __init__(
+        self,
+        epsilon: float | None = None,
+        compute_type: str = "float32",
+        unit_offset: bool = False,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
-        self.supports_masking = True
+        epsilon = self.usual_epsilon if epsilon is None else epsilon
         self.epsilon, self.unit_offset = epsilon, unit_offset
         self.gain_initializer = "zeros" if unit_offset else "ones"
         self.compute_type = compute_type
@@ -25,7 +33,6 @@ class _Norm(Layer):
         self.gamma = self.add_weight(
             (input_shape[-1],), self.gain_initializer, axes=("norm",), name="gamma", autocast=False
         )
-        self.built = True
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         compute = lambda x: tf.cast(
@@ -42,9 +49,6 @@ class _Norm(Layer):
     def gain(self) -> tf.Tensor:
         return self.weight(self.gamma) + 1 if self.unit_offset else self.weight(self.gamma)
 
-    def compute_output_shape(self, input_shape):
-        return input_shape
-
 
 @register
 class LayerNorm(_Norm):
@@ -53,7 +57,7 @@ class LayerNorm(_Norm):
     Reference: Ba et al., 2016, "Layer normalization", arXiv 1607.06450.
 
     Args:
-        epsilon: added to the variance.
+        epsilon: added to the variance; 1e-5 by default.
         compute_type: type to compute in; the result has the layer's compute type.
         use_beta: whether there is a shift.
         unit_offset: whether the scale is 1 + gamma, which is 0 at first.
@@ -67,7 +71,7 @@ class LayerNorm(_Norm):
 
     def __init__(
         self,
-        epsilon: float = 1e-5,
+        epsilon: float | None = None,
         compute_type: str = "float32",
         use_beta: bool = True,
         unit_offset: bool = False,
@@ -109,7 +113,7 @@ class RMSNorm(_Norm):
     arXiv 1910.07467.
 
     Args:
-        epsilon: added to the mean square.
+        epsilon: added to the mean square; 1e-6 by default.
         compute_type: type to compute in; the result has the layer's compute type.
         unit_offset: whether the scale is 1 + gamma, which is 0 at first, so that weight decay
             pulls towards 1 (Gemma Team, 2024, arXiv 2403.08295, as published in its code).
@@ -121,16 +125,7 @@ class RMSNorm(_Norm):
         [..., h]
     """
 
-    axes = -1
-
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        compute_type: str = "float32",
-        unit_offset: bool = False,
-        **kwargs,
-    ):
-        super().__init__(epsilon, compute_type, unit_offset, **kwargs)
+    axes, usual_epsilon = -1, 1e-6
 
     def normalize(self, x: tf.Tensor) -> tf.Tensor:
         @custom_gradient
@@ -176,7 +171,6 @@ class AllHeadsRMSNorm(RMSNorm):
             name="gamma",
             autocast=False,
         )
-        self.built = True
 
 
 # The gradients are written by hand: a third fewer passes over the activations than through
@@ -240,4 +234,4 @@ def make_norm(kind: str = "layer_norm", epsilon: float | None = None, **kwargs) 
     if kind not in _NORMS:
         raise ValueError(f"norm must be one of {', '.join(_NORMS)}, got {kind!r}")
     norm, options = _NORMS[kind]
-    return norm(**options, **({} if epsilon is None else {"epsilon": epsilon}), **kwargs)
+    return norm(epsilon, **options, **kwargs)

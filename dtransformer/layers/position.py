@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.arguments import check_floating
-from dtransformer.layers.base import Layer, check_size, register
+from dtransformer.layers.base import StreamLayer, check_size, register
 from dtransformer.parallel.mesh.axis_rules import constrain
 from dtransformer.parallel.tensor_parallel.embedding import look_up
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
@@ -15,7 +15,7 @@ POSITION_KINDS = "learned", "sinusoidal", "sinusoidal_paper"
 
 
 @register
-class PositionEmbedding(Layer):
+class PositionEmbedding(StreamLayer):
     """Add an embedding of the position.
 
     Reference: Vaswani et al., 2017, "Attention is all you need", §3.5, for the
@@ -52,7 +52,6 @@ class PositionEmbedding(Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.supports_masking = True
         if kind not in POSITION_KINDS:
             raise ValueError(f"positions must be one of {', '.join(POSITION_KINDS)}, got {kind!r}")
         self.max_length = check_size("max_length", max_length)
@@ -69,7 +68,6 @@ class PositionEmbedding(Layer):
                 axes=("position", "embed"),
                 name="table",
             )
-        self.built = True
 
     def call(
         self, inputs: tf.Tensor, start: int | tf.Tensor = 0, segments: tf.Tensor | None = None
@@ -100,9 +98,6 @@ class PositionEmbedding(Layer):
                 positions, inputs.shape[-1], by_paper=self.kind == "sinusoidal_paper"
             )
         return inputs + tf.cast(rows, inputs.dtype)
-
-    def compute_output_shape(self, input_shape: tuple) -> tuple:
-        return input_shape
 
 
 def first_of_segment(segments: tf.Tensor) -> tf.Tensor:
@@ -146,7 +141,7 @@ def sinusoidal_positions(
 
 
 @register
-class TokenTypeEmbedding(Layer):
+class TokenTypeEmbedding(StreamLayer):
     """Add an embedding of each token's type.
 
     Reference: Devlin et al., 2019, "BERT", arXiv 1810.04805, §3.
@@ -174,7 +169,6 @@ class TokenTypeEmbedding(Layer):
         self, num_types: int, initializer: str | keras.initializers.Initializer = "normal", **kwargs
     ):
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.num_types = check_size("num_types", num_types)
         self.initializer = initializer
 
@@ -183,7 +177,6 @@ class TokenTypeEmbedding(Layer):
         self.table = self.add_weight(
             (self.num_types, input_shape[-1]), self.initializer, axes=(None, "embed"), name="table"
         )
-        self.built = True
 
     def call(self, inputs: tf.Tensor, token_types: tf.Tensor | None = None) -> tf.Tensor:
         check_floating("inputs", inputs)
@@ -193,6 +186,3 @@ class TokenTypeEmbedding(Layer):
         is_type = tf.one_hot(tf.cast(token_types, "int32"), self.num_types, dtype=inputs.dtype)
         (rows,) = column_parallel(is_type, [self.table], ("embed",))
         return inputs + constrain(rows, ("batch", "length", None))
-
-    def compute_output_shape(self, input_shape: tuple, *args) -> tuple:
-        return input_shape

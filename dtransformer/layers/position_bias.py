@@ -150,7 +150,6 @@ class RelativePositionTable(Layer):
     def build(self, input_shape: tuple | None = None) -> None:
         shape, axes = (self.num_ranges, self.num_heads), (None, "heads")
         self.table = self.add_weight(shape, "normal", axes=axes, name="table", autocast=False)
-        self.built = True
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return tf.convert_to_tensor(self.table)

@@ -1,7 +1,6 @@
 """The router of a mixture of experts: which experts a token is sent to, and how much each counts."""
 
 import typing
-import zlib
 
 import tensorflow as tf
 
@@ -13,6 +12,7 @@ from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.ops.gpu_calls import INDEX_TYPE
 from dtransformer.parallel.tensor_parallel.linear import column_parallel
 from dtransformer.parallel.tracing.dropout_seed import (
+    DrawsMasks,
     current_dropout_seed,
     layer_number,
     random_floats,
@@ -37,7 +37,7 @@ class Routing(typing.NamedTuple):
 
 
 @register
-class Router(Layer):
+class Router(DrawsMasks, Layer):
     """Choose k of E experts for each token; everything is computed in float32.
 
     With `router_type="softmax"` these are the k most probable, and where k > 1 their
@@ -76,11 +76,6 @@ class Router(Layer):
         self.kernel_initializer = kernel_initializer
         self.bias = self.logits_bias = None
 
-    @property
-    def number(self) -> int:
-        """What tells the router's random numbers from those of other layers; as `Dropout`'s."""
-        return zlib.crc32(self.path.encode()) & 0x7FFFFFFF
-
     def build(self, input_shape: tuple) -> None:
         experts = self.config.expert_num
         self.takes(input_shape[-1])
@@ -98,7 +93,6 @@ class Router(Layer):
             self.logits_bias = self.add_weight(
                 *vector, axes=(None,), name="logits_bias", autocast=False
             )
-        self.built = True
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> Routing:
         x = tf.cast(inputs, "float32")

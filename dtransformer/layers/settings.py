@@ -16,6 +16,14 @@ from dtransformer.parallel.config.config import (
 from dtransformer.parallel.recompute.recompute import as_recompute_config
 
 KEY = "settings"
+_of_factors = lambda asked: {name: dict(one) for name, one in asked.items()}
+# A setting in configs -> the attribute that has it, and functions that return it for a file, and of one.
+_SETTINGS = {
+    "rules": ("_own_rules", dict, dict),
+    "low_rank": ("low_rank", _of_factors, _of_factors),
+    "origin": ("origin", list, tuple),
+    "generation": ("generation_rules", dict, dict),
+}
 
 
 def as_config(arguments: dict) -> dict:
@@ -40,17 +48,12 @@ def settings_of(layer: keras.layers.Layer) -> dict:
     found, usual = {}, as_recompute_config(get_parallel_config().recompute)
     for number, inner in enumerate(_compat.flat_layers(layer)):
         own = {}
-        if rules := getattr(inner, "_own_rules", None):
-            own["rules"] = dict(rules)
         recompute = getattr(inner, "recompute_config", None)
         if recompute is not None and recompute != usual:
             own["recompute"] = {**dataclasses.asdict(recompute), "select": list(recompute.select)}
-        if low_rank := getattr(inner, "low_rank", None):
-            own["low_rank"] = {name: dict(asked) for name, asked in low_rank.items()}
-        if origin := getattr(inner, "origin", None):
-            own["origin"] = list(origin)
-        if rules := getattr(inner, "generation_rules", None):
-            own["generation"] = dict(rules)
+        for name, (attribute, to_file, _) in _SETTINGS.items():
+            if value := getattr(inner, attribute, None):
+                own[name] = to_file(value)
         if own:
             found[str(number)] = own
     return {KEY: found} if found else {}
@@ -61,17 +64,12 @@ def set_on(layer: keras.layers.Layer, settings: dict | None) -> None:
     layers = _compat.flat_layers(layer)
     for number, own in (settings or {}).items():
         inner = layers[int(number)]
-        if "rules" in own:
-            inner._own_rules = dict(own["rules"])
         if "recompute" in own:
             fields = {**own["recompute"], "select": tuple(own["recompute"]["select"])}
             inner.recompute(TransformerRecomputeConfig(**fields))
-        if "low_rank" in own:
-            inner.low_rank = own["low_rank"]
-        if "origin" in own:
-            inner.origin = tuple(own["origin"])
-        if "generation" in own:
-            inner.generation_rules = own["generation"]
+        for name in own.keys() & _SETTINGS.keys():
+            attribute, _, of_file = _SETTINGS[name]
+            setattr(inner, attribute, of_file(own[name]))
 
 
 class KeepsSettings:

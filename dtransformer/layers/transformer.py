@@ -90,7 +90,6 @@ class Transformer(Layer):
         self.encoder.build(encoder_inputs_shape)
         if self.decoder is not None:
             self.decoder.build(encoder_inputs_shape)
-        self.built = True
 
     def call(
         self,

@@ -8,7 +8,10 @@ import tensorflow as tf
 from dtransformer import _compat
 from dtransformer.layers.arguments import checked
 from dtransformer.layers.base import check_rate, check_size
+from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.embedding import VocabEmbedding, VocabHead
+from dtransformer.layers.norm import make_norm
+from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.settings import KeepsSettings, as_config, settings_of
 from dtransformer.models import weight_shapes
 from dtransformer.models.experts import active_share
@@ -20,6 +23,7 @@ from dtransformer.parallel.tracing.tensor_specs import static_or_dynamic_shape
 
 # Of the blocks' arguments those that networks take by the same names.
 _BLOCK_ARGUMENTS = (
+    *("hidden_size", "num_heads", "ffn_hidden_size"),
     *("norm", "norm_epsilon", "gated", "use_bias", "num_kv_heads", "head_dim", "qkv_bias"),
     *("rotary_base", "rotary_fraction", "rotary_scaling", "query_scale", "soft_cap", "qk_norm"),
     *("qk_norm_epsilon", "window", "implementation", "moe_config", "moe_every", "norm_placement"),
@@ -137,15 +141,34 @@ class TokenModel(KeepsSettings, keras.Model):
             name="head",
         )
 
-    def _block_arguments(self):
-        """Return what the network's arguments say of every block."""
+    def _make_positions(self, length, name):
+        """Return the embedding of positions up to a length, of the kind of the arguments."""
+        offset = self.arguments.get("position_offset", 0)
+        own = {"offset": offset, "dtype": self.dtype_policy, "name": name}
+        return PositionEmbedding(length, self.arguments["positions"], **own)
+
+    def _make_embedding_norm(self, name):
+        kind, epsilon = self.arguments["norm"], self.arguments["norm_epsilon"]
+        norm = make_norm(kind, epsilon, dtype=self.dtype_policy, name=name)
+        norm.pipeline_stage = 0
+        return norm
+
+    def _make_embedding_dropout(self, name):
+        rate = self.arguments["embedding_dropout_rate"]
+        return Dropout(rate, dtype=self.dtype_policy, name=name)
+
+    def _block_arguments(self, lambda_func):
+        """Return the arguments of a stack of blocks that the network's say, but for their number."""
+        is_rotary = self.arguments["positions"] == "rotary"
         return {
+            "lambda_func": lambda_func,
             "attention_dropout_rate": self.arguments["attention_dropout_rate"],
             "hidden_dropout_rate": self.arguments["dropout_rate"],
             "hidden_act": self.arguments["hidden_act"],
             "post_layernorm_residual": self.arguments["post_layernorm_residual"],
             "dtype": self.dtype_policy,
             **{key: self.arguments[key] for key in _BLOCK_ARGUMENTS if key in self.arguments},
+            **({} if is_rotary else {"rotary_base": None}),
         }
 
     def _embed_ids(

@@ -9,9 +9,7 @@ from dtransformer.block_forms import check_pattern
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import check_size, register
-from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.position import PositionEmbedding
 from dtransformer.models.base import check_ids, completed
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
@@ -173,29 +171,16 @@ class CausalLM(OneStackModel):
         self._add_layers(lambda_func)
 
     def _add_layers(self, lambda_func):
-        options, policy = self.arguments, self.dtype_policy
+        options, kind = self.arguments, self.arguments["positions"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
-        block_arguments, self.positions = self._block_arguments(), None
-        if options["positions"] != "rotary":
-            block_arguments["rotary_base"] = None
-        if options["positions"] in ("rotary", "alibi"):
-            check_size("max_length", options["max_length"])
-            block_arguments["alibi"] = options["positions"] == "alibi"
-        else:
-            self.positions = PositionEmbedding(
-                options["max_length"], options["positions"], dtype=policy, name="positions"
-            )
-        self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
-        self.blocks = TransformerEncoder(
-            options["num_layers"],
-            options["hidden_size"],
-            options["num_heads"],
-            options["ffn_hidden_size"],
-            lambda_func=lambda_func,
-            name="blocks",
-            causal=True,
-            **block_arguments,
-        )
+        self.positions = None
+        length = check_size("max_length", options["max_length"])
+        if kind not in ("rotary", "alibi"):
+            self.positions = self._make_positions(length, "positions")
+        self.dropout = self._make_embedding_dropout("dropout")
+        own = {"name": "blocks", "causal": True, "alibi": kind == "alibi"}
+        arguments = self._block_arguments(lambda_func)
+        self.blocks = TransformerEncoder(options["num_layers"], **own, **arguments)
         self.head = self._make_head()
 
     def build(self, input_shape: tuple | None = None) -> None:

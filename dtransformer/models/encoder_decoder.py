@@ -7,9 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from dtransformer.layers.attention_mask import Segments
-from dtransformer.layers.dropout import Dropout
-from dtransformer.layers.norm import make_norm
-from dtransformer.layers.position import PositionEmbedding
 from dtransformer.layers.position_bias import distance_ranges
 from dtransformer.layers.transformer import Transformer
 from dtransformer.models.base import TokenModel, check_ids, start_after_padding
@@ -50,36 +47,27 @@ class EncoderDecoderModel(TokenModel):
     # Whether all tokens are one function on a mesh; see `decoding.compiled`.
     loops_on_mesh = False
 
-    def _set_up(self, lambda_func, **sizes):
-        """Make the layers, of the arguments and what they are called where networks differ.
-
-        Args:
-            lambda_func: places each block on a pipeline stage.
-            **sizes: `source_vocab_size`, `target_vocab_size`, `source_length` and `target_length`,
-                and whether source and target share one table, `shared`.
-        """
+    def _set_up(self, lambda_func):
+        """Make the layers, of the arguments; those of one side have its name where sides differ."""
         options = self.arguments
-        self.vocab_size = sizes["target_vocab_size"]
+        of_side = lambda name, usual: options.get(name, options.get(usual))
+        source_size, self.vocab_size = (of_side(f"{x}_vocab_size", "vocab_size") for x in SIDES)
+        self._max_lengths = {x: of_side(f"max_{x}_length", "max_length") for x in SIDES}
         self.pad_id, self.start_id, self.end_id = (
             options[f"{name}_id"] for name in ("pad", "start", "end")
         )
-        check_ids(min(sizes["source_vocab_size"], self.vocab_size), pad_id=self.pad_id)
+        check_ids(min(source_size, self.vocab_size), pad_id=self.pad_id)
         check_ids(self.vocab_size, start_id=self.start_id, end_id=self.end_id)
-        self._max_lengths = {side: sizes[f"{side}_length"] for side in SIDES}
         never = self.pad_id, self.start_id
         self._generator = Generator(self, Generation, never, loops_on_mesh=self.loops_on_mesh)
-        self._add_embeddings(sizes["source_vocab_size"], sizes["shared"])
+        self._add_embeddings(source_size, options.get("shared_embeddings", True))
         self.transformer = Transformer(
             options["encoder_layers"],
             options["decoder_layers"],
-            options["hidden_size"],
-            options["num_heads"],
-            options["ffn_hidden_size"],
-            lambda_func=lambda_func,
             name="transformer",
             causal=True,
             **self._relative_positions(),
-            **self._block_arguments(),
+            **self._block_arguments(lambda_func),
         )
         self.head = self._make_head()
 
@@ -89,13 +77,16 @@ class EncoderDecoderModel(TokenModel):
         self.target_embedding = self.source_embedding
         if not shared:
             self.target_embedding = self._make_embedding(self.vocab_size, "target_embedding")
-        self.source_positions, self.target_positions = map(self._make_positions, SIDES)
-        self.source_norm, self.target_norm = map(self._make_embedding_norm, SIDES)
+        self.source_positions = self.target_positions = self.source_norm = self.target_norm = None
+        if options["positions"] != _RELATIVE:
+            for side in SIDES:
+                made = self._make_positions(self._max_lengths[side], f"{side}_positions")
+                setattr(self, f"{side}_positions", made)
+        if options.get("embedding_norm"):
+            for side in SIDES:
+                setattr(self, f"{side}_norm", self._make_embedding_norm(f"{side}_norm"))
         self.source_dropout, self.target_dropout = (
-            Dropout(
-                options["embedding_dropout_rate"], dtype=self.dtype_policy, name=f"{side}_dropout"
-            )
-            for side in SIDES
+            self._make_embedding_dropout(f"{side}_dropout") for side in SIDES
         )
 
     def _relative_positions(self):
@@ -106,29 +97,6 @@ class EncoderDecoderModel(TokenModel):
         found = {name: self.arguments[name] for name in names}
         distance_ranges(*found.values())  # which checks them
         return found
-
-    def _make_positions(self, side):
-        if self.arguments["positions"] == _RELATIVE:
-            return None
-        return PositionEmbedding(
-            self._max_lengths[side],
-            self.arguments["positions"],
-            offset=self.arguments.get("position_offset", 0),
-            dtype=self.dtype_policy,
-            name=f"{side}_positions",
-        )
-
-    def _make_embedding_norm(self, side):
-        if not self.arguments.get("embedding_norm"):
-            return None
-        norm = make_norm(
-            self.arguments["norm"],
-            self.arguments["norm_epsilon"],
-            dtype=self.dtype_policy,
-            name=f"{side}_norm",
-        )
-        norm.pipeline_stage = 0
-        return norm
 
     def build(self, input_shape: tuple | None = None) -> None:
         if self.built:

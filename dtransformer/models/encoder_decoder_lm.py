@@ -129,11 +129,4 @@ class EncoderDecoderLM(EncoderDecoderModel):
         given = given_arguments(locals())
         super().__init__(name=name, **kwargs)
         self.arguments = completed(given)
-        self._set_up(
-            lambda_func,
-            source_vocab_size=vocab_size,
-            target_vocab_size=vocab_size,
-            source_length=max_length,
-            target_length=max_length,
-            shared=True,
-        )
+        self._set_up(lambda_func)

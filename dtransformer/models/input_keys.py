@@ -1,11 +1,12 @@
 """The names of a network's inputs: its own, and those that `transformers` has for them."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
+
+from dtransformer.errors import nearest
 
 _REFUSED = {
     "labels": "give labels beside the inputs, as a tuple (inputs, labels)",
@@ -69,13 +70,7 @@ class InputKeys:
 
     def _unknown(self, key, owner):
         known = [*self.needed, *self.optional, *self.theirs]
-        hint = _REFUSED.get(key)
-        if hint is None:
-            near = difflib.get_close_matches(str(key), known, 1, 0.5)
-            hint = (
-                "".join(f"did you mean {one!r}? " for one in near) + f"There are {_listed(known)}"
-            )
-        return f"{owner} has no input {key!r}: {hint}"
+        return f"{owner} has no input {key!r}: {_REFUSED.get(key) or nearest(key, known, 0.5)}"
 
 
 def mask_of(inputs: Mapping[str, tf.Tensor], name: str = _MASKS[0]) -> tf.Tensor | None:

@@ -7,11 +7,10 @@ import tensorflow as tf
 from dtransformer.layers.arguments import given_arguments
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.base import register
-from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
-from dtransformer.layers.masked_lm_head import MaskedLMHead, SentenceHead
-from dtransformer.layers.norm import make_norm
-from dtransformer.layers.position import PositionEmbedding, TokenTypeEmbedding
+from dtransformer.layers.heads import SequenceHead
+from dtransformer.layers.masked_lm_head import MaskedLMHead
+from dtransformer.layers.position import TokenTypeEmbedding
 from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.input_keys import InputKeys, mask_of, segments_of
 from dtransformer.models.one_stack import OneStackModel
@@ -140,41 +139,24 @@ class MaskedLM(OneStackModel):
 
     def _add_layers(self, lambda_func):
         options, policy = self.arguments, self.dtype_policy
-        h = options["hidden_size"]
         self.embedding = self._make_embedding(self.vocab_size, "embedding")
-        block_arguments, is_rotary = self._block_arguments(), options["positions"] == "rotary"
         self.positions = self.token_types = None
-        if not is_rotary:
-            block_arguments["rotary_base"] = None
-            self.positions = PositionEmbedding(
-                options["max_length"],
-                "learned",
-                offset=options["position_offset"],
-                dtype=policy,
-                name="positions",
-            )
+        if options["positions"] != "rotary":
+            self.positions = self._make_positions(options["max_length"], "positions")
         if options["num_token_types"]:
             self.token_types = TokenTypeEmbedding(
                 options["num_token_types"], dtype=policy, name="token_types"
             )
-        norm = {"norm": options["norm"], "norm_epsilon": options["norm_epsilon"]}
-        self.embedding_norm = make_norm(*norm.values(), dtype=policy, name="embedding_norm")
-        self.embedding_norm.pipeline_stage = 0
-        self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
-        self.blocks = TransformerEncoder(
-            options["num_layers"],
-            h,
-            options["num_heads"],
-            options["ffn_hidden_size"],
-            lambda_func=lambda_func,
-            name="blocks",
-            **block_arguments,
-        )
+        self.embedding_norm = self._make_embedding_norm("embedding_norm")
+        self.dropout = self._make_embedding_dropout("dropout")
+        arguments = self._block_arguments(lambda_func)
+        self.blocks = TransformerEncoder(options["num_layers"], name="blocks", **arguments)
         self.head = MaskedLMHead(
             self.vocab_size,
-            h,
+            options["hidden_size"],
             options["hidden_act"],
-            **norm,
+            options["norm_epsilon"],
+            norm=options["norm"],
             dense_bias=options["use_bias"],
             tied=options["tied_head"],
             dtype=policy,
@@ -182,7 +164,9 @@ class MaskedLM(OneStackModel):
         )
         self.sentence_head = None
         if options["next_sentence"]:
-            self.sentence_head = SentenceHead(2, h, dtype=policy, name="sentence_head")
+            self.sentence_head = SequenceHead(
+                2, hidden_act="tanh", dtype=policy, name="sentence_head"
+            )
 
     def build(self, input_shape: tuple | None = None) -> None:
         if not self.built:
@@ -241,4 +225,4 @@ class MaskedLM(OneStackModel):
             return self.head.num_labels
         if self.sentence_head is None:
             return self.vocab_size
-        return {"masked_lm": self.vocab_size, "next_sentence": self.sentence_head.num_classes}
+        return {"masked_lm": self.vocab_size, "next_sentence": self.sentence_head.num_labels}

@@ -105,11 +105,4 @@ class TranslationTransformer(EncoderDecoderModel):
                 f"and target_vocab_size={target_vocab_size}"
             )
         self.arguments = completed(given)
-        self._set_up(
-            lambda_func,
-            source_vocab_size=source_vocab_size,
-            target_vocab_size=target_vocab_size,
-            source_length=max_source_length,
-            target_length=max_target_length,
-            shared=shared_embeddings,
-        )
+        self._set_up(lambda_func)

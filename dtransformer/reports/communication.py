@@ -221,7 +221,7 @@ def _summed(part, shape, elements):
 def _sublayers(block):
     """Return the attentions and the feed-forward layer, or experts, of a block."""
     parts = _compat.flat_layers(block, include_self=False, recursive=False)
-    return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward, MoE))]
+    return [part for part in parts if isinstance(part, (MultiHeadAttention, FeedForward))]
 
 
 def _rank(weight, of_inputs=False):

@@ -241,7 +241,6 @@ OF_SIXTEEN = {
     "PositionEmbedding": (5, "learned"),
     "RMSNorm": (),
     "Router": (MoEConfig(expert_num=2),),
-    "SentenceHead": (2, 16),
     "SequenceHead": (2,),
     "TokenHead": (2,),
     "TokenTypeEmbedding": (2,),

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import CrossEntropyLoss, blockwise_attention
+from dtransformer.layers import CrossEntropyLoss, attention_core, blockwise_attention
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.position_bias import alibi, relative_bias
 from dtransformer.models import CausalLM
+from dtransformer.parallel.context_parallel.plan import ContextPlan
 from dtransformer.parallel.tracing.dropout_seed import dropout_seed
 from dtransformer.trainers import Trainer
 from tests.on_mesh import on_mesh, start
@@ -42,8 +43,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 3 queries and 4 keys, which divide no length."""
-    monkeypatch.setattr(blockwise_attention, "_QUERIES", 3)
-    monkeypatch.setattr(blockwise_attention, "_KEYS", 4)
+    monkeypatch.setattr(blockwise_attention, "ALL_POSITIONS", (3, 4))
+    monkeypatch.setattr(attention_core, "ALL_POSITIONS", (3, 4))
 
 
 def results(implementation, case, dtype="float64", rate=0.0, compiled=False):
@@ -134,9 +135,8 @@ def test_a_query_that_sees_nothing_has_no_context_and_no_gradient():
 
 
 def test_blocks_of_which_nothing_is_seen_are_not_computed():
-    count = lambda **options: sum(
-        len(columns) for _, columns in blockwise_attention.seen_blocks(12, 12, **options)
-    )
+    plan = ContextPlan("ulysses", 1, 12, 12)
+    count = lambda **options: sum(map(len, plan.seen(**options, sizes=(3, 4))[0]))
     assert count(causal=False, window=None) == 12
     assert count(causal=True, window=None) == 1 + 2 + 3 + 3
     assert count(causal=True, window=1) == 4
@@ -179,7 +179,7 @@ def losses_by(implementation, **options):
 
 @on_mesh
 def test_the_same_on_a_mesh():
-    blockwise_attention._QUERIES, blockwise_attention._KEYS = 5, 4
+    blockwise_attention.ALL_POSITIONS = attention_core.ALL_POSITIONS = 5, 4
     options = {"positions": "alibi", "prefix": True}
     expected = losses_by("reference", **options)
     start(data_parallel=2, model_parallel=2, sequence_parallel=True)

@@ -86,7 +86,6 @@ LAYER_OPTIONS = {
         [(2, 4, 12)],
     ),
     "RMSNorm": ({"epsilon": 0.1, "compute_type": "float64"}, [(2, 12)]),
-    "SentenceHead": ({"num_classes": 3, "hidden_size": 12}, [(2, 4, 12)]),
     "SequenceHead": (
         {
             "num_labels": 3,

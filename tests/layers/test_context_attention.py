@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.layers import context_attention
+from dtransformer.layers import blockwise_attention
 from dtransformer.layers.attention_core import attention
 from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.position_bias import alibi, relative_bias
@@ -88,7 +88,7 @@ def check(cases, num_kv_heads, num_keys=S, **fields):
 
 
 def use_small_blocks():
-    context_attention._SOME_HEADS = context_attention._ALL_HEADS = 3, 5
+    blockwise_attention.ALL_POSITIONS = blockwise_attention.SOME_POSITIONS = 3, 5
 
 
 @on_mesh

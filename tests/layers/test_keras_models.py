@@ -40,7 +40,6 @@ LAYERS = {
     "PositionEmbedding": ({"max_length": 4}, [X]),
     "RMSNorm": ({}, [X]),
     "Router": ({"moe_config": EXPERTS}, [X]),
-    "SentenceHead": ({"num_classes": 3, "hidden_size": 8}, [X]),
     "SequenceHead": ({"num_labels": 3, "pooling": "mean", "hidden_act": "tanh"}, [X]),
     "TokenHead": ({"num_labels": 3}, [X]),
     "TokenTypeEmbedding": ({"num_types": 2}, [X]),

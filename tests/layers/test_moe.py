@@ -201,7 +201,7 @@ def test_the_blocks_that_are_named_have_experts():
     assert have(moe_every=2) == [False, True, False, True]
     assert have(lambda_func=last_one) == [False, False, False, True]
     (block,) = TransformerEncoder(1, 8, 2, 16, moe_config=MoEConfig()).blocks
-    assert isinstance(block.feed_forward, FeedForward), "one expert is a feed-forward layer"
+    assert type(block.feed_forward) is FeedForward, "one expert is a feed-forward layer"
     with pytest.raises(ValueError, match="no experts to use"):
         block.use_experts()
 
@@ -210,7 +210,7 @@ def test_a_config_makes_the_layer_again():
     stack = TransformerEncoder(2, 8, 2, 16, moe_config=MoEConfig(expert_num=2), moe_every=2)
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(stack))
     first, second = again.blocks
-    assert isinstance(first.feed_forward, FeedForward)
+    assert type(first.feed_forward) is FeedForward
     assert second.feed_forward.config == stack.blocks[1].feed_forward.config
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dtransformer.models import TranslationTransformer
+from dtransformer.models import TextGenerator, TranslationTransformer
 from dtransformer.models.generation.beam_search import BeamSearch
 from dtransformer.models.generation.generation import Generation
 from dtransformer.models.generation.options import GenerationOptions
 from dtransformer.models.special_ids import SpecialIds
-from dtransformer.models.translator import Translator
 from dtransformer.parallel.decoding.loops import decode
 from tests.layers.reference_compare import dtype_policy
 from tests.tolerances import BLOCKS
@@ -470,8 +469,8 @@ SENTENCES = [
 
 class TestTranslator:
     def translator(self, model, **options):
-        settings = {"tokenizer": WordTokenizer(), "beam_size": 1, "max_length": 10, **options}
-        return Translator(model, **settings)
+        settings = {"tokenizer": WordTokenizer(), "beam_size": 1, "max_new_tokens": 10, **options}
+        return TextGenerator(model, **settings)
 
     @pytest.mark.parametrize("batch_size", [1, 3, 64])
     def test_the_order_is_kept_whatever_the_batches(self, model, batch_size):
@@ -484,10 +483,11 @@ class TestTranslator:
 
     def test_what_it_gives_is_what_the_model_generates(self, model):
         ids = np.array([[5, 6, 7, 8]], "int32")
-        for search in ({}, {"beam_size": 4, "length_penalty": 0.6, "max_length": 5}):
-            given = model.generate(ids, **{"max_length": 10, **search}).numpy()
+        for most, search in ((10, {}), (5, {"beam_size": 4, "length_penalty": 0.6})):
+            given = model.generate(ids, max_length=most, **search).numpy()
             expected = WordTokenizer().decode(given)
-            assert self.translator(model, **search)(["w5 w6 w7 w8"]) == expected
+            translate = self.translator(model, max_new_tokens=most, **search)
+            assert translate(["w5 w6 w7 w8"]) == expected
 
     def test_empty_sentences_stay_empty(self, model):
         translate = self.translator(model)

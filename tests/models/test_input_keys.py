@@ -34,14 +34,14 @@ def inputs_of(name, mask=MASK):
         (
             "causal",
             {"tokens": IDS, "segmentz": IDS},
-            "no input 'segmentz': did you mean 'segments'",
+            "no input 'segmentz': did you mean segments",
         ),
-        ("causal", {"tokens": IDS, "input_id": IDS}, "did you mean 'input_ids'"),
+        ("causal", {"tokens": IDS, "input_id": IDS}, "did you mean input_ids"),
         ("causal", {"tokens": IDS, "input_ids": IDS}, "'tokens' twice, as 'input_ids'"),
         ("causal", {"tokens": IDS, "labels": IDS}, r"a tuple \(inputs, labels\)"),
         ("causal", {"tokens": IDS, "position_ids": IDS}, "'segments' number the texts"),
         ("causal", {"tokens": IDS, "token_type_ids": IDS}, "no input 'token_type_ids'"),
-        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: There are .tokens., "),
+        ("causal", {"tokens": IDS, "zzz": IDS}, "no input .zzz.: there are tokens, "),
         ("causal", {"segments": IDS}, "lack 'tokens' or 'input_ids'; they have 'segments'"),
         (
             "causal",
@@ -49,10 +49,10 @@ def inputs_of(name, mask=MASK):
             r"\(4, 3\), expected .*\(4, 6\)",
         ),
         ("causal", {"tokens": IDS, "attention_mask": MASK[:, None]}, r"\(4, 1, 6\), expected"),
-        ("masked", {"tokens": IDS, "token_typez": IDS}, "did you mean 'token_types'"),
+        ("masked", {"tokens": IDS, "token_typez": IDS}, "did you mean token_types"),
         ("pairs", {"source": IDS}, "lack 'target' or 'decoder_input_ids'"),
         ("pairs", IDS, "takes a dict of 'source', 'target', got "),
-        ("translation", {"source": IDS, "target": IDS, "targets": IDS}, "did you mean 'target'"),
+        ("translation", {"source": IDS, "target": IDS, "targets": IDS}, "did you mean target"),
     ],
 )
 def test_names_that_are_not_known(name, inputs, told):

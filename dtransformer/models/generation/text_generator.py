@@ -23,6 +23,9 @@ class TextGenerator:
             for prompts; else those of a `CausalLM` begin with its start token, where it has one.
         max_new_tokens: most tokens of a text; None for what an encoder–decoder takes by itself.
         batch_size: number of prompts continued at once.
+        max_source_length: most tokens of a source; longer ones are cut off. None for no limit.
+        on_truncation: called as `on_truncation(number, length, max_source_length)` for each source
+            that is cut off; `number` counts from 0.
         **options: those of `GenerationOptions`; `stop_ids` are the tokenizer's by default, where it
             has any.
 
@@ -47,12 +50,15 @@ class TextGenerator:
         tokenizer: object,
         max_new_tokens: int | None = 64,
         batch_size: int = 16,
+        max_source_length: int | None = None,
+        on_truncation: Callable | None = None,
         **options,
     ):
         if options.get("stop_ids") is None:
             options["stop_ids"] = getattr(tokenizer, "stop_ids", None) or None
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
+        self._max_source_length, self._on_truncation = max_source_length, on_truncation
         self._continues = isinstance(model, CausalLM)
         self._search = GenerationOptions.of(**options)
         self._options = options
@@ -119,11 +125,18 @@ class TextGenerator:
         else:
             rows, start = as_lists(self.tokenizer.encode(list(prompts))), self.model.start_id
         if not self._continues:
-            return rows
+            return self._cut_off(rows)
         if start is not None:
             return [row if row[:1] == [start] else [start, *row] for row in rows]
         first = [] if self.model.start_id is None else [self.model.start_id]
         return [row or first for row in rows]
+
+    def _cut_off(self, rows):
+        most = self._max_source_length
+        for number, row in enumerate(rows):
+            if most is not None and len(row) > most and self._on_truncation:
+                self._on_truncation(number, len(row), most)
+        return [row[:most] for row in rows]
 
     def _prompts(self, rows):
         """Return prompts as the model's `generate` takes them."""

@@ -140,7 +140,7 @@ def network_arguments(family: Family, config: dict, path: os.PathLike) -> dict:
 
 def _usual_id(family, field, vocab_size):
     """Return the id that a config means which lacks a field; None where it is no entry."""
-    found = family.usual_ids.get(field)
+    found = family.ids.get(field)
     return found if found is not None and found < vocab_size else None
 
 

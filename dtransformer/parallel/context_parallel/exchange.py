@@ -13,6 +13,7 @@ import tensorflow as tf
 from dtransformer.parallel.config.config import get_parallel_config
 from dtransformer.parallel.context_parallel.plan import ContextPlan, Range, make_plan
 from dtransformer.parallel.mesh.axis_rules import axis_size, constrain, mesh_axis
+from dtransformer.parallel.ops.dependences import after
 from dtransformer.parallel.tracing import trace
 
 _SHARDS = "length_shards", "batch", "heads"
@@ -141,6 +142,22 @@ class ContextExchange:
         x = tf.reshape(tf.transpose(x, [2, 0, 1, 3, 4, 5]), [c, b, n // c, s, t])
         return _constrain(x, ("length_shards", None, "heads"))
 
+    def after(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """Return x [c, b, m, t, d] once `done` [c, b, n, s, d] is known, by values; see `after`.
+
+        No device waits for another's: what is looked at is on the same one. One number of heads divides
+        the other.
+        """
+        known = tf.reduce_min(tf.cast(done, "float32"), axis=[3, 4], keepdims=True)
+        (c, b, n), m = known.shape[:3], x.shape[2]
+        if n > m:
+            known = _constrain(tf.reshape(known, [c, b, m, n // m, 1]), _SHARDS)
+            known = tf.reduce_min(known, axis=3, keepdims=True)
+        elif n < m:
+            known = _constrain(tf.concat([known] * (m // n), axis=3), _SHARDS)
+            known = _constrain(tf.reshape(known, [c, b, m, 1, 1]), _SHARDS)
+        return x + tf.cast(tf.where(known == known, 0.0, float("nan")), x.dtype)
+
     def _by_shards(self, x):
         """[b, n, s, d] -> [c, b, n, s/c, d]"""
         b, n, s, d = x.shape
@@ -181,6 +198,38 @@ class ContextExchange:
         x = _all_to_all(x)
         x = tf.transpose(x, [0, 2, 3, 1, 4, 5, 6])
         return _constrain(tf.reshape(x, [c, b, n * c, s // c, d]), _SHARDS)
+
+
+class LocalExchange:
+    """Carries out the plan of attention of sequences that are not sharded: there is one shard.
+
+    Its methods are `ContextExchange`'s.
+
+    Args:
+        num_queries, num_keys: numbers s and t of positions.
+    """
+
+    def __init__(self, num_queries: int, num_keys: int):
+        self.plan = ContextPlan("ulysses", 1, num_queries, num_keys)
+
+    def rows(self, x: tf.Tensor) -> tf.Tensor:
+        """[b, n, s, d] -> [1, b, n, s, d]"""
+        return tf.expand_dims(x, 0)
+
+    queries = memory = heads = rows
+
+    def context(self, x: tf.Tensor) -> tf.Tensor:
+        """[1, b, n, s, d] -> [b, n, s, d]"""
+        return constrain(tf.squeeze(x, 0), ("batch", "heads", None, "head_dim"))
+
+    def gather(self, k: tf.Tensor, v: tf.Tensor, part: Range) -> list[tf.Tensor]:
+        return [k, v]
+
+    def scatter_sum(self, k: tf.Tensor, v: tf.Tensor) -> list[tf.Tensor]:
+        return [k, v]
+
+    def after(self, x: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        return after(x, done)
 
 
 def _all_to_all(x):

@@ -167,6 +167,27 @@ class ContextPlan:
                 found.append(Columns(place, place + min(size, end - position), position))
         return found
 
+    def seen(
+        self, causal: bool, window: int | None, sizes: tuple[int, int], by_position: bool = True
+    ) -> list[list[list[Columns]]]:
+        """Return of each round, and block of queries, the keys of which something may be seen.
+
+        A block that sees nothing has one key, so that it has a context of zeros.
+
+        Args:
+            causal, window, by_position: as of `columns`.
+            sizes: most queries and keys of a block.
+        """
+        rows = self.rows(sizes[0])
+        found = [
+            [self.columns(row, x, causal, window, sizes[1], by_position) for row in rows]
+            for x in self.rounds
+        ]
+        for number in range(len(rows)):
+            if not any(of_round[number] for of_round in found):
+                found[0][number] = [Columns(0, 1, self.rounds[0][0].position)]
+        return found
+
     def are_all_near(self, row: Range, columns: Columns, causal: bool, window: int | None) -> bool:
         """Return whether all queries of a block may see all of some keys, by their positions."""
         if columns.position is None:

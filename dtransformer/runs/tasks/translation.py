@@ -4,7 +4,7 @@ from dtransformer.datasets.batching import TranslationBatches
 from dtransformer.datasets.text import clean_pairs, read_pairs
 from dtransformer.errors import InputError
 from dtransformer.models import TranslationTransformer
-from dtransformer.models.translator import Translator
+from dtransformer.models.generation.text_generator import TextGenerator
 from dtransformer.parallel.runtime import job
 from dtransformer.runs import needs
 from dtransformer.runs.identity import digest_of_records
@@ -107,9 +107,11 @@ class Translation(Task):
         pairs, number = self._pairs["dev"], self.config.training.bleu_sentences
         if not pairs or not number:
             return []
-        translate = Translator(
+        translate = TextGenerator(
             self.network,
             self.tokenizer,
+            max_new_tokens=None,
+            batch_size=64,
             beam_size=1,  # greedy: a quick look
             max_source_length=self.config.data.max_length,
         )

@@ -1,12 +1,13 @@
 """The families of published models, a file for each: what their configs say, where weights lie."""
 
+import dataclasses
+
 from dtransformer.models.pretrained.families import llama
 from dtransformer.models.pretrained.families.bart import BART, M2M_100, MARIAN, MBART, PEGASUS
-from dtransformer.models.pretrained.families.bert import BERT, ROBERTA
 from dtransformer.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from dtransformer.models.pretrained.families.encoders import DISTILBERT, MODERNBERT
+from dtransformer.models.pretrained.families.encoders import BERT, DISTILBERT, MODERNBERT, ROBERTA
 from dtransformer.models.pretrained.families.experts import MIXTRAL, QWEN3_MOE
-from dtransformer.models.pretrained.families.family import Family, as_class
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from dtransformer.models.pretrained.families.glm import GLM, GLM4, GLM4_MOE
 from dtransformer.models.pretrained.families.gpt2 import GPT2
@@ -56,8 +57,8 @@ FAMILIES: dict[str, Family] = {
     "distilbert": DISTILBERT,
     "modernbert": MODERNBERT,
     "roberta": ROBERTA,
-    "xlm-roberta": as_class(ROBERTA, "XLMRobertaForMaskedLM"),
-    "camembert": as_class(ROBERTA, "CamembertForMaskedLM"),
+    "xlm-roberta": dataclasses.replace(ROBERTA, architecture="XLMRobertaForMaskedLM"),
+    "camembert": dataclasses.replace(ROBERTA, architecture="CamembertForMaskedLM"),
     "mbart": MBART,
     "pegasus": PEGASUS,
     "m2m_100": M2M_100,

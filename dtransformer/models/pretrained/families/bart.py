@@ -8,178 +8,59 @@ al., 2020, "mBART", arXiv 2001.08210; Zhang et al., 2019, "PEGASUS", arXiv 1912.
 
 import numpy as np
 
-from dtransformer.errors import InputError
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families.family import (
-    DECODER_IDS,
-    Family,
-    activation,
-    dense,
-    norm,
-    of_blocks,
-    published_activation,
-    read,
-    refuse,
-    require,
-    table,
-    written,
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
+from dtransformer.models.pretrained.families.parts import (
+    Activation,
+    AfterPadding,
+    Alike,
+    Field,
+    choice,
 )
-from dtransformer.models.pretrained.stored_tensor import StoredTensor
 
-# Our arguments -> fields of configs, and what they are where a config says nothing.
-_FIELDS = {
-    "hidden_size": "d_model",
-    "num_heads": "encoder_attention_heads",
-    "ffn_hidden_size": "encoder_ffn_dim",
-    "encoder_layers": "encoder_layers",
-    "decoder_layers": "decoder_layers",
-    "max_length": "max_position_embeddings",
-    "dropout_rate": "dropout",
-    "attention_dropout_rate": "attention_dropout",
+# What configs of encoder–decoders cannot say otherwise, where no part of theirs does.
+BASE = {
+    "positions": "learned",
+    "positions_after_padding": False,
+    "position_offset": 0,
+    "embedding_norm": False,
+    "tied_head": True,
+    "norm": "layer_norm",
+    "norm_epsilon": None,
+    "gated": False,
+    "use_bias": True,
+    "head_dim": None,
+    "query_scale": None,
+    "scales_output": False,
+    "moe_config": None,
 }
-_USUAL = {
-    "max_length": 1024,
-    "dropout_rate": 0.1,
-    "attention_dropout_rate": 0.0,
-    "activation_function": "gelu",
-    "scale_embedding": False,
+# Their names of attention in blocks, and ours.
+_ATTENTIONS = {
+    "encoder": {"self_attn": "attention"},
+    "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
 }
+_PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
 _BIAS = "final_logits_bias"
-_OFFSET = 2  # of BART's positions, whatever the padding's id is
 
 
-def _arguments(config, name, usual, is_pre):
-    # The norms' places follow from the family there.
-    refuse(config, name, normalize_before=is_pre, add_final_layer_norm=is_pre)
-    refuse(config, name, tie_word_embeddings=True, is_decoder=False)
-    for field in ("attention_heads", "ffn_dim"):
-        sides = [config[f"{side}_{field}"] for side in ("encoder", "decoder")]
-        if sides[0] != sides[1]:
-            raise InputError(
-                f"encoder_{field}={sides[0]} and decoder_{field}={sides[1]} differ: blocks of both "
-                "are alike here"
-            )
+def _stack(side):
+    """Return the fields of `Family` that blocks of a side have of their own."""
+    names = _ATTENTIONS[side].items()
+    attention = {
+        f"{theirs}.{x}": (f"{ours}/{y}",) for theirs, ours in names for x, y in _PROJECTIONS.items()
+    }
+    norms = {f"{theirs}_layer_norm": f"{ours}_norm" for theirs, ours in names}
     return {
-        **read(config, _FIELDS, **{x: usual[x] for x in _FIELDS if x in usual}),
-        "embedding_dropout_rate": config.get("dropout", 0.1),
-        "hidden_act": activation(config.get("activation_function", usual["activation_function"])),
-        "embedding_scale": None if config.get("scale_embedding", usual["scale_embedding"]) else 1.0,
-        "norm_epsilon": 1e-5,
-        "trains_head_bias": False,
+        "block": f"{side}.layers.{{}}.",
+        "path": f"transformer/{side}/block_{{}}/",
+        "attention": attention,
+        "norms": {**norms, "final_layer_norm": "feed_forward_norm"},
     }
 
 
 def _settled(arguments, names):
     """Files of models without a head have no bias of it, either."""
     return {**arguments, "head_bias": _BIAS in names}
-
-
-def _read_as(name, own, refused, usual):
-    """Return the function of a family's configs that returns arguments; `own` are always so."""
-    is_pre = not own.get("post_layernorm_residual", True)
-
-    def arguments(config):
-        refuse(config, name, **refused)
-        if name == "Marian":
-            refuse(config, name, decoder_vocab_size=config["vocab_size"])
-        found = {**_arguments(config, name, usual, is_pre), **own}
-        if found.get("positions_after_padding"):  # counted from the padding's id on
-            pad_id = config.get("pad_token_id")
-            found["position_offset"] = 1 + (usual["pad_id"] if pad_id is None else pad_id)
-        return found
-
-    return arguments
-
-
-def _config(arguments, **own):
-    is_scaled = arguments["embedding_scale"] is None
-    require(
-        arguments,
-        **own,
-        embedding_scale=None if is_scaled else 1.0,
-        norm="layer_norm",
-        norm_epsilon=1e-5,
-        tied_head=True,
-        gated=False,
-        use_bias=True,
-        moe_config=None,
-        head_dim=arguments["hidden_size"] // arguments["num_heads"],
-        embedding_dropout_rate=arguments["dropout_rate"],
-    )
-    return {
-        **written(arguments, _FIELDS),
-        "decoder_attention_heads": arguments["num_heads"],
-        "decoder_ffn_dim": arguments["ffn_hidden_size"],
-        "activation_function": published_activation(arguments),
-        "scale_embedding": is_scaled,
-        "is_encoder_decoder": True,
-    }
-
-
-def _written_as(name, own):
-    """Return the function of a network's arguments that returns a config: of `_read_as`."""
-    usual = {"embedding_norm": False, "post_layernorm_residual": True}
-    usual |= {"positions_after_padding": False}
-    always = {x: v for x, v in own.items() if x != "trains_padding"}
-    always |= {x: v for x, v in usual.items() if x not in own}
-
-    def config(arguments):
-        counted = {"position_offset": arguments["pad_id"] + 1, "head_bias": False}
-        own = counted if always["positions_after_padding"] else {}
-        found = _config(arguments, **always, **own)
-        sizes = {"decoder_vocab_size": arguments["vocab_size"]} if name == "Marian" else {}
-        return {**found, **sizes}
-
-    return config
-
-
-def _block(side, number, attentions):
-    theirs, ours = f"{side}.layers.{number}.", f"transformer/{side}/block_{number}/"
-    tensors = []
-    for own, name in attentions.items():
-        for projection, part in {"q_proj": "query", "k_proj": "key", "v_proj": "value"}.items():
-            tensors += dense(f"{theirs}{own}.{projection}", f"{ours}{name}/{part}_")
-        tensors += dense(f"{theirs}{own}.out_proj", f"{ours}{name}/output_", num_inputs=2)
-        tensors += norm(f"{theirs}{own}_layer_norm", f"{ours}{name}_norm")
-    return [
-        *tensors,
-        *dense(f"{theirs}fc1", f"{ours}feed_forward/mapping_"),
-        *dense(f"{theirs}fc2", f"{ours}feed_forward/projection_"),
-        *norm(f"{theirs}final_layer_norm", f"{ours}feed_forward_norm"),
-    ]
-
-
-_ATTENTIONS = {
-    "encoder": {"self_attn": "attention"},
-    "decoder": {"self_attn": "self_attention", "encoder_attn": "cross_attention"},
-}
-
-
-def _tensors(arguments):
-    found = [table("shared.weight", "source_embedding/table")]
-    if arguments["head_bias"]:
-        found.append(StoredTensor(_BIAS, ("head/bias",), num_inputs=0, is_row=True))
-    for side, attentions in _ATTENTIONS.items():
-        block = lambda number, side=side, names=attentions: _block(side, number, names)
-        found += of_blocks(arguments[f"{side}_layers"], block)
-        own = {"encoder": "source", "decoder": "target"}[side]
-        if arguments["positions"] == "learned":
-            found.append(table(f"{side}.embed_positions.weight", f"{own}_positions/table"))
-        if arguments["embedding_norm"]:
-            found += norm(f"{side}.layernorm_embedding", f"{own}_norm")
-        if not arguments["post_layernorm_residual"]:
-            found += norm(f"{side}.layer_norm", f"transformer/{side}/final_norm")
-    return found
-
-
-_COMMON = {
-    "special_ids": DECODER_IDS,
-    "own_padding": False,
-    "prefix": "model.",
-    "heads": ("lm_head", _BIAS),
-    "copies": ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
-    "settled": _settled,
-}
 
 
 def _sinusoids(arguments):
@@ -190,55 +71,98 @@ def _sinusoids(arguments):
     return {f"model.{side}.embed_positions.weight": rows for side in _ATTENTIONS}
 
 
-_LEARNED = {"positions": "learned", "position_offset": _OFFSET, "embedding_norm": True}
-_PRE = {"post_layernorm_residual": False}
-_PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
-_COUNTED = {"positions": "sinusoidal", "positions_after_padding": True}
+_LENGTH = Field("max_length", "max_position_embeddings", 1024)
 
 
-def _family(architecture, name, own, refused=None, usual=None, **others):
+def _family(
+    architecture,
+    fixed,
+    refused=None,
+    parts=(_LENGTH,),
+    activation="gelu",
+    is_scaled=False,
+    attention_dropout=0.0,
+    **others,
+):
+    is_pre = not fixed.get("post_layernorm_residual", True)
     return Family(
         architecture,
-        EncoderDecoderLM,
-        _read_as(name, own, refused or {}, {**_USUAL, **(usual or {})}),
-        _written_as(name, own),
-        _tensors,
-        **{**_COMMON, **others},
+        parts=(
+            Field("hidden_size", "d_model"),
+            Alike("num_heads", ("encoder_attention_heads", "decoder_attention_heads")),
+            Alike("ffn_hidden_size", ("encoder_ffn_dim", "decoder_ffn_dim")),
+            Field("encoder_layers", "encoder_layers"),
+            Field("decoder_layers", "decoder_layers"),
+            Field("dropout_rate", "dropout", 0.1, same=("embedding_dropout_rate",)),
+            Field("attention_dropout_rate", "attention_dropout", attention_dropout),
+            Activation("activation_function", activation),
+            choice("embedding_scale", "scale_embedding", is_scaled, {False: 1.0, True: None}),
+            *parts,
+        ),
+        fixed={"post_layernorm_residual": True, "trains_head_bias": False, **fixed},
+        refused={
+            # The norms' places follow from the family there.
+            **dict.fromkeys(("normalize_before", "add_final_layer_norm"), is_pre),
+            **dict.fromkeys(("tie_word_embeddings", "is_encoder_decoder"), True),
+            "is_decoder": False,
+            **(refused or {}),
+        },
+        stacks={f"{side}_layers": _stack(side) for side in _ATTENTIONS},
+        dense={"fc1": ("feed_forward/mapping",), "fc2": ("feed_forward/projection",)},
+        tables={
+            "shared.weight": "source_embedding/table",
+            "encoder.embed_positions.weight": "source_positions/table",
+            "decoder.embed_positions.weight": "target_positions/table",
+        },
+        top={
+            "encoder.layernorm_embedding": "source_norm",
+            "decoder.layernorm_embedding": "target_norm",
+            "encoder.layer_norm": "transformer/encoder/final_norm",
+            "decoder.layer_norm": "transformer/decoder/final_norm",
+        },
+        rows={_BIAS: "head/bias"},
+        base=BASE,
+        usual_parts=(),
+        network=EncoderDecoderLM,
+        special_ids=DECODER_IDS,
+        own_padding=False,
+        prefix="model.",
+        heads=("lm_head", _BIAS),
+        copies=("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        settled=_settled,
+        **others,
     )
 
 
+# Of BART's positions, the offset is so whatever the padding's id is.
+_LEARNED = {"positions": "learned", "position_offset": 2, "embedding_norm": True}
+_PRE = {"post_layernorm_residual": False}
+_PAPER = {"positions": "sinusoidal_paper", "trains_padding": False}
+_COUNTED = {"positions": "sinusoidal", "positions_after_padding": True, "head_bias": False}
 _COMPUTED = {"ignored": ("embed_positions.weight", "embed_positions.weights")}
 BART = _family(
     "BartForConditionalGeneration",
-    "BART",
     _LEARNED,
     {"normalize_embedding": True, "static_position_embeddings": False},
 )
 MARIAN = _family(
     "MarianMTModel",
-    "Marian",
     _PAPER,
     {"share_encoder_decoder_embeddings": True, "normalize_embedding": False},
+    (_LENGTH, Alike("vocab_size", ("vocab_size", "decoder_vocab_size"), is_needed=False)),
     **_COMPUTED,
 )
-MBART = _family("MBartForConditionalGeneration", "mBART", {**_LEARNED, **_PRE})
+MBART = _family("MBartForConditionalGeneration", {**_LEARNED, **_PRE})
 PEGASUS = _family(
-    "PegasusForConditionalGeneration",
-    "Pegasus",
-    {**_PAPER, **_PRE},
-    computed=_sinusoids,
-    **_COMPUTED,
+    "PegasusForConditionalGeneration", {**_PAPER, **_PRE}, computed=_sinusoids, **_COMPUTED
 )
 M2M_100 = _family(
     "M2M100ForConditionalGeneration",
-    "M2M-100",
     {**_COUNTED, **_PRE},
-    usual={
-        "activation_function": "relu",
-        "scale_embedding": True,
-        "attention_dropout_rate": 0.1,
-        "pad_id": 1,
-    },
-    usual_ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    parts=(AfterPadding(1024, usual=1),),
+    activation="relu",
+    is_scaled=True,
+    attention_dropout=0.1,
+    ids={"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **_COMPUTED,
 )

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from dtransformer.block_forms import arguments_of_block, shortest
 from dtransformer.errors import InputError
 from dtransformer.layers.rotary import ntk_base
+from dtransformer.models.pretrained.families.parts import differs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _OF_PATTERN = "experts", "attention_norm"  # what is no argument of a network
 _ROTARY = "rotary_base", "rotary_fraction", "rotary_scaling"
 
 
-def every(number: int, first: int = 1, kind: str = FULL, other: str = SLIDING) -> Callable:
-    """Return a rule by which block i is of a kind where i + first is a multiple of a number."""
-    return lambda config, i: other if (i + first) % number else kind
+def every(number: int) -> Callable:
+    """Return a rule by which block i is full where i + 1 is a multiple of a number; others slide."""
+    return lambda config, i: SLIDING if (i + 1) % number else FULL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,19 +149,18 @@ class Blocks:
         windows = {block["window"] for block in blocks} - {None}
         fractions = {block["rotary_fraction"] for block in blocks}
         if windows and self.kind_of is None:
-            _refuse("window", windows, None)
+            raise differs("window", windows, None)
         if len(windows) > 1:
-            _refuse("window", windows, "one")
+            raise differs("window", windows, "one")
         if fractions != {1.0} and self.fraction == 1 and not self.is_partial:
-            _refuse("rotary_fraction", fractions - {1.0}, 1.0)
+            raise differs("rotary_fraction", fractions - {1.0}, 1.0)
         turning = [block for block in blocks if block["rotary_base"] is not None] or blocks
         by_kind = {kind: [b for b in turning if _kind(b) == kind] for kind in (FULL, SLIDING)}
         groups = by_kind.values() if self.by_kind else [turning]
         for group in groups:
             if any(one[name] != group[0][name] for one in group for name in _ROTARY):
-                _refuse(
-                    "rotary positions of several kinds", {b["rotary_base"] for b in group}, "one"
-                )
+                bases = {one["rotary_base"] for one in group}
+                raise differs("rotary positions of several kinds", bases, "one")
         found = {}
         if self.kind_of is not None:
             window = next(iter(windows), None)
@@ -173,11 +173,11 @@ class Blocks:
             found[self.turns[0]] = [int(block["rotary_base"] is not None) for block in blocks]
         plain = [i for i, block in enumerate(blocks) if not block.get("attention_norm", True)]
         if plain != [0] * self.is_first_plain:
-            _refuse("blocks whose attention's input has no norm", plain, "another number of them")
+            raise differs("blocks whose attention's input has no norm", plain, "others")
         if self.dense is not None:
             found |= self.dense[1]([not block.get("experts", True) for block in blocks])
         elif any("experts" in block for block in blocks):
-            _refuse("blocks with experts", {"some"}, "all")
+            raise differs("blocks with experts", "some", "all")
         turns = [self.are_full_turned or not windows or _kind(block) == SLIDING for block in blocks]
         if self.turns is None and [block["rotary_base"] is not None for block in blocks] != turns:
             raise InputError(
@@ -189,15 +189,6 @@ class Blocks:
             return {**found, "rope_parameters": {FULL: first, SLIDING: first, **own}}
         own = _parameters(turning[0])
         return {**found, "rope_theta": own["rope_theta"], "rope_parameters": own}
-
-
-def _refuse(name, values, theirs):
-    """Say that a network has what its family's configs do not."""
-    own = ", ".join(map(str, values))
-    raise InputError(
-        f"the network has {name}={own}, the published family {theirs}: it cannot be saved as one of "
-        f"that family, as one that is made with {name}={theirs} can"
-    )
 
 
 def all_slide(config: Mapping, number: int) -> str:

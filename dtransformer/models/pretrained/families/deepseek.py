@@ -18,11 +18,11 @@ from dtransformer.models.pretrained.families.experts import (
     first_dense,
     next_tokens,
 )
-from dtransformer.models.pretrained.families.stack import (
+from dtransformer.models.pretrained.families.family import (
     GATED,
     PRE,
     SHARED,
-    Stack,
+    Family,
     llama_parts_without,
 )
 
@@ -128,10 +128,10 @@ _BOTH = {
     },
     "dense": {**GATED, **SHARED},
     "is_interleaved": True,
-    "others": {"left_out": next_tokens},
+    "left_out": next_tokens,
 }
 _V2 = {"normalizes_gates": False, "group_score": "max"}
-DEEPSEEK_V2 = Stack(
+DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     parts=(
         _Latents(),
@@ -141,8 +141,8 @@ DEEPSEEK_V2 = Stack(
     refused={**_REFUSED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
     ids={"bos_token_id": 1, "eos_token_id": 2},
     **_BOTH,
-).family()
-DEEPSEEK_V3 = Stack(
+)
+DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     parts=(
         _Latents(),
@@ -157,4 +157,4 @@ DEEPSEEK_V3 = Stack(
     },
     ids={"bos_token_id": 0, "eos_token_id": 1},
     **_BOTH,
-).family()
+)

@@ -1,13 +1,16 @@
-"""DistilBERT and ModernBERT.
+"""BERT, RoBERTa, DistilBERT and ModernBERT.
 
-References: Sanh et al., 2019, "DistilBERT", arXiv 1910.01108; Warner et al., 2024, "ModernBERT", arXiv
+References: Devlin et al., 2019, "BERT", arXiv 1810.04805; Liu et al., 2019, "RoBERTa", arXiv
+1907.11692; Sanh et al., 2019, "DistilBERT", arXiv 1910.01108; Warner et al., 2024, "ModernBERT", arXiv
 2412.13663.
 """
 
+from collections.abc import Mapping
+
 from dtransformer.models.masked_lm import MaskedLM
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks
-from dtransformer.models.pretrained.families.parts import HEADS, Activation, Field
-from dtransformer.models.pretrained.families.stack import Stack
+from dtransformer.models.pretrained.families.family import Family
+from dtransformer.models.pretrained.families.parts import HEADS, Activation, AfterPadding, Field
 
 # What configs of encoders cannot say otherwise, where no part of theirs does.
 _PLAIN = {
@@ -30,9 +33,103 @@ _ENCODER = {
     "base": _PLAIN,
     "usual_parts": (),
     "network": MaskedLM,
+    "special_ids": {"pad_id": "pad_token_id"},
 }
-_IDS = {"special_ids": {"pad_id": "pad_token_id"}}
-DISTILBERT = Stack(
+
+
+class _NextSentence:
+    """The class of a config: whether there is a head that tells if a sentence follows another."""
+
+    arguments = ("next_sentence",)
+    _class = "BertForPreTraining"
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`."""
+        return {"next_sentence": self._class in (config.get("architectures") or ())}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        return {"architectures": [self._class]} if arguments["next_sentence"] else {}
+
+
+def _bert(architecture, parts, prefix, head, **others):
+    """Return a family of BERT's blocks: with parts of its own, and names of its head's layers."""
+    embeddings = f"{prefix}.embeddings."
+    return Family(
+        architecture,
+        parts=(
+            Field("hidden_size", "hidden_size"),
+            HEADS,
+            Field("num_layers", "num_hidden_layers"),
+            Field("ffn_hidden_size", "intermediate_size"),
+            Field("num_token_types", "type_vocab_size", 2),
+            Field("norm_epsilon", "layer_norm_eps", 1e-12),
+            Field("dropout_rate", "hidden_dropout_prob", 0.1),
+            Field("attention_dropout_rate", "attention_probs_dropout_prob", 0.1),
+            *parts,
+        ),
+        ids={"pad_token_id": 0},
+        block=f"{prefix}.encoder.layer.{{}}.",
+        attention={
+            **{f"attention.self.{x}": (f"attention/{x}",) for x in ("query", "key", "value")},
+            "attention.output.dense": ("attention/output",),
+        },
+        dense={
+            "intermediate.dense": ("feed_forward/mapping",),
+            "output.dense": ("feed_forward/projection",),
+        },
+        norms={
+            "attention.output.LayerNorm": "attention_norm",
+            "output.LayerNorm": "feed_forward_norm",
+        },
+        tables={
+            f"{embeddings}word_embeddings.weight": "embedding/table",
+            f"{embeddings}position_embeddings.weight": "positions/table",
+            f"{embeddings}token_type_embeddings.weight": "token_types/table",
+        },
+        top={f"{embeddings}LayerNorm": "embedding_norm", **head},
+        # Files of Google's weights are of the time when norms had other names.
+        renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        **others,
+        **_ENCODER,
+    )
+
+
+_REFUSED = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+# Models that find masked tokens may have what tells next sentences, too.
+_SPARE = "position_ids", "pooler.dense.weight", "pooler.dense.bias"
+BERT = _bert(
+    "BertForMaskedLM",
+    (Field("max_length", "max_position_embeddings"), Activation(usual="gelu"), _NextSentence()),
+    "bert",
+    {
+        "cls.predictions.transform.dense": "head/dense",
+        "cls.predictions.transform.LayerNorm": "head/norm",
+        "bert.pooler.dense": "sentence_head/pooler",
+        "cls.seq_relationship": "sentence_head/classifier",
+    },
+    refused=_REFUSED,
+    vectors={"cls.predictions.bias": "head/logits/bias"},
+    copies=("cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    ignored=(*_SPARE, "seq_relationship.weight", "seq_relationship.bias"),
+)
+ROBERTA = _bert(
+    "RobertaForMaskedLM",
+    (AfterPadding(512, counts=True),),
+    "roberta",
+    {"lm_head.dense": "head/dense", "lm_head.layer_norm": "head/norm"},
+    fixed={"hidden_act": "gelu"},
+    refused={**_REFUSED, "hidden_act": "gelu"},  # of its head, whatever that of its blocks is
+    vectors={"lm_head.bias": "head/logits/bias"},
+    copies=("lm_head.decoder.weight", "lm_head.decoder.bias"),
+    ignored=_SPARE,
+)
+DISTILBERT = Family(
     "DistilBertForMaskedLM",
     parts=(
         Field("hidden_size", "dim", 768),
@@ -66,9 +163,10 @@ DISTILBERT = Stack(
         "vocab_layer_norm": "head/norm",
     },
     vectors={"vocab_projector.bias": "head/logits/bias"},
-    others={**_IDS, "copies": ("vocab_projector.weight",), "ignored": ("position_ids",)},
+    copies=("vocab_projector.weight",),
+    ignored=("position_ids",),
     **_ENCODER,
-).family()
+)
 
 
 def _full_each(config, number):
@@ -76,7 +174,7 @@ def _full_each(config, number):
     return SLIDING if number % (config.get("global_attn_every_n_layers") or 3) else FULL
 
 
-MODERNBERT = Stack(
+MODERNBERT = Family(
     "ModernBertForMaskedLM",
     parts=(
         Field("hidden_size", "hidden_size", 768),
@@ -134,6 +232,6 @@ MODERNBERT = Stack(
         "head.norm": "head/norm",
     },
     vectors={"decoder.bias": "head/logits/bias"},
-    others={**_IDS, "copies": ("decoder.weight",)},
+    copies=("decoder.weight",),
     **_ENCODER,
-).family()
+)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dtransformer.errors import InputError
 from dtransformer.models.experts import experts_of
 from dtransformer.models.pretrained.families.blocks import Blocks, all_slide
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.llama import QK_EPSILON, USUAL_IDS
-from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
-from dtransformer.models.pretrained.families.stack import Stack
+from dtransformer.models.pretrained.families.parts import differs, epsilon, kv_heads
 from dtransformer.parallel.config.config import MoEConfig
 
 # No token is dropped, and the load is balanced sequence by sequence.
@@ -64,10 +64,7 @@ class Experts:
         plain = MoEConfig(**{**_ALWAYS, **self.fixed})
         for name, value in vars(plain).items():
             if getattr(moe, name) != value and (name not in own or name == "dropless"):
-                raise InputError(
-                    f"the family has experts with {name}={value!r}, the network {name}="
-                    f"{getattr(moe, name)!r}: it cannot be saved as one of that family"
-                )
+                raise differs(f"experts with {name}", repr(getattr(moe, name)), repr(value))
         found = {field: getattr(moe, own) for own, (field, _) in self.fields.items()}
         if self.aux_loss is None:
             return found
@@ -137,7 +134,7 @@ def next_tokens(arguments: Mapping) -> tuple[str, ...]:
 
 
 _MIXTRAL_NAMES = {"w1": "gate", "w3": "mapping", "w2": "projection"}
-MIXTRAL = Stack(
+MIXTRAL = Family(
     "MixtralForCausalLM",
     parts=(
         kv_heads(8),
@@ -158,8 +155,8 @@ MIXTRAL = Stack(
         f"block_sparse_moe.experts.{{}}.{name}": f"feed_forward/{own}"
         for name, own in _MIXTRAL_NAMES.items()
     },
-).family()
-QWEN3_MOE = Stack(
+)
+QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     parts=(
         QK_EPSILON,
@@ -177,4 +174,4 @@ QWEN3_MOE = Stack(
     ),
     fixed={"qk_norm": "rms_norm"},
     refused={"attention_bias": False, "use_sliding_window": False},
-).family()
+)

@@ -5,6 +5,7 @@ References: Gemma Team, 2024, "Gemma", arXiv 2403.08295, and "Gemma 2", arXiv 24
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
+from dtransformer.models.pretrained.families.family import PRE, Family
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Field,
@@ -13,7 +14,6 @@ from dtransformer.models.pretrained.families.parts import (
     head_dim,
     kv_heads,
 )
-from dtransformer.models.pretrained.families.stack import PRE, Stack
 
 _FIXED = {"norm": "rms_norm_unit_offset", "embedding_scale": None}
 _REFUSED = {"attention_bias": False, "use_bidirectional_attention": False}
@@ -40,14 +40,14 @@ def _period(config, number):
 
 # Its first configs say "gelu", and mean the approximation by tanh.
 _ACTIVATION = Activation("hidden_act", "gelu_pytorch_tanh", means={"gelu": "gelu_pytorch_tanh"})
-GEMMA = Stack(
+GEMMA = Family(
     "GemmaForCausalLM",
     parts=(*_HEADS, kv_heads(16), _ACTIVATION),
     fixed=_FIXED,
     refused=_REFUSED,
     ids=_IDS,
-).family()
-GEMMA2 = Stack(
+)
+GEMMA2 = Family(
     "Gemma2ForCausalLM",
     parts=(
         *_HEADS,
@@ -60,8 +60,8 @@ GEMMA2 = Stack(
     refused=_REFUSED,
     ids=_IDS,
     norms=_NORMS,
-).family()
-GEMMA3 = Stack(
+)
+GEMMA3 = Family(
     "Gemma3ForCausalLM",
     parts=(
         *_HEADS,
@@ -83,4 +83,4 @@ GEMMA3 = Stack(
     refused=_REFUSED,
     ids=_IDS,
     norms=_NORMS,
-).family()
+)

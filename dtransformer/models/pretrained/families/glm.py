@@ -10,8 +10,8 @@ from dtransformer.models.pretrained.families.experts import (
     first_dense,
     next_tokens,
 )
+from dtransformer.models.pretrained.families.family import FUSED_GATED, GATED, SHARED, Family
 from dtransformer.models.pretrained.families.parts import Field, epsilon, head_dim, kv_heads
-from dtransformer.models.pretrained.families.stack import FUSED_GATED, GATED, SHARED, Stack
 
 _PARTS = (
     kv_heads(2),
@@ -22,10 +22,8 @@ _PARTS = (
 )
 _IDS = {"pad_token_id": 151329, "eos_token_id": 151329}
 
-GLM = Stack(
-    "GlmForCausalLM", parts=_PARTS, dense=FUSED_GATED, ids=_IDS, is_interleaved=True
-).family()
-GLM4 = Stack(
+GLM = Family("GlmForCausalLM", parts=_PARTS, dense=FUSED_GATED, ids=_IDS, is_interleaved=True)
+GLM4 = Family(
     "Glm4ForCausalLM",
     parts=_PARTS,
     fixed={"norm_placement": "sandwich"},
@@ -38,8 +36,8 @@ GLM4 = Stack(
         "post_mlp_layernorm": "feed_forward_output_norm",
     },
     is_interleaved=True,
-).family()
-GLM4_MOE = Stack(
+)
+GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     parts=(
         kv_heads(8),
@@ -50,5 +48,5 @@ GLM4_MOE = Stack(
         deepseek_experts(128, 8, 1408, 1, 1.0, 1, 1, True, router_type="sigmoid"),
     ),
     dense={**GATED, **SHARED},
-    others={"left_out": next_tokens},
-).family()
+    left_out=next_tokens,
+)

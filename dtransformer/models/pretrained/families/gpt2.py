@@ -1,17 +1,17 @@
 """GPT-2: Radford et al., 2019, "Language models are unsupervised multitask learners"."""
 
+from dtransformer.models.pretrained.families.family import Family
 from dtransformer.models.pretrained.families.parallel import CLASSIC, FUSED, MAPPING, PROJECTION
 from dtransformer.models.pretrained.families.parts import Activation, Derived, Field, epsilon
-from dtransformer.models.pretrained.families.stack import Stack
 
-GPT2 = Stack(
+GPT2 = Family(
     "GPT2LMHeadModel",
     parts=(
         Field("hidden_size", "n_embd"),
         Field("num_heads", "n_head"),
         Field("num_layers", "n_layer"),
         Field("max_length", "n_positions"),
-        Derived("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"], lambda x: None),
+        Derived("ffn_hidden_size", "n_inner", lambda x: 4 * x["n_embd"]),
         epsilon(1e-5, "layer_norm_epsilon", own=1e-5),
         Field("dropout_rate", "resid_pdrop", 0.1),
         Field("attention_dropout_rate", "attn_pdrop", 0.1),
@@ -34,9 +34,7 @@ GPT2 = Stack(
     norms={"ln_1": "attention_norm", "ln_2": "feed_forward_norm"},
     tables={"wte.weight": "embedding/table", "wpe.weight": "positions/table"},
     top={"ln_f": "blocks/final_norm", "lm_head": "head"},
-    others={
-        "prefix": "transformer.",
-        "heads": ("lm_head", "score", "classifier"),
-        "ignored": (".attn.bias", ".attn.masked_bias"),
-    },
-).family()
+    prefix="transformer.",
+    heads=("lm_head", "score", "classifier"),
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)

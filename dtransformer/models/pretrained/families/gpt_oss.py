@@ -6,8 +6,8 @@ code. Files whose experts are MXFP4 are read, too (`quantized.py`), and saved as
 
 from dtransformer.models.pretrained.families.blocks import Blocks, every
 from dtransformer.models.pretrained.families.experts import Experts
+from dtransformer.models.pretrained.families.family import Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import epsilon, head_dim, kv_heads
-from dtransformer.models.pretrained.families.stack import Stack, llama_parts_without
 
 _YARN = {
     "rope_type": "yarn",
@@ -17,7 +17,7 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-GPT_OSS = Stack(
+GPT_OSS = Family(
     "GptOssForCausalLM",
     parts=(
         epsilon(1e-5),
@@ -49,4 +49,4 @@ GPT_OSS = Stack(
         "mlp.experts.down_proj": ("feed_forward/projection",),
     },
     block_vectors={"self_attn.sinks": "attention/sinks"},
-).family()
+)

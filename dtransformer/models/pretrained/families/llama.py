@@ -9,6 +9,7 @@ arXiv 2402.16819; Seed-OSS, SmolLM3, Granite, Arcee, Helium and ERNIE 4.5 by the
 """
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, all_slide
+from dtransformer.models.pretrained.families.family import FUSED_ATTENTION, FUSED_GATED, Family
 from dtransformer.models.pretrained.families.parallel import MAPPING, PROJECTION, parallel_residual
 from dtransformer.models.pretrained.families.parts import (
     Activation,
@@ -19,7 +20,6 @@ from dtransformer.models.pretrained.families.parts import (
     kv_heads,
     reciprocal,
 )
-from dtransformer.models.pretrained.families.stack import FUSED_ATTENTION, FUSED_GATED, Stack
 
 USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _PLAIN = {"attention_bias": False, "mlp_bias": False}
@@ -42,22 +42,22 @@ def _qwen_blocks(window):
     return Blocks(kind_of=_last_slide, window=window, has_types=True, switch="use_sliding_window")
 
 
-LLAMA = Stack("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS).family()
-MISTRAL = Stack(
+LLAMA = Family("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS)
+MISTRAL = Family(
     "MistralForCausalLM",
     # A config that says nothing of it means 4096, as that of the first Mistral.
     parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
     ids=USUAL_IDS,
-).family()
-QWEN2 = Stack("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True}).family()
+)
+QWEN2 = Family("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True})
 QK_EPSILON = epsilon(1e-6, same=("qk_norm_epsilon",))
-QWEN3 = Stack(
+QWEN3 = Family(
     "Qwen3ForCausalLM",
     parts=(QK_EPSILON, kv_heads(32), head_dim(128), _qwen_blocks(4096)),
     fixed={"qk_norm": "rms_norm"},
     refused={"attention_bias": False},
-).family()
-PHI3 = Stack(
+)
+PHI3 = Family(
     "Phi3ForCausalLM",
     parts=(
         epsilon(1e-5),
@@ -68,8 +68,8 @@ PHI3 = Stack(
     attention=FUSED_ATTENTION,
     dense=FUSED_GATED,
     ids={"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
-).family()
-STARCODER2 = Stack(
+)
+STARCODER2 = Family(
     "Starcoder2ForCausalLM",
     parts=(
         kv_heads(2),
@@ -84,8 +84,8 @@ STARCODER2 = Stack(
     fixed={"norm": "layer_norm", "gated": False},
     dense={"mlp.c_fc": ("feed_forward/mapping",), "mlp.c_proj": ("feed_forward/projection",)},
     ids={"bos_token_id": 50256, "eos_token_id": 50256},
-).family()
-STABLELM = Stack(
+)
+STABLELM = Family(
     "StableLmForCausalLM",
     parts=(
         kv_heads(32),
@@ -98,8 +98,8 @@ STABLELM = Stack(
     fixed={"norm": "layer_norm"},
     refused={"qk_layernorm": False},
     ids={"bos_token_id": 0, "eos_token_id": 0},
-).family()
-SEED_OSS = Stack(
+)
+SEED_OSS = Family(
     "SeedOssForCausalLM",
     parts=(
         kv_heads(8),
@@ -110,8 +110,8 @@ SEED_OSS = Stack(
     ),
     refused={"attention_out_bias": False, "mlp_bias": False},
     ids={"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
-).family()
-SMOLLM3 = Stack(
+)
+SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
     parts=(
         kv_heads(4),
@@ -126,8 +126,8 @@ SMOLLM3 = Stack(
     ),
     refused=_PLAIN,
     ids={"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
-).family()
-GRANITE = Stack(
+)
+GRANITE = Family(
     "GraniteForCausalLM",
     parts=(
         Field("embedding_scale", "embedding_multiplier", 1.0),
@@ -137,33 +137,33 @@ GRANITE = Stack(
     ),
     refused=_PLAIN,
     ids=USUAL_IDS,
-).family()
+)
 _UP = {"mlp.up_proj": MAPPING, "mlp.down_proj": PROJECTION}
 _RELU2 = Activation(usual="relu2")
-ARCEE = Stack(
+ARCEE = Family(
     "ArceeForCausalLM",
     parts=(epsilon(1e-5), _RELU2),
     fixed={"gated": False},
     refused=_PLAIN,
     dense=_UP,
     ids={"bos_token_id": 128000, "eos_token_id": 128001},
-).family()
-NEMOTRON = Stack(
+)
+NEMOTRON = Family(
     "NemotronForCausalLM",
     parts=(epsilon(1e-5, "norm_eps", own=1e-5), _RELU2, Blocks(fraction=0.5)),
     fixed={"norm": "layer_norm_unit_offset", "gated": False},
     refused=_PLAIN,
     dense=_UP,
     ids={"bos_token_id": 2, "eos_token_id": 3},
-).family()
-HELIUM = Stack(
+)
+HELIUM = Family(
     "HeliumForCausalLM",
     parts=(epsilon(1e-8), kv_heads(20), head_dim(128), Blocks(base=1e5)),
     refused=_PLAIN,
     is_interleaved=True,
     ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
-).family()
-ERNIE4_5 = Stack(
+)
+ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
     parts=(
         epsilon(1e-5),
@@ -175,4 +175,4 @@ ERNIE4_5 = Stack(
     ),
     is_interleaved=True,
     ids={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-).family()
+)

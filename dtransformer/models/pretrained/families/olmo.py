@@ -6,8 +6,8 @@ arXiv 2409.02060; LG AI Research, 2025, "EXAONE 4.0", arXiv 2507.11407; OLMo 3 b
 
 from dtransformer.models.pretrained.families.blocks import FULL, SLIDING, Blocks, every
 from dtransformer.models.pretrained.families.experts import Experts
+from dtransformer.models.pretrained.families.family import PRE, Family
 from dtransformer.models.pretrained.families.parts import epsilon, kv_heads
-from dtransformer.models.pretrained.families.stack import PRE, Stack
 
 _FIXED = {"qk_norm": "rms_norm_all_heads"}
 _EPSILON = epsilon(1e-5, same=("qk_norm_epsilon",))
@@ -19,15 +19,15 @@ _NORMS = {
 }
 _NORMS.pop("input_layernorm")
 
-OLMO2 = Stack(
+OLMO2 = Family(
     "Olmo2ForCausalLM",
     parts=(_EPSILON,),
     fixed={**_FIXED, "norm_placement": "output"},
     refused={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
-).family()
-OLMO3 = Stack(
+)
+OLMO3 = Family(
     "Olmo3ForCausalLM",
     parts=(
         _EPSILON,
@@ -44,8 +44,8 @@ OLMO3 = Stack(
     refused={"attention_bias": False},
     ids=_IDS,
     norms=_NORMS,
-).family()
-OLMOE = Stack(
+)
+OLMOE = Family(
     "OlmoeForCausalLM",
     parts=(
         _EPSILON,
@@ -61,7 +61,7 @@ OLMOE = Stack(
     fixed=_FIXED,
     refused={"attention_bias": False, "clip_qkv": None},
     ids=_IDS,
-).family()
+)
 
 
 def _slides(config, number):
@@ -75,7 +75,7 @@ def _slides(config, number):
     return every(period)(config, number)
 
 
-EXAONE4 = Stack(
+EXAONE4 = Family(
     "Exaone4ForCausalLM",
     parts=(
         _EPSILON,
@@ -85,4 +85,4 @@ EXAONE4 = Stack(
     fixed={"qk_norm": "rms_norm", "norm_placement": "output"},
     ids={"bos_token_id": 0, "eos_token_id": 2},
     norms=_NORMS,
-).family()
+)

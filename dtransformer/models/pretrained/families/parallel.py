@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 from dtransformer.errors import InputError
 from dtransformer.models.pretrained.families.blocks import Blocks, every
+from dtransformer.models.pretrained.families.family import PRE, Family, llama_parts_without
 from dtransformer.models.pretrained.families.parts import (
     Activation,
     Derived,
     Field,
+    differs,
     epsilon,
 )
-from dtransformer.models.pretrained.families.stack import PRE, Stack, llama_parts_without
 
 # What configs say of heads that have no groups, and of layers of the first decoders: all have biases.
 CLASSIC = {
@@ -46,7 +47,7 @@ def parallel_residual(usual: bool, placement: str) -> Field:
     return Field("norm_placement", "use_parallel_residual", usual, ours, theirs)
 
 
-GPT_NEOX = Stack(
+GPT_NEOX = Family(
     "GPTNeoXForCausalLM",
     parts=(
         _EPSILON,
@@ -65,13 +66,11 @@ GPT_NEOX = Stack(
     block="gpt_neox.layers.{}.",
     tables={"gpt_neox.embed_in.weight": "embedding/table"},
     top={"gpt_neox.final_layer_norm": "blocks/final_norm", "embed_out": "head"},
-    others={
-        "copies": ("embed_out.weight",),
-        "renamed": {"lm_head.weight": "embed_out.weight"},
-        "ignored": ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
-    },
-).family()
-PHI = Stack(
+    copies=("embed_out.weight",),
+    renamed={"lm_head.weight": "embed_out.weight"},
+    ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+)
+PHI = Family(
     "PhiForCausalLM",
     parts=(
         _EPSILON,
@@ -89,7 +88,7 @@ PHI = Stack(
     },
     dense={"mlp.fc1": MAPPING, "mlp.fc2": PROJECTION},
     top={"model.final_layernorm": "blocks/final_norm", "lm_head": "head"},
-).family()
+)
 
 
 def _slides(config, number):
@@ -105,13 +104,13 @@ _COHERE = {
     "is_interleaved": True,
 }
 _COHERE_PARTS = _EPSILON, _TIED, Field("logits_scale", "logit_scale", 0.0625)
-COHERE = Stack(
+COHERE = Family(
     "CohereForCausalLM",
     parts=(*_COHERE_PARTS, Blocks(base=5e5)),
     refused={"attention_bias": False, "use_qk_norm": False},
     **_COHERE,
-).family()
-COHERE2 = Stack(
+)
+COHERE2 = Family(
     "Cohere2ForCausalLM",
     parts=(
         *_COHERE_PARTS,
@@ -119,7 +118,7 @@ COHERE2 = Stack(
     ),
     refused={"attention_bias": False},
     **_COHERE,
-).family()
+)
 
 
 class _FalconHeads:
@@ -147,7 +146,7 @@ class _FalconHeads:
         placement = arguments["norm_placement"]
         norms = {_ONE_NORM: 1, "parallel": 2}.get(placement)
         if norms is None:
-            raise InputError(f"the network has norm_placement={placement!r}, Falcon's are parallel")
+            raise differs("norm_placement", repr(placement), "'parallel'")
         heads = arguments["num_kv_heads"] or arguments["num_heads"]
         is_new = norms == 2 or heads not in (1, arguments["num_heads"])
         fields = {"num_kv_heads": heads, "num_ln_in_parallel_attn": norms} if is_new else {}
@@ -159,7 +158,7 @@ def _falcon_norms(arguments):
     return {"ln_attn": "attention_norm", "ln_mlp": "feed_forward_norm"} if has_two else PRE
 
 
-FALCON = Stack(
+FALCON = Family(
     "FalconForCausalLM",
     parts=(
         _FalconHeads(),
@@ -195,4 +194,4 @@ FALCON = Stack(
     block="transformer.h.{}.",
     tables={"transformer.word_embeddings.weight": "embedding/table"},
     top={"transformer.ln_f": "blocks/final_norm", "lm_head": "head"},
-).family()
+)

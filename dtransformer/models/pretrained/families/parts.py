@@ -6,11 +6,20 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
 from dtransformer.models.base import first_given
-from dtransformer.models.pretrained.families.family import activation, published_activation
 
 _REQUIRED = object()
+# Names of activations in published configs -> ours.
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 
 
 class Part(typing.Protocol):
@@ -87,13 +96,14 @@ class Derived:
         argument: our name.
         field: theirs.
         usual: a function of the other fields that returns what it is then.
-        own: a function of a network's arguments that returns what None means there.
+        own: a function of a network's arguments that returns what None means there; null by
+            default.
     """
 
     argument: str
     field: str
     usual: Callable[[Mapping], Any]
-    own: Callable[[Mapping], Any]
+    own: Callable[[Mapping], Any] = lambda arguments: None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -134,6 +144,144 @@ class Activation:
     def written(self, arguments: Mapping) -> dict:
         """See `Part`."""
         return {self.field: published_activation(arguments)}
+
+
+def activation(name: str) -> str:
+    """Return our name of a published config's activation.
+
+    Raises:
+        InputError: it has none.
+    """
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise InputError(f"the activation {shown(name)} is none of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def published_activation(arguments: dict) -> str:
+    """Return what published configs call a network's activation.
+
+    Raises:
+        InputError: it has no name there.
+    """
+    theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
+    name = arguments["hidden_act"]
+    if name not in theirs:
+        raise InputError(f"hidden_act={name!r} has no name in published configs")
+    return theirs[name]
+
+
+def differs(name: str, own: object, theirs: object) -> InputError:
+    """Return the error for a network that no config of its family says.
+
+    Args:
+        name: the argument's.
+        own: what the network has; a set or list of them.
+        theirs: what the family has.
+    """
+    own = ", ".join(map(str, own)) if isinstance(own, set | list) else own
+    return InputError(
+        f"the network has {name}={own}, the published family {theirs}: it cannot be saved as one of "
+        f"that family, as one that is made with {name}={theirs} can"
+    )
+
+
+def choice(argument: str, field: str, usual: Any, values: Mapping) -> Field:
+    """Return a field of a few values, which a dict of theirs and ours has."""
+
+    def ours(value):
+        if value not in [*values]:
+            raise InputError(f"{field} is {shown(value)}, expected one of {[*values]}")
+        return values[value]
+
+    def theirs(value):
+        found = [name for name, own in values.items() if own == value]
+        if not found:
+            raise differs(argument, repr(value), " or ".join(map(repr, values.values())))
+        return found[0]
+
+    return Field(argument, field, usual, ours, theirs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """Fields that say one argument together, and have to be equal.
+
+    Args:
+        argument: our name.
+        fields: theirs.
+        is_needed: whether all have to be there; else the first one.
+    """
+
+    argument: str
+    fields: tuple[str, ...]
+    is_needed: bool = True
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The name of the argument."""
+        return (self.argument,)
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the fields differ.
+        """
+        first, *others = self.fields
+        value = config[first]
+        for field in others:
+            own = config[field] if self.is_needed else first_given(config.get(field), value)
+            if own != value:
+                raise InputError(
+                    f"{first}={shown(value)} and {field}={shown(own)} differ: they are one here"
+                )
+        return {self.argument: value}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`."""
+        return dict.fromkeys(self.fields, arguments[self.argument])
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterPadding:
+    """Positions that are counted from the padding's id on.
+
+    Args:
+        length: the number of positions that a config means that has none.
+        usual: the id that a config means that has none; an error by default.
+        counts: whether the length in configs has the positions before, too.
+    """
+
+    length: int
+    usual: int | None = None
+    counts: bool = False
+    arguments: tuple[str, ...] = ("position_offset", "max_length")
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: there is no padding.
+        """
+        pad_id = first_given(config.get("pad_token_id"), self.usual)
+        if pad_id is None:
+            raise InputError("lacks the field pad_token_id, from which positions are counted on")
+        length = first_given(config.get("max_position_embeddings"), self.length)
+        return {
+            "position_offset": pad_id + 1,
+            "max_length": length - (pad_id + 1) * self.counts,
+        }
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: positions are counted from elsewhere.
+        """
+        offset, pad_id = arguments["position_offset"], arguments["pad_id"]
+        if pad_id is None or offset != pad_id + 1:
+            raise differs("position_offset", offset, "pad_id + 1" if pad_id is None else pad_id + 1)
+        return {"max_position_embeddings": arguments["max_length"] + offset * self.counts}
 
 
 def reciprocal(value: float) -> float:

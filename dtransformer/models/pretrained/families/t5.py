@@ -4,72 +4,82 @@ References: Raffel et al., 2019, arXiv 1910.10683; Xue et al., 2020, "mT5", arXi
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from dtransformer.errors import InputError
+from dtransformer.errors import InputError, shown
+from dtransformer.models.base import first_given
 from dtransformer.models.encoder_decoder_lm import EncoderDecoderLM
-from dtransformer.models.pretrained.families.family import (
-    DECODER_IDS,
-    Family,
+from dtransformer.models.pretrained.families.bart import BASE
+from dtransformer.models.pretrained.families.family import DECODER_IDS, Family
+from dtransformer.models.pretrained.families.parts import (
+    Derived,
+    Field,
     activation,
-    bias,
-    linear,
-    of_blocks,
+    epsilon,
     published_activation,
-    read,
-    refuse,
-    require,
-    table,
-    written,
 )
 
-# Our arguments -> fields of configs, and what they are where a config says nothing.
-_FIELDS = {
-    "hidden_size": "d_model",
-    "num_heads": "num_heads",
-    "ffn_hidden_size": "d_ff",
-    "head_dim": "d_kv",
-    "encoder_layers": "num_layers",
-    "dropout_rate": "dropout_rate",
-    "norm_epsilon": "layer_norm_epsilon",
-    "relative_ranges": "relative_attention_num_buckets",
-    "relative_max_distance": "relative_attention_max_distance",
-}
-_USUAL = {
-    "dropout_rate": 0.1,
-    "norm_epsilon": 1e-6,
-    "relative_ranges": 32,
-    "relative_max_distance": 128,
-}
-_FORM = {
-    "positions": "relative",
-    "norm": "rms_norm",
-    "use_bias": False,
-    "post_layernorm_residual": False,
-    "query_scale": 1.0,
-    "embedding_scale": 1.0,
-}
 _HEAD = "lm_head.weight"
 
 
-def _arguments(config):
-    refuse(config, "T5", is_decoder=False)
-    *gate, name = config.get("feed_forward_proj", "relu").split("-")
-    if gate not in ([], ["gated"]):
-        raise InputError(
-            f"feed_forward_proj is {config['feed_forward_proj']!r}, which is not known"
-        )
-    if gate and name == "gelu":
-        name = "gelu_new"  # as the first files of 1.1 mean it
-    is_tied = config.get("tie_word_embeddings") is not False
+@dataclasses.dataclass(frozen=True)
+class _FeedForward:
+    """The field of the activation, and of whether it is a gate's."""
+
+    usual: str = "relu"
+    arguments: tuple[str, ...] = ("gated", "hidden_act")
+
+    def read(self, config: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: there is no such layer.
+        """
+        given = first_given(config.get("feed_forward_proj"), self.usual)
+        *gate, name = given.split("-")
+        if gate not in ([], ["gated"]):
+            raise InputError(f"feed_forward_proj is {shown(given)}, which is not known")
+        if gate and name == "gelu":
+            name = "gelu_new"  # as the first files of 1.1 mean it
+        return {"gated": bool(gate), "hidden_act": activation(name)}
+
+    def written(self, arguments: Mapping) -> dict:
+        """See `Part`.
+
+        Raises:
+            InputError: the gate has no name.
+        """
+        name = published_activation(arguments)
+        if arguments["gated"] and name == "gelu":
+            raise InputError(
+                "a gate of hidden_act='gelu' has no name in T5's configs: 'gelu_tanh' has"
+            )
+        gates = {"gelu_new": "gated-gelu"}
+        return {
+            "feed_forward_proj": gates.get(name, f"gated-{name}") if arguments["gated"] else name
+        }
+
+
+def _stack(side, *attentions):
+    """Return the fields of `Family` that blocks of a side have, of attentions' names and ours."""
+    last, projections = len(attentions), {"q": "query", "k": "key", "v": "value", "o": "output"}
+
+    def dense(arguments):
+        gated = {"wi_0": "gate", "wi_1": "mapping"}
+        names = {**(gated if arguments["gated"] else {"wi": "mapping"}), "wo": "projection"}
+        return {f"{last}.DenseReluDense.{x}": (f"feed_forward/{y}",) for x, y in names.items()}
+
+    norms = {f"{i}.layer_norm": f"{ours}_norm" for i, (_, ours) in enumerate(attentions)}
     return {
-        **_FORM,
-        **read(config, _FIELDS, **_USUAL),
-        "decoder_layers": config.get("num_decoder_layers") or config["num_layers"],
-        "gated": bool(gate),
-        "hidden_act": activation(name),
-        "tied_head": is_tied,
-        "scales_output": config.get("scale_decoder_outputs", is_tied),
+        "block": f"{side}.block.{{}}.layer.",
+        "path": f"transformer/{side}/block_{{}}/",
+        "attention": {
+            f"{i}.{theirs}.{x}": (f"{ours}/{y}",)
+            for i, (theirs, ours) in enumerate(attentions)
+            for x, y in projections.items()
+        },
+        "dense": dense,
+        "norms": {**norms, f"{last}.layer_norm": "feed_forward_norm"},
     }
 
 
@@ -79,92 +89,79 @@ def _settled(arguments: dict, names: Collection[str]) -> dict:
     return {**arguments, "tied_head": arguments["tied_head"] and not is_own}
 
 
-def _config(arguments):
-    require(
-        arguments,
-        **_FORM,
-        head_bias=False,
-        embedding_norm=False,
-        moe_config=None,
-        trains_padding=True,
-        attention_dropout_rate=arguments["dropout_rate"],
-        embedding_dropout_rate=arguments["dropout_rate"],
-    )
-    name = published_activation(arguments)
-    return {
-        **written({**arguments, "norm_epsilon": arguments["norm_epsilon"] or 1e-6}, _FIELDS),
-        "d_kv": arguments["head_dim"] or arguments["hidden_size"] // arguments["num_heads"],
-        "num_decoder_layers": arguments["decoder_layers"],
-        "feed_forward_proj": _proj(name, arguments["gated"]),
-        "scale_decoder_outputs": arguments["scales_output"],
-        "is_encoder_decoder": True,
-    }
-
-
-def _proj(name, gated):
-    if not gated:
-        return name
-    if name == "gelu":
-        raise InputError("a gate of hidden_act='gelu' has no name in T5's configs: 'gelu_tanh' has")
-    return "gated-gelu" if name == "gelu_new" else f"gated-{name}"
-
-
-# The sublayers of blocks: what they are called, and ours.
-_SUBLAYERS = {
-    "encoder": {"SelfAttention": "attention"},
-    "decoder": {"SelfAttention": "self_attention", "EncDecAttention": "cross_attention"},
-}
-
-
-def _block(side, number, gated):
-    theirs, ours = f"{side}.block.{number}.layer.", f"transformer/{side}/block_{number}/"
-    sublayers, tensors = _SUBLAYERS[side], []
-    for place, (name, own) in enumerate(sublayers.items()):
-        for projection, part in {"q": "query", "k": "key", "v": "value"}.items():
-            tensors.append(
-                linear(f"{theirs}{place}.{name}.{projection}.weight", f"{ours}{own}/{part}_kernel")
-            )
-        output = f"{ours}{own}/output_kernel"
-        tensors.append(linear(f"{theirs}{place}.{name}.o.weight", output, num_inputs=2))
-        tensors.append(bias(f"{theirs}{place}.layer_norm.weight", f"{ours}{own}_norm/gamma"))
-    dense, last = f"{ours}feed_forward/", f"{theirs}{len(sublayers)}."
-    mappings = {"wi_0": "gate", "wi_1": "mapping"} if gated else {"wi": "mapping"}
-    for name, own in {**mappings, "wo": "projection"}.items():
-        tensors.append(linear(f"{last}DenseReluDense.{name}.weight", f"{dense}{own}_kernel"))
-    return [*tensors, bias(f"{last}layer_norm.weight", f"{ours}feed_forward_norm/gamma")]
-
-
-def _tensors(arguments):
-    found = [table("shared.weight", "source_embedding/table")]
-    if not arguments["tied_head"]:
-        found.append(linear(_HEAD, "head/kernel"))
-    for side in _SUBLAYERS:
-        ours, first = f"transformer/{side}/", f"{side}.block.0.layer.0.SelfAttention."
-        block = lambda number, side=side: _block(side, number, arguments["gated"])
-        found += [
-            table(f"{first}relative_attention_bias.weight", f"{ours}relative_positions/table"),
-            bias(f"{side}.final_layer_norm.weight", f"{ours}final_norm/gamma"),
-            *of_blocks(arguments[f"{side}_layers"], block),
-        ]
-    return found
-
-
-def _mt5_arguments(config):
-    """MT5 is version 1.1 from its beginning: gated, and nothing is scaled before the head."""
-    config["feed_forward_proj"] = config.get("feed_forward_proj") or "gated-gelu"
-    return {**_arguments(config), "scales_output": False}
-
-
+_PARTS = (
+    Field("hidden_size", "d_model"),
+    Field("num_heads", "num_heads"),
+    Field("ffn_hidden_size", "d_ff"),
+    Derived(
+        "head_dim",
+        "d_kv",
+        lambda config: config["d_kv"],
+        lambda arguments: arguments["hidden_size"] // arguments["num_heads"],
+    ),
+    Field("encoder_layers", "num_layers"),
+    Derived("decoder_layers", "num_decoder_layers", lambda config: config["num_layers"]),
+    Field(
+        "dropout_rate",
+        "dropout_rate",
+        0.1,
+        same=("attention_dropout_rate", "embedding_dropout_rate"),
+    ),
+    epsilon(1e-6, "layer_norm_epsilon"),
+    Field("relative_ranges", "relative_attention_num_buckets", 32),
+    Field("relative_max_distance", "relative_attention_max_distance", 128),
+    Field("tied_head", "tie_word_embeddings", True),
+)
+_BIAS = "{0}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 T5 = Family(
     "T5ForConditionalGeneration",
-    EncoderDecoderLM,
-    _arguments,
-    _config,
-    _tensors,
-    settled=_settled,
+    parts=(
+        *_PARTS,
+        _FeedForward(),
+        Derived(
+            "scales_output",
+            "scale_decoder_outputs",
+            lambda config: config.get("tie_word_embeddings") is not False,
+        ),
+    ),
+    fixed={
+        "positions": "relative",
+        "norm": "rms_norm",
+        "use_bias": False,
+        "post_layernorm_residual": False,
+        "query_scale": 1.0,
+        "embedding_scale": 1.0,
+        "head_bias": False,
+    },
+    refused={"is_decoder": False, "is_encoder_decoder": True},
+    stacks={
+        "encoder_layers": _stack("encoder", ("SelfAttention", "attention")),
+        "decoder_layers": _stack(
+            "decoder", ("SelfAttention", "self_attention"), ("EncDecAttention", "cross_attention")
+        ),
+    },
+    tables={
+        "shared.weight": "source_embedding/table",
+        _BIAS.format("encoder"): "transformer/encoder/relative_positions/table",
+        _BIAS.format("decoder"): "transformer/decoder/relative_positions/table",
+    },
+    top={
+        "encoder.final_layer_norm": "transformer/encoder/final_norm",
+        "decoder.final_layer_norm": "transformer/decoder/final_norm",
+        "lm_head": "head",
+    },
+    base=BASE,
+    usual_parts=(),
+    network=EncoderDecoderLM,
     special_ids=DECODER_IDS,
     own_padding=False,
     copies=(_HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
     ignored=("EncDecAttention.relative_attention_bias.weight",),
+    settled=_settled,
 )
-MT5 = dataclasses.replace(T5, architecture="MT5ForConditionalGeneration", arguments=_mt5_arguments)
+# It is version 1.1 from its beginning: gated, and nothing is scaled before the head.
+MT5 = dataclasses.replace(
+    T5,
+    architecture="MT5ForConditionalGeneration",
+    parts=(*_PARTS, _FeedForward("gated-gelu")),
+)

@@ -14,7 +14,7 @@ from dtransformer.models.causal_lm import CausalLM
 from dtransformer.models.one_stack import OneStackModel
 from dtransformer.models.pretrained.families import FAMILIES
 from dtransformer.models.pretrained.families.family import bias, linear
-from dtransformer.models.pretrained.families.parts import Field
+from dtransformer.models.pretrained.families.parts import Field, choice
 from dtransformer.models.pretrained.sentence_folder import pooling_of
 from dtransformer.models.pretrained.stored_tensor import StoredTensor
 from dtransformer.models.task_heads import with_task_head
@@ -102,7 +102,6 @@ _ROBERTA = _heads(_first("classifier.dense", "classifier.out_proj"))
 _LAST = {"dense": {"score": "classifier"}, "arguments": {"pooling": "last", "use_bias": False}}
 _RATES = ("classifier_dropout", "hidden_dropout")
 _DECODER = _heads(_LAST, "score", dropouts=_RATES)
-_POOLINGS = {"cls": "first", "mean": "mean"}
 _MODERNBERT = {
     "dense": {"head.dense": "pooler", "head.norm": "norm", "classifier": "classifier"},
     "arguments": {
@@ -113,13 +112,7 @@ _MODERNBERT = {
     "fields": (Field("norm_epsilon", "norm_eps", 1e-5),),
     "dropouts": ("classifier_dropout",),
 }
-_POOLING = Field(
-    "pooling",
-    "classifier_pooling",
-    "cls",
-    ours=_POOLINGS.__getitem__,
-    theirs={ours: theirs for theirs, ours in _POOLINGS.items()}.get,
-)
+_POOLING = choice("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"})
 _OF_KIND = {
     # Of these tokens have no class there.
     **{
@@ -147,11 +140,6 @@ _OF_KIND = {
         TOKENS: TaskHead(TokenHead, **_MODERNBERT),
     },
 }
-
-
-def has_vectors(kind: str) -> bool:
-    """Return whether a family has folders of sentence-transformers here."""
-    return kind in _BARE
 
 
 def task_heads(kind: str) -> Mapping[str, TaskHead]:
