@@ -35,10 +35,10 @@ def gemma(vocab_size, num_layers):
 
 
 def olmo(vocab_size, num_layers):
-    """OLMo's form: norms of outputs, of all heads together, YaRN; with Granite's multipliers."""
+    """OLMo's form: norms of outputs, of all heads together, YaRN; also as Granite and Ministral 3."""
     own = {"norm_placement": "output", "qk_norm": "rms_norm_all_heads", "tied_head": False}
     own |= {"residual_scale": 0.5, "logits_scale": 2.0, "rotary_fraction": 0.5}
-    pattern = [{"window": 4}, {"rotary_scaling": _YARN}]
+    pattern = [{"window": 4}, {"rotary_scaling": {**_YARN, "llama_4_scaling_beta": 0.5}}]
     return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own, block_pattern=pattern)
 
 

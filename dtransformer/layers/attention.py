@@ -14,12 +14,17 @@ from dtransformer.layers.attention_inputs import (
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import Layer, check_rate, check_size, register
-from dtransformer.layers.cached_attention import of_prefix, prefix_length, with_new_positions
+from dtransformer.layers.cached_attention import (
+    of_prefix,
+    positions_in_texts,
+    prefix_length,
+    with_new_positions,
+)
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
 from dtransformer.layers.position_bias import PositionBias, alibi, relative_bias
-from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
+from dtransformer.layers.rotary import attention_factor, query_factor, rotary_frequencies, rotate
 from dtransformer.parallel.decoding import cache as kv_cache
 from dtransformer.parallel.ops.feature_reductions import add_bias
 from dtransformer.parallel.recompute.recompute import recomputed
@@ -253,7 +258,7 @@ class MultiHeadAttention(Layer):
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
             q, k = self._normalized(q, k)
-            q, k = self._turned(q, k, cache if decodes else {})
+            q, k = self._turned(q, k, cache, (attention_mask, prefix_mask))
             if decodes:
                 masks, bias = (attention_mask, prefix_mask), self._bias(position_table)
                 cache, *seen = with_new_positions(cache, k, v, *masks, self.window, bias)
@@ -296,13 +301,17 @@ class MultiHeadAttention(Layer):
             heads.update(zip(names, project_to_heads(inputs[names[0]], kernels, biases)))
         return [heads[name] for name in inputs]
 
-    def _turned(self, q, k, cache):
+    def _turned(self, q, k, cache, masks):
         """Turn queries and keys of a sequence's next positions by the angles of these."""
         if self.rotary_base is None:
             return q, k
-        start = cache.get("index", 0) + prefix_length(cache)
+        start = (cache or {}).get("index", 0) + prefix_length(cache or {})
         positions = start + tf.range(static_or_dynamic_shape(q)[2])
-        return [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
+        q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
+        if (self.rotary_scaling or {}).get("llama_4_scaling_beta"):
+            factor = query_factor(positions_in_texts(q, cache, *masks), self.rotary_scaling)
+            q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
+        return q, k
 
     def _normalized(self, q, k):
         if self.query_norm is None:

@@ -21,6 +21,7 @@ _YARN = {
     "mscale_all_dim": None,
     "attention_factor": None,
     "truncate": True,
+    "llama_4_scaling_beta": None,
 }
 _OPTIONAL = {"yarn": _YARN}
 
@@ -48,7 +49,7 @@ def rotary_frequencies(
             "original_max_position_embeddings": …}`; or `{"type": "yarn", "factor": …,
             "original_max_position_embeddings": …}`, with `"beta_fast"` (32), `"beta_slow"` (1),
             `"truncate"` (True: to whole features), `"attention_factor"`, `"mscale"` and
-            `"mscale_all_dim"` where they are given.
+            `"mscale_all_dim"` where they are given, and `"llama_4_scaling_beta"` of `query_factor`.
 
     Returns:
         A float64 array [r / 2], r being the number of features that turn; radians.
@@ -124,6 +125,23 @@ def attention_factor(scaling: dict | None) -> float:
 def yarn_magnitude(factor: float, scale: float) -> float:
     """Return 0.1·scale·ln(factor) + 1, or 1 where texts are not longer; see `attention_factor`."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def query_factor(positions: tf.Tensor, scaling: dict) -> tf.Tensor:
+    """Return what queries are multiplied with: 1 + β·ln(1 + ⌊p / L⌋), which grows with the position.
+
+    β is the scaling's `"llama_4_scaling_beta"`, L its original length. Llama 4's queries are scaled so
+    (Nakanishi, 2025, arXiv 2501.19399, has the reason), and Ministral 3's, by its published code.
+
+    Args:
+        positions: int tensor of positions p; those before 0 count as 0.
+        scaling: as `rotary_frequencies`' scaling, with a β.
+
+    Returns:
+        A float32 tensor of the positions' shape.
+    """
+    lengths = tf.cast(tf.maximum(positions, 0), "float32") / scaling[_LENGTH]
+    return 1 + scaling["llama_4_scaling_beta"] * tf.math.log1p(tf.floor(lengths))
 
 
 def ntk_base(base: float, factor: float, turning: int) -> float:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from dtransformer.layers import MultiHeadAttention
+from dtransformer.layers.attention_mask import Segments
 from dtransformer.layers.rotary import attention_factor, rotary_frequencies, rotate
 
 LLAMA_3 = {
@@ -120,3 +122,28 @@ def test_yarn_is_that_of_transformers(own):
     np.testing.assert_allclose(rotary_frequencies(32, 500.0, scaling=ours), expected, rtol=1e-5)
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert attention_factor({"type": "linear", "factor": 2.0}) == 1
+
+
+def test_queries_grow_with_the_position_in_their_own_text():
+    """That of packed texts, of one that is continued after padding, and of the next token."""
+    yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
+    layer = MultiHeadAttention(
+        *(16, 4, 0.0, 0.0),
+        causal=True,
+        rotary_base=100.0,
+        rotary_scaling={**yarn, "llama_4_scaling_beta": 2.0},
+    )
+    attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
+    x = tf.random.stateless_normal((1, 9, 16), [0, 1])
+    expected = attend(x)
+    check = lambda found, own: np.testing.assert_allclose(found, own, rtol=0, atol=1e-5)
+    segments = tf.constant([[1] * 9 + [2] * 9])
+    twice = attend(tf.concat([x, x], 1), Segments(segments, segments))
+    check(twice, tf.concat([expected, expected], 1))
+    is_token = tf.constant([[False] * 4 + [True] * 8])
+    padded = tf.pad(x[:, :8], [[0, 0], [4, 0], [0, 0]])
+    found, cache = attend(padded, Segments(is_token, is_token), cache={})
+    check(found[:, 4:], expected[:, :8])
+    cache |= layer.init_cache(1, 2)
+    found, _ = attend(x[:, 8:], cache=cache, prefix_mask=is_token)
+    check(found, expected[:, 8:])

@@ -47,6 +47,18 @@ LATENTS = {
 # Decoders: besides SIZES of `reference_models`.
 TEXTS = {
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
+    "ministral3": Row(
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 2.0,
+            },
+        },
+        NOT_ROTARY,
+    ),
     "qwen3": Row({"head_dim": 12}, NO_BIAS),
     "phi3": Row({"sliding_window": 5}, NOT_ROTARY),
     "starcoder2": Row({"sliding_window": 5}, NOT_ROTARY),
@@ -278,7 +290,7 @@ FORM_OF = {
     "mixtral": "moe",
     "modernbert": "modernbert",
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
-    **dict.fromkeys(("olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
+    **dict.fromkeys(("ministral3", "olmo2", "olmo3", "exaone4", "granite", "smollm3"), "olmo"),
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe"), "glm_experts"),
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
@@ -290,6 +302,7 @@ DEFAULT_SIZES = {
     "gpt2": "gpt2_small",
     "llama": "llama_7b",
     "mistral": "mistral_7b",
+    "ministral3": "ministral3_8b",
     "phi3": "phi3_mini",
     "gpt_oss": "gpt_oss_120b",
     "mixtral": "mixtral_8x7b",

@@ -51,8 +51,14 @@ ALIKE = {
     base: (f"{base}Config", {**DECODER, "head_dim": 8, **IDS}, endings)
     for endings, names in (
         ((SEQUENCE,), ("Olmo2", "Olmo3")),
-        ((SEQUENCE, TOKENS), ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3")),
-        ((SEQUENCE, TOKENS), ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4")),
+        (
+            (SEQUENCE, TOKENS),
+            ("Mistral", "Qwen2", "Phi3", "StableLm", "Gemma2", "Glm4", "SmolLM3"),
+        ),
+        (
+            (SEQUENCE, TOKENS),
+            ("GPTNeoX", "Phi", "Arcee", "Nemotron", "Helium", "Exaone4", "Ministral3"),
+        ),
     )
     for base in names
 }

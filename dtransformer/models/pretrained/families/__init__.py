@@ -20,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "llama": llama.LLAMA,
     "mistral": llama.MISTRAL,
+    "ministral3": llama.MINISTRAL3,
     "mixtral": MIXTRAL,
     "qwen2": llama.QWEN2,
     "qwen3": llama.QWEN3,

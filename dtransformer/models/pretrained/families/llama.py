@@ -42,12 +42,32 @@ def _qwen_blocks(window):
     return Blocks(kind_of=_last_slide, window=window, has_types=True, switch="use_sliding_window")
 
 
+_MINISTRAL = {
+    "type": "yarn",
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 LLAMA = Stack("LlamaForCausalLM", refused=_PLAIN, ids=USUAL_IDS).family()
 MISTRAL = Stack(
     "MistralForCausalLM",
     # A config that says nothing of it means 4096, as that of the first Mistral.
     parts=(kv_heads(8), Blocks(kind_of=all_slide, window=4096)),
     ids=USUAL_IDS,
+).family()
+MINISTRAL3 = Stack(
+    "Ministral3ForCausalLM",
+    parts=(
+        kv_heads(8),
+        head_dim(128),
+        epsilon(1e-5),
+        Blocks(base=1e6, kind_of=all_slide, scaling=_MINISTRAL),
+    ),
+    ids={**USUAL_IDS, "pad_token_id": 11},
 ).family()
 QWEN2 = Stack("Qwen2ForCausalLM", parts=(_qwen_blocks(4096),), fixed={"qkv_bias": True}).family()
 QK_EPSILON = epsilon(1e-6, same=("qk_norm_epsilon",))
