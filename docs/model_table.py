@@ -32,7 +32,7 @@ def presets(kind):
 def layouts(form):
     """Return how many layouts a form of the harness is trained on by the tests."""
     networks = [run.partition("/")[0].partition(".")[0] for run in RUNS]
-    return sum(re.sub("^deep_|_frozen$|_lora$", "", name) == form for name in networks)
+    return sum(re.sub("^(deep_)?(long_)?|_frozen$|_lora$", "", name) == form for name in networks)
 
 
 def row(kind, family):

@@ -87,6 +87,13 @@ def deepseek(vocab_size, num_layers):
     )
 
 
+def hunyuan(vocab_size, num_layers):
+    """HunYuan's form: norms of queries and keys after these turn."""
+    own = {"qk_norm": "rms_norm", "qk_norm_after_rotary": True, "tied_head": False}
+    own["rotary_scaling"] = {"type": "linear", "factor": 2.0}
+    return CausalLM(vocab_size, num_layers=num_layers, **_DECODER, **own)
+
+
 def modernbert(vocab_size, num_layers):
     """ModernBERT's form: an encoder with rotary positions, windows on both sides, no shifts."""
     own = {"positions": "rotary", "norm": "layer_norm_without_beta", "norm_epsilon": 1e-5}
@@ -106,5 +113,6 @@ DECODERS = {
     "glm_experts": glm_experts,
     "gpt_oss": gpt_oss,
     "deepseek": deepseek,
+    "hunyuan": hunyuan,
 }
 ENCODERS = {"modernbert": modernbert}

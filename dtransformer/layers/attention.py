@@ -14,12 +14,7 @@ from dtransformer.layers.attention_inputs import (
 )
 from dtransformer.layers.attention_mask import Segments, own_or_keras_mask
 from dtransformer.layers.base import Layer, check_rate, check_size, register
-from dtransformer.layers.cached_attention import (
-    of_prefix,
-    positions_in_texts,
-    prefix_length,
-    with_new_positions,
-)
+from dtransformer.layers.cached_attention import next_positions, of_prefix, with_new_positions
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.initializers import FlattenedInitializer
 from dtransformer.layers.norm import make_norm
@@ -73,6 +68,7 @@ class MultiHeadAttention(Layer):
             None for none (Henry et al., 2020, arXiv 2010.04245, §2). `"rms_norm_all_heads"` is one
             of all heads together.
         qk_norm_epsilon: what these add to the variance; their own default where it is None.
+        qk_norm_after_rotary: whether they come after the turning, as HunYuan's.
         sinks: whether each head has a score that is learnt, besides those of its keys; see
             `attention`.
         implementation: `"auto"`, `"reference"`, `"blockwise"` or `"cudnn"`; see `attention`.
@@ -133,6 +129,7 @@ class MultiHeadAttention(Layer):
         soft_cap: float | None = None,
         qk_norm: str | None = None,
         qk_norm_epsilon: float | None = None,
+        qk_norm_after_rotary: bool = False,
         sinks: bool = False,
         implementation: str = "auto",
         **kwargs,
@@ -159,6 +156,7 @@ class MultiHeadAttention(Layer):
         self.query_scale = query_scale
         self.soft_cap = elementwise.check_soft_cap(soft_cap)
         self.qk_norm, self.qk_norm_epsilon, self.sinks = qk_norm, qk_norm_epsilon, sinks
+        self.qk_norm_after_rotary = qk_norm_after_rotary
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"implementation must be one of {names}, got {implementation!r}")
@@ -257,10 +255,13 @@ class MultiHeadAttention(Layer):
             check_mask(attention_mask, query, key.shape[1], self.num_heads)
         if not decodes or "index" in cache:
             q, k, v = self._project({"query": query, "key": key, "value": value})
-            q, k = self._normalized(q, k)
-            q, k = self._turned(q, k, cache, (attention_mask, prefix_mask))
+            masks = attention_mask, prefix_mask
+            turned = lambda q, k: self._turned(q, k, cache, masks)
+            order = (self._normalized, turned)[:: -1 if self.qk_norm_after_rotary else 1]
+            for step in order:
+                q, k = step(q, k)
             if decodes:
-                masks, bias = (attention_mask, prefix_mask), self._bias(position_table)
+                bias = self._bias(position_table)
                 cache, *seen = with_new_positions(cache, k, v, *masks, self.window, bias)
             elif cache is not None:
                 cache = of_prefix(k, v, self.window)
@@ -305,11 +306,12 @@ class MultiHeadAttention(Layer):
         """Turn queries and keys of a sequence's next positions by the angles of these."""
         if self.rotary_base is None:
             return q, k
-        start = (cache or {}).get("index", 0) + prefix_length(cache or {})
-        positions = start + tf.range(static_or_dynamic_shape(q)[2])
+        grows = (self.rotary_scaling or {}).get("llama_4_scaling_beta")
+        in_texts = bool(grows) or self.qk_norm_after_rotary  # more counts than their distance
+        positions = next_positions(q, cache, *masks, in_texts)
         q, k = [rotate(x, positions, self._frequencies, self._rotary_factor) for x in (q, k)]
-        if (self.rotary_scaling or {}).get("llama_4_scaling_beta"):
-            factor = query_factor(positions_in_texts(q, cache, *masks), self.rotary_scaling)
+        if grows:
+            factor = query_factor(positions, self.rotary_scaling)
             q = elementwise.scale(q, tf.cast(factor, q.dtype)[:, None, :, None])
         return q, k
 

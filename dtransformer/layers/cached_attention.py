@@ -104,33 +104,33 @@ def prefix_length(cache: dict) -> int | tf.Tensor:
     return static_or_dynamic_shape(cache["prefix_key"])[2] if "prefix_key" in cache else 0
 
 
-def positions_in_texts(
+def next_positions(
     q: tf.Tensor,
     cache: dict | None,
     mask: tf.Tensor | Segments | None,
     prefix_mask: tf.Tensor | None,
+    in_texts: bool,
 ) -> tf.Tensor:
-    """Return the position of each query in its own text, from 0: int [b·k or 1, s].
+    """Return the position of each query, from 0: int [b·k or 1, s].
 
-    Rotary positions may begin anywhere, these do not: texts that are packed into a row begin anew,
-    and those that are continued begin after the padding on their left. Without a cache padding
-    counts as a position, as in `transformers`.
+    Those in a text begin anew in each of the texts that are packed into a row, and after the padding
+    on the left of those that are continued. Without a cache padding counts, as in `transformers`.
 
     Args:
         q: tensor [b·k, n, s, d].
         cache: as `MultiHeadAttention`'s: an empty dict where texts [b, s] begin; None for none.
         mask: as `MultiHeadAttention`'s.
         prefix_mask: bool tensor [b, p]; None for all.
+        in_texts: whether they are those in a text; else in a row, where their distance alone counts.
     """
     rows, _, length, _ = static_or_dynamic_shape(q)
     positions = tf.range(length)[None]
+    if cache and in_texts and prefix_mask is not None:
+        size = static_or_dynamic_shape(prefix_mask)[0]
+        return positions + cache["index"] + tf.repeat(_count(prefix_mask), rows // size)[:, None]
     if cache:
-        start = cache["index"] + prefix_length(cache)
-        if prefix_mask is not None:
-            size = static_or_dynamic_shape(prefix_mask)[0]
-            start = cache["index"] + tf.repeat(_count(prefix_mask), rows // size)[:, None]
-        return positions + start
-    if isinstance(mask, Segments):
+        return positions + cache["index"] + prefix_length(cache)
+    if in_texts and isinstance(mask, Segments):
         if cache is not None:
             return positions - _count(~tf.cast(mask.queries, "bool"))[:, None]
         if not mask.queries.dtype.is_bool:

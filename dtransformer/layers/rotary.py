@@ -194,17 +194,17 @@ def rotate(
 
     Args:
         x: tensor [b, n, s, d].
-        positions: int tensor [s].
+        positions: int tensor [s], or [b or 1, s].
         frequencies: array [r / 2], from `rotary_frequencies`.
         factor: what cosines and sines are multiplied with; see `attention_factor`.
     """
     half = len(frequencies)
     # Angles in float32 are off by 1e-7 of themselves; 16 bits would lose far positions.
-    angles = tf.cast(positions, "float32")[:, None] * tf.constant(frequencies, "float32")
+    angles = tf.cast(positions, "float32")[..., None] * tf.constant(frequencies, "float32")
     of_angles = [tf.cos(angles), tf.sin(angles)]
     if factor != 1:
         of_angles = [factor * values for values in of_angles]
-    cos, sin = (tf.cast(values, x.dtype)[None, None, :, :] for values in of_angles)
+    cos, sin = (tf.expand_dims(tf.cast(values, x.dtype), -3) for values in of_angles)
     first, second = x[..., :half], x[..., half : 2 * half]
     turned = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:

@@ -55,8 +55,8 @@ class CausalLM(OneStackModel):
         lambda_func: places each block on a pipeline stage.
         embedding_scale: what embeddings are multiplied with; √h by default.
         norm, norm_epsilon, gated, use_bias: as `TransformerEncoderLayer`'s.
-        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon, sinks: as
-            `MultiHeadAttention`'s.
+        num_kv_heads, head_dim, qkv_bias, query_scale, soft_cap, qk_norm, qk_norm_epsilon,
+            qk_norm_after_rotary, sinks: as `MultiHeadAttention`'s.
         rotary_base, rotary_fraction, rotary_scaling: of rotary positions; see
             `rotary_frequencies`.
         norm_placement, residual_scale: as `TransformerEncoderLayer`'s.
@@ -150,6 +150,7 @@ class CausalLM(OneStackModel):
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         latent: Mapping | None = None,
+        qk_norm_after_rotary: bool = False,
         name: str = "causal_lm",
         **kwargs,
     ):

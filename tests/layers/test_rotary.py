@@ -124,15 +124,22 @@ def test_yarn_is_that_of_transformers(own):
     assert attention_factor({"type": "linear", "factor": 2.0}) == 1
 
 
-def test_queries_grow_with_the_position_in_their_own_text():
+YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotary_scaling": {**YARN, "llama_4_scaling_beta": 2.0}},
+        {"qk_norm": "rms_norm", "qk_norm_after_rotary": True},
+    ],
+)
+def test_positions_that_count_are_those_in_the_own_text(options):
     """That of packed texts, of one that is continued after padding, and of the next token."""
-    yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 3}
-    layer = MultiHeadAttention(
-        *(16, 4, 0.0, 0.0),
-        causal=True,
-        rotary_base=100.0,
-        rotary_scaling={**yarn, "llama_4_scaling_beta": 2.0},
-    )
+    layer = MultiHeadAttention(16, 4, 0.0, 0.0, causal=True, rotary_base=100.0, **options)
+    layer.build((1, 9, 16))
+    for norm in filter(None, (layer.query_norm, layer.key_norm)):
+        norm.gamma.assign([1.0, 4.0, 0.5, 2.0])
     attend = lambda x, *others, **options: layer(x, x, x, *others, **options)
     x = tf.random.stateless_normal((1, 9, 16), [0, 1])
     expected = attend(x)

@@ -104,6 +104,20 @@ TEXTS = {
         },
         NO_BIAS,
     ),
+    "hunyuan_v1_dense": Row({"head_dim": 12}, NO_BIAS),
+    "hunyuan_v1_dense_alpha": Row(
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+        },
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic', expected one"),
+        "hunyuan_v1_dense",
+    ),
     "gemma": Row({"head_dim": 12}, NO_BIAS),
     "gemma2": Row(
         {
@@ -295,6 +309,7 @@ FORM_OF = {
     **dict.fromkeys(("gpt_neox", "phi", "falcon", "cohere", "cohere2", "nemotron"), "falcon"),
     **dict.fromkeys(("t5", "mt5"), "t5"),
     "gpt_oss": "gpt_oss",
+    "hunyuan_v1_dense": "hunyuan",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek"),
 }
 # Families whose default config in `transformers` is a published size, and its preset.

@@ -69,6 +69,7 @@ ALIKE["Gemma3Text"] = ("Gemma3TextConfig", {**DECODER, "head_dim": 8, **IDS}, (S
 ALIKE["GptOss"] = ("GptOssConfig", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE, TOKENS))
 ALIKE["DeepseekV2"] = ("DeepseekV2Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE,))
 ALIKE["DeepseekV3"] = ("DeepseekV3Config", {**DECODER, **_LATENTS, **IDS}, (SEQUENCE, TOKENS))
+ALIKE["HunYuanDenseV1"] = ("HunYuanDenseV1Config", {**DECODER, "head_dim": 8, **IDS}, (SEQUENCE,))
 ALIKE["Falcon"] = ("FalconConfig", {**DECODER, **IDS}, (SEQUENCE, TOKENS))
 FORMS |= ALIKE
 NAMES = [

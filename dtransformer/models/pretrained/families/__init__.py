@@ -31,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": llama.SEED_OSS,
     "smollm3": llama.SMOLLM3,
     "granite": llama.GRANITE,
+    "hunyuan_v1_dense": llama.HUNYUAN,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

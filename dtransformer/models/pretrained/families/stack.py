@@ -47,6 +47,7 @@ _FIXED = {
     "moe_every": 1,
     "sinks": False,
     "latent": None,
+    "qk_norm_after_rotary": False,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {
