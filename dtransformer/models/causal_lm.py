@@ -12,7 +12,7 @@ from dtransformer.layers.base import check_size, register
 from dtransformer.layers.dropout import Dropout
 from dtransformer.layers.encoder import TransformerEncoder
 from dtransformer.layers.position import PositionEmbedding
-from dtransformer.models.base import check_ids, completed
+from dtransformer.models.base import check_ids, completed, start_after_padding
 from dtransformer.models.generation.continuation import Continuation, as_prompts
 from dtransformer.models.generation.generator import Generator, OnTokens
 from dtransformer.models.generation.rules import options_of
@@ -48,6 +48,8 @@ class CausalLM(OneStackModel):
         positions: `"learned"` up to `max_length`, `"sinusoidal"`, or `"rotary"` or `"alibi"` in each
             block.
         max_length: number of learned positions, in tokens.
+        position_offset: number of the first position, see `PositionEmbedding`; where it is more than
+            0, positions begin at the first token that an `"attention_mask"` has.
         tied_head: whether the head's kernel is the embedding's table.
         head_bias: whether the head has a bias.
         post_layernorm_residual: whether blocks normalize after the residual.
@@ -151,6 +153,7 @@ class CausalLM(OneStackModel):
         sinks: bool = False,
         latent: Mapping | None = None,
         qk_norm_after_rotary: bool = False,
+        position_offset: int = 0,
         name: str = "causal_lm",
         **kwargs,
     ):
@@ -184,7 +187,11 @@ class CausalLM(OneStackModel):
             block_arguments["alibi"] = options["positions"] == "alibi"
         else:
             self.positions = PositionEmbedding(
-                options["max_length"], options["positions"], dtype=policy, name="positions"
+                options["max_length"],
+                options["positions"],
+                offset=options["position_offset"],
+                dtype=policy,
+                name="positions",
             )
         self.dropout = Dropout(options["embedding_dropout_rate"], dtype=policy, name="dropout")
         self.blocks = TransformerEncoder(
@@ -209,8 +216,11 @@ class CausalLM(OneStackModel):
     def call(self, inputs: tf.Tensor | dict[str, tf.Tensor], training: bool = False) -> tf.Tensor:
         named = self.named_inputs(inputs)
         ids, segments, prefix = named["tokens"], named.get("segments"), self._prefix_of(named)
-        x, table = self.embed(ids, segments=segments, training=training)
-        segments = segments_of(segments, mask_of(named))
+        mask, start = mask_of(named), 0
+        if self.arguments["position_offset"] and mask is not None:
+            start = start_after_padding(tf.cast(mask, "int32"), 0)
+        x, table = self.embed(ids, start, segments, training)
+        segments = segments_of(segments, mask)
         if segments is None and self.pad_id is not None:
             segments = ids != self.pad_id
         if segments is None and prefix is not None:

@@ -46,6 +46,10 @@ LATENTS = {
 }
 # Decoders: besides SIZES of `reference_models`.
 TEXTS = {
+    "opt": Row(
+        {"ffn_dim": 48, "dropout": 0.0},
+        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim=16 beside hidden_size=32 is not built"),
+    ),
     "qwen2_yarn": Row({"rope_parameters": YARN}, NOT_ROTARY, "qwen2"),
     "ministral3": Row(
         {
@@ -300,7 +304,7 @@ PRESETS_OF = {
 }
 # Families whose blocks another network of the harness has than most of their kind.
 FORM_OF = {
-    "gpt2": "causal",
+    **dict.fromkeys(("gpt2", "opt"), "causal"),
     "mixtral": "moe",
     "modernbert": "modernbert",
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), "gemma"),
@@ -315,6 +319,7 @@ FORM_OF = {
 # Families whose default config in `transformers` is a published size, and its preset.
 DEFAULT_SIZES = {
     "gpt2": "gpt2_small",
+    "opt": "opt_125m",
     "llama": "llama_7b",
     "mistral": "mistral_7b",
     "ministral3": "ministral3_8b",

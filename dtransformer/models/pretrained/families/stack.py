@@ -48,6 +48,7 @@ _FIXED = {
     "sinks": False,
     "latent": None,
     "qk_norm_after_rotary": False,
+    "position_offset": 0,
 }
 # What changes no result, or is written for all families alike.
 _FREE = {

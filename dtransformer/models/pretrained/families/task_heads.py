@@ -124,7 +124,7 @@ _OF_KIND = {
     # Of these tokens have no class there.
     **{
         kind: {SEQUENCE: _DECODER[SEQUENCE]}
-        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text")
+        for kind in ("olmo2", "olmo3", "deepseek_v2", "gemma3_text", "hunyuan_v1_dense", "opt")
     },
     **{
         kind: _heads(_LAST, dropouts=_RATES, usual_dropout=0.1)
